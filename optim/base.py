@@ -1,0 +1,187 @@
+"""What OnnxAdam and OnnxAdagrad share: state, param groups, checks and the step around the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from optim.kernels import foreach_increase_
+from optim.rates import Count
+from optim.validation import SparseGradientError, check_keys, check_params, check_rate, check_update_count
+
+
+class OnnxOptimizer(Optimizer):
+    """A torch optimizer that does the arithmetic of one operator of ai.onnx.preview.training.
+
+    The state of a parameter holds `step`, the number of updates done (int32, no dimension, on the CPU unless
+    `capturable`), and the operator's accumulators under the names of its inputs (`V`, `H`).
+
+    Args:
+        params: Parameters, named parameters or param groups, float32 or float64.
+        defaults: Options for the groups that do not give them: `lr`, `first_update_count`, `maximize`,
+            `foreach`, `capturable` and the operator's attributes.
+
+    Raises:
+        TypeError: If a parameter is not dense float32 or float64, or an option not a number.
+        ValueError: If an option is outside its range.
+    """
+
+    operator: ClassVar[str]
+    """Name of the operator in the domain ai.onnx.preview.training."""
+
+    accumulators: ClassVar[tuple[str, ...]]
+    """The operator's inputs that are carried from one update to the next, in its order."""
+
+    attributes: ClassVar[Mapping[str, Callable[[str, object], float]]]
+    """For each attribute of the operator the check that returns its float32 value."""
+
+    update: ClassVar[Callable[..., None]]
+    """The arithmetic: a function of params, grads, accumulators, update counts and the group's options."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, self._checked(defaults))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, such as layers that are unfrozen during training.
+
+        Args:
+            param_group: `params` and the options that shall differ from the optimizer's.
+
+        Raises:
+            TypeError: If a parameter is not dense float32 or float64, or an option not a number.
+            ValueError: If an option is outside its range or a parameter is in another group already.
+        """
+        super().add_param_group(self._checked(param_group))
+        try:
+            check_params("params", self.param_groups[-1]["params"])
+        except TypeError:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load options and state; unlike torch's, never share tensors with the optimizer they come from.
+
+        Args:
+            state_dict: What `state_dict()` of an optimizer of the same class and parameter shapes returned.
+
+        Raises:
+            ValueError: If groups, options or shapes do not match this optimizer.
+        """
+        super().load_state_dict(deepcopy(state_dict))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for index, group in enumerate(state["param_groups"]):
+            check_keys(
+                f"param group {index} of the state", group, ["lr", "first_update_count", *self.attributes]
+            )
+            group.update(self._checked(group))
+            for param in group["params"]:
+                if param in state["state"]:
+                    self._check_state(index, param, state["state"][param])
+        super().__setstate__(state)
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options with those that are numbers checked, the attributes as float32 values."""
+        checks = {"lr": check_rate, "first_update_count": check_update_count, **self.attributes}
+        return {
+            name: checks[name](name, value) if name in checks else value for name, value in options.items()
+        }
+
+    def _check_state(self, group: int, param: Tensor, state: dict[str, Any]) -> None:
+        check_keys(f"the state of a parameter in group {group}", state, ["step", *self.accumulators])
+        for name in self.accumulators:
+            if state[name].shape != param.shape:
+                raise ValueError(
+                    f"the state's {name} of a parameter in group {group} has shape "
+                    f"{tuple(state[name].shape)}, the parameter has {tuple(param.shape)}: "
+                    "load a state saved for this model"
+                )
+        # torch casts the step of capturable optimizers to float32, which stops counting at 2^24
+        state["step"] = torch.as_tensor(state["step"]).to(torch.int32)
+
+    # torch.compile runs a method of this name instead of tracing it: it must only fill the lists it is given.
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        steps: list[Tensor],
+        *accumulators: list[Tensor],
+    ) -> None:
+        """Append the parameters that have a gradient, their gradients and state (made where missing)."""
+        for index, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise SparseGradientError(
+                    f"params[{index}] of shape {tuple(param.shape)} has a sparse gradient "
+                    f"({grad.layout}): {type(self).__name__} needs dense ones; build its layer with "
+                    "sparse=False"
+                )
+            state = self.state[param]
+            if not state:
+                device = param.device if group["capturable"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.int32, device=device)
+                for name in self.accumulators:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            params.append(param)
+            grads.append(grad)
+            steps.append(state["step"])
+            for name, tensors in zip(self.accumulators, accumulators, strict=True):
+                tensors.append(state[name])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, once.
+
+        Args:
+            closure: Computes the gradients anew and returns the loss.
+
+        Returns:
+            The closure's loss, or None without a closure.
+
+        Raises:
+            SparseGradientError: If a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            grads: list[Tensor] = []
+            steps: list[Tensor] = []
+            accumulators: list[list[Tensor]] = [[] for _ in self.accumulators]
+            self._init_group(group, params, grads, steps, *accumulators)
+            if not params:
+                continue
+            counts: Sequence[Count]
+            if group["capturable"] or torch.compiler.is_compiling():
+                counts = torch._foreach_add(steps, group["first_update_count"])
+            else:
+                counts = [int(step.item()) + group["first_update_count"] for step in steps]
+            self.update(
+                params,
+                grads,
+                *accumulators,
+                counts,
+                lr=group["lr"],
+                maximize=group["maximize"],
+                foreach=group["foreach"],
+                **{name: group[name] for name in self.attributes},
+            )
+            foreach_increase_(steps, 1)
+        return loss

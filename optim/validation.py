@@ -1,0 +1,204 @@
+"""Checks of hyper-parameters and tensors, shared by the optimizers and the functional forms.
+
+The operators of ai.onnx.preview.training store their coefficients as attributes of type FLOAT, so every
+coefficient is rounded to float32 here, once, before anything is computed with it. The rounding is not
+cosmetic: 1 - 0.999 and 1 - float32(0.999) differ by 5e-5 of their value, and that factor scales every
+second moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+OPERATOR_DTYPES = (torch.float32, torch.float64)
+
+
+class SparseGradientError(TypeError, RuntimeError):
+    """A sparse gradient was met; also a RuntimeError, as torch's own optimizers raise."""
+
+
+def round_to_float32(value: float) -> float:
+    """Return the float32 nearest to `value`, as a Python float (infinite beyond the range of float32)."""
+    return ctypes.c_float(value).value
+
+
+def check_rate(name: str, value: object) -> float | Tensor:
+    """Check a learning rate (the operators' input R, a float or double scalar: not rounded).
+
+    Args:
+        name: The argument's name, for the message.
+        value: A finite number >= 0, or a tensor of one such element.
+
+    Returns:
+        A Python float, or the tensor itself, so that a scheduler may go on changing it in place.
+
+    Raises:
+        TypeError: If it is not a real number or a floating-point tensor.
+        ValueError: If it is negative, NaN or infinite, or a tensor of several elements.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name} is a tensor of shape {tuple(value.shape)}: give one element, or a float"
+            )
+        if not value.is_floating_point():
+            raise TypeError(f"{name} is a tensor of {value.dtype}: give a floating-point tensor, or a float")
+        _non_negative(name, float(value))
+        return value
+    return _non_negative(name, value)
+
+
+def check_coefficient(name: str, value: object) -> float:
+    """Check an attribute that is a finite number >= 0 and round it to float32.
+
+    Args:
+        name: The argument's name, for the message.
+        value: A number in [0, 3.4e38]; a positive one must not round to zero.
+
+    Returns:
+        The float32 value of the attribute.
+
+    Raises:
+        TypeError: If it is not a real number.
+        ValueError: If it is negative, NaN, infinite or outside the range of float32.
+    """
+    number = _non_negative(name, value)
+    rounded = round_to_float32(number)
+    if math.isinf(rounded) or (rounded == 0.0) != (number == 0.0):
+        raise ValueError(
+            f"{name} is {number!r}, which float32 cannot hold: the operators' attributes are float32, "
+            "give 0 or a number from 1.5e-45 to 3.4e38"
+        )
+    return rounded
+
+
+def check_decay(name: str, value: object) -> float:
+    """Check a coefficient of an exponential average, in [0, 1) after it has been rounded to float32.
+
+    Args:
+        name: The argument's name, for the message.
+        value: A number in [0, 1); the largest float32 below 1 is 0.99999994.
+
+    Returns:
+        The float32 value of the attribute.
+
+    Raises:
+        TypeError: If it is not a real number.
+        ValueError: If it is outside [0, 1) or rounds to 1.
+    """
+    rounded = check_coefficient(name, value)
+    if rounded >= 1.0:
+        raise ValueError(f"{name} is {value!r}: as a float32 it must be in [0, 1), at most 0.99999994")
+    return rounded
+
+
+def check_update_count(name: str, value: object) -> int:
+    """Check an update count (the operators' input T, an int64 scalar).
+
+    Args:
+        name: The argument's name, for the message.
+        value: An integer >= 0.
+
+    Returns:
+        The count as an int.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}): give an integer >= 0, usually 0 or 1")
+    if value < 0:
+        raise ValueError(f"{name} is {value}: give an integer >= 0, usually 0 or 1")
+    return int(value)
+
+
+def check_params(name: str, tensors: Sequence[Tensor]) -> None:
+    """Check that tensors have a type the operators know.
+
+    Args:
+        name: The argument's name, for the message.
+        tensors: The tensors to optimize.
+
+    Raises:
+        TypeError: If one of them is neither float32 nor float64, or is not dense.
+    """
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in OPERATOR_DTYPES:
+            advice = (
+                "keep float32 masters: train the float32 model under torch.autocast, or optimize a float32 "
+                "copy and copy it back after each step"
+                if tensor.is_floating_point()
+                else "convert it to float32, or leave it out"
+            )
+            raise TypeError(
+                f"{name}[{index}] is {tensor.dtype} of shape {tuple(tensor.shape)}: the operators of "
+                f"ai.onnx.preview.training know float32 and float64 only; {advice}"
+            )
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}[{index}] has the layout {tensor.layout}: give a dense (strided) tensor")
+
+
+def check_lists(params: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
+    """Check that lists of tensors match the parameters one to one.
+
+    Args:
+        params: The tensors to optimize (X), float32 or float64.
+        **others: Lists (gradients, accumulators) under their argument names.
+
+    Raises:
+        TypeError: If a dtype is unknown to the operators or differs from its parameter's.
+        SparseGradientError: If a gradient or accumulator is sparse.
+        ValueError: If a length, a shape or a device differs from the parameters'.
+    """
+    check_params("params", params)
+    for name, tensors in others.items():
+        if len(tensors) != len(params):
+            raise ValueError(
+                f"{name} holds {len(tensors)} tensors and params {len(params)}: give one for each"
+            )
+        for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
+            if tensor.layout != torch.strided:
+                raise SparseGradientError(
+                    f"{name}[{index}] is not dense ({tensor.layout}): call to_dense() first"
+                )
+            for attribute, error in (("shape", ValueError), ("dtype", TypeError), ("device", ValueError)):
+                got, wanted = getattr(tensor, attribute), getattr(param, attribute)
+                if got != wanted:
+                    raise error(
+                        f"{name}[{index}] has {attribute} {got}, its parameter has {wanted}: make them equal"
+                    )
+
+
+def check_keys(what: str, given: Mapping[str, object], needed: Sequence[str]) -> None:
+    """Check that a mapping holds every needed key.
+
+    Args:
+        what: What the mapping is, for the message.
+        given: The mapping.
+        needed: The keys that it must hold.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    missing = [key for key in needed if key not in given]
+    if missing:
+        raise ValueError(
+            f"{what} lacks {', '.join(missing)} (it holds {', '.join(map(str, given))}): "
+            "was it saved by another optimizer?"
+        )
+
+
+def _non_negative(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}): give a finite number >= 0")
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0.0):
+        raise ValueError(f"{name} is {number}: give a finite number >= 0")
+    return number

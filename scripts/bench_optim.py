@@ -1,0 +1,240 @@
+"""Step time and memory of OnnxAdam and OnnxAdagrad beside torch's own, as ratios from one run.
+
+    OMP_NUM_THREADS=1 python scripts/bench_optim.py --output docs/benchmarks.md
+
+All contestants step in turn, round after round, so that a disturbance of the machine meets all of them; each
+time is the median over the rounds. Temporary memory is the peak of what one step allocates and frees again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchvision.models import resnet50
+
+from optim import OnnxAdagrad, OnnxAdam
+
+START, END = "<!-- bench_optim:start -->", "<!-- bench_optim:end -->"
+SAMPLE_SECONDS = 0.02
+
+Shapes = list[tuple[int, ...]]
+
+CONTESTANTS: dict[str, dict[str, Callable[[list[nn.Parameter]], Optimizer]]] = {
+    "Adam": {
+        "OnnxAdam": lambda params: OnnxAdam(params),
+        "torch foreach": lambda params: torch.optim.Adam(params, foreach=True),
+        "torch for-loop": lambda params: torch.optim.Adam(params, foreach=False),
+        "torch fused": lambda params: torch.optim.Adam(params, fused=True),
+    },
+    "Adagrad": {
+        "OnnxAdagrad": lambda params: OnnxAdagrad(params),
+        "torch foreach": lambda params: torch.optim.Adagrad(params, foreach=True),
+        "torch for-loop": lambda params: torch.optim.Adagrad(params, foreach=False),
+        "torch fused": lambda params: torch.optim.Adagrad(params, fused=True),
+    },
+}
+
+
+def cifar_resnet_shapes(depth: int) -> Shapes:
+    """Return the parameter shapes of the CIFAR ResNet of a depth 6n + 2 (He et al. 2016, section 4.2)."""
+    shapes: Shapes = [(16, 3, 3, 3), (16,), (16,)]
+    channels = 16
+    for width in (16, 32, 64):
+        for _ in range((depth - 2) // 6):
+            shapes += [(width, channels, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            channels = width
+    return [*shapes, (10, 64), (10,)]
+
+
+def resnet50_shapes() -> Shapes:
+    """Return the parameter shapes of torchvision's ResNet-50, 25.6 million parameters."""
+    with torch.device("meta"):
+        return [tuple(parameter.shape) for parameter in resnet50().parameters()]
+
+
+class PeakMemory(TorchDispatchMode):
+    """Follows the bytes of the tensors that operations create while it is active.
+
+    Attributes:
+        peak: The most bytes of such tensors alive at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id(tensor) not in inputs and id(tensor) not in self._live:
+                self._live[id(tensor)] = tensor.nbytes
+                weakref.finalize(tensor, self._live.pop, id(tensor), None)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
+    """Return random parameters of the shapes, with random gradients."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for shape in shapes:
+        parameter = nn.Parameter(torch.randn(shape, generator=generator).to(device))
+        parameter.grad = torch.randn(shape, generator=generator).to(device)
+        parameters.append(parameter)
+    return parameters
+
+
+def sample(optimizer: Optimizer, steps: int, device: str) -> float:
+    """Return the mean seconds of a step."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        optimizer.step()
+    _wait(device)
+    return (time.perf_counter() - start) / steps
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of all tensors in an optimizer's state."""
+    return sum(leaf.nbytes for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
+
+
+def compare(shapes: Shapes, algorithm: str, rounds: int, device: str) -> list[tuple[str, float, int, int]]:
+    """Return name, median seconds per step, bytes of state and of temporaries for each contestant."""
+    optimizers = {
+        name: make(make_parameters(shapes, device)) for name, make in CONTESTANTS[algorithm].items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    temporaries, steps = {}, {}
+    for name, optimizer in optimizers.items():
+        optimizer.step()  # makes the state
+        with PeakMemory() as memory:
+            optimizer.step()
+        temporaries[name] = memory.peak
+        steps[name] = max(1, round(SAMPLE_SECONDS / sample(optimizer, 3, device)))
+    for _ in range(rounds):
+        for name, optimizer in optimizers.items():
+            times[name].append(sample(optimizer, steps[name], device))
+    return [
+        (name, statistics.median(times[name]), state_bytes(optimizer), temporaries[name])
+        for name, optimizer in optimizers.items()
+    ]
+
+
+def hardware_line(device: str) -> str:
+    """Name the processor, the threads used, the device and torch's version."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    gpu = f", {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else ""
+    threads = torch.get_num_threads()
+    return f"{model}, {os.cpu_count()} cores, {threads} thread(s) used{gpu}, torch {torch.__version__}"
+
+
+def report(rounds: int, device: str) -> str:
+    """Run all comparisons and return them as Markdown; progress goes to the standard error."""
+    models = {
+        "ResNet-20": cifar_resnet_shapes(20),
+        "ResNet-56": cifar_resnet_shapes(56),
+        "ResNet-50": resnet50_shapes(),
+    }
+    lines = [
+        "| model | optimizer | ms per step | time ÷ torch foreach | state, MiB | temporary, MiB |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for model, shapes in models.items():
+        size = sum(torch.Size(shape).numel() for shape in shapes)
+        for algorithm in CONTESTANTS:
+            print(f"{model}, {algorithm} ...", file=sys.stderr, flush=True)
+            rows = compare(shapes, algorithm, rounds, device)
+            reference = next(seconds for name, seconds, _, _ in rows if name == "torch foreach")
+            for name, seconds, state, temporary in rows:
+                label = name if name.startswith("Onnx") else f"{algorithm}, {name}"
+                lines.append(
+                    f"| {model} ({len(shapes)} tensors, {size / 1e6:.2f} M) | {label} | "
+                    f"{seconds * 1e3:.3f} | {seconds / reference:.2f} | "
+                    f"{state / 2**20:.2f} | {temporary / 2**20:.2f} |"
+                )
+    return "\n".join(lines)
+
+
+def write_section(path: Path, text: str) -> None:
+    """Put the text between this benchmark's markers in a Markdown file, which is replaced atomically.
+
+    Args:
+        path: The file; made when missing. Without the markers the section is appended.
+        text: The section's text.
+
+    Raises:
+        ValueError: If only one of the markers is there.
+    """
+    document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    section = f"{START}\n{text}\n{END}"
+    if START in document and END in document:
+        before, rest = document.split(START, 1)
+        document = before + section + rest.split(END, 1)[1]
+    elif START in document or END in document:
+        raise ValueError(f"{path} has only one of {START} and {END}: put the other one back")
+    else:
+        document = f"{document.rstrip()}\n\n## Optimizer steps\n\n{section}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(document)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(file.name).chmod(0o644)
+    os.replace(file.name, path)
+
+
+def main() -> None:
+    """Read the command line, run the comparisons, print and perhaps save the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=31, help="interleaved rounds per comparison (default 31)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}: give at least 1")
+    table = report(options.rounds, options.device)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(sys.argv)}"
+    conditions = f"{hardware_line(options.device)}; medians of {options.rounds} interleaved rounds."
+    text = f"`{command}`\n\n{conditions}\n\n{table}"
+    print(text)
+    if options.output:
+        write_section(options.output, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The benchmark script measures what it says and writes only its own section."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_optim.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_optim", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_models_have_the_sizes_of_their_papers(bench: ModuleType) -> None:
+    def size(shapes: list[tuple[int, ...]]) -> int:
+        return sum(torch.Size(shape).numel() for shape in shapes)
+
+    assert size(bench.cifar_resnet_shapes(20)) == 269_722
+    assert size(bench.cifar_resnet_shapes(56)) == 853_018
+    assert size(bench.resnet50_shapes()) == 25_557_032
+
+
+def test_peak_memory_counts_what_is_alive_at_a_time(bench: ModuleType) -> None:
+    tensor = torch.zeros(1000)
+    with bench.PeakMemory() as memory:
+        tensor.add_(1)
+        first = tensor * 2
+        del first
+        second = tensor * 3
+        third = second + 1
+        del second, third
+    assert memory.peak == 2 * tensor.nbytes
+
+
+@pytest.mark.parametrize("algorithm", ["Adam", "Adagrad"])
+def test_no_more_memory_than_torch_foreach(bench: ModuleType, algorithm: str) -> None:
+    rows = {row[0]: row for row in bench.compare([(64, 64, 3, 3)] * 12, algorithm, rounds=1, device="cpu")}
+    _, _, state, temporary = rows[f"Onnx{algorithm}"]
+    _, _, torch_state, torch_temporary = rows["torch foreach"]
+    assert state <= torch_state
+    assert temporary <= torch_temporary
+
+
+def test_only_the_marked_section_is_replaced(bench: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "docs" / "benchmarks.md"
+    bench.write_section(path, "first")
+    path.write_text(f"intro\n\n{path.read_text()}\noutro\n")
+    bench.write_section(path, "second")
+    text = path.read_text()
+    assert text.startswith("intro\n")
+    assert text.endswith("outro\n")
+    assert "second" in text
+    assert "first" not in text
+    assert [file.name for file in path.parent.iterdir()] == ["benchmarks.md"]
+    path.write_text(bench.START)
+    with pytest.raises(ValueError, match="only one of"):
+        bench.write_section(path, "third")

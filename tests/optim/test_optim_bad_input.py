@@ -1,0 +1,163 @@
+"""Bad input is refused with an error that names the argument."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from optim import OnnxAdagrad, OnnxAdam, OnnxOptimizer, SparseGradientError
+from optim.functional import adagrad, adam
+
+CLASSES = [OnnxAdam, OnnxAdagrad]
+NUMBERS = [(cls, name) for cls in CLASSES for name in ("lr", *cls.attributes)]
+
+
+def one_param(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(2, 3, dtype=dtype)]
+
+
+@pytest.mark.parametrize(("cls", "name"), NUMBERS)
+@pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf, -math.inf])
+def test_negative_and_not_finite_numbers_are_refused(
+    cls: type[OnnxOptimizer], name: str, value: float
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        cls(one_param(), **{name: value})
+    optimizer = cls(one_param())
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        optimizer.add_param_group({"params": one_param(), name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(("cls", "name"), NUMBERS)
+@pytest.mark.parametrize("value", ["0.1", None, 1j, True, [0.1]])
+def test_what_is_no_number_is_refused(cls: type[OnnxOptimizer], name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name} is "):
+        cls(one_param(), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@given(value=st.one_of(st.floats(min_value=1.0, allow_nan=False), st.just(1 - 1e-9)))
+def test_a_decay_of_one_or_more_is_refused_also_after_rounding(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        OnnxAdam(one_param(), **{name: value})
+
+
+@pytest.mark.parametrize("value", [1e39, 1e-50])
+def test_what_float32_cannot_hold_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"epsilon is .*float32"):
+        OnnxAdam(one_param(), epsilon=value)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (0.5, TypeError), (True, TypeError)])
+def test_an_update_count_is_an_integer_from_zero(
+    cls: type[OnnxOptimizer], value: object, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"^first_update_count is "):
+        cls(one_param(), first_update_count=value)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (torch.tensor([0.1, 0.2]), ValueError),
+        (torch.tensor(1), TypeError),
+        (torch.tensor(-0.1), ValueError),
+        (torch.tensor(math.nan), ValueError),
+    ],
+)
+def test_a_learning_rate_tensor_holds_one_good_number(
+    cls: type[OnnxOptimizer], value: torch.Tensor, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"^lr is "):
+        cls(one_param(), lr=value)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_parameters_are_refused_with_advice(
+    cls: type[OnnxOptimizer], dtype: torch.dtype
+) -> None:
+    with pytest.raises(TypeError, match=r"params\[0\].*keep float32 masters"):
+        cls(one_param(dtype))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_other_types_of_parameters_are_refused(cls: type[OnnxOptimizer], dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=r"params\[0\] is torch\."):
+        cls(one_param(dtype))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_refused_group_leaves_the_optimizer_as_it_was(cls: type[OnnxOptimizer]) -> None:
+    optimizer = cls(one_param())
+    with pytest.raises(TypeError, match=r"params\[0\]"):
+        optimizer.add_param_group({"params": one_param(torch.float16)})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("error", [SparseGradientError, TypeError, RuntimeError])
+def test_sparse_gradients_are_refused(cls: type[OnnxOptimizer], error: type[Exception]) -> None:
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = cls(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(error, match=r"params\[0\].*sparse"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["grads", "V", "H"])
+def test_functional_lists_must_match_the_parameters(name: str) -> None:
+    def call(replacement: list[torch.Tensor]) -> None:
+        lists = {"grads": one_param(), "V": one_param(), "H": one_param(), name: replacement}
+        adam(one_param(), **lists, lr=0.1, update_count=0)
+        if name != "V":
+            del lists["V"]
+        adagrad(one_param(), **lists, lr=0.1, update_count=0)
+
+    with pytest.raises(ValueError, match=rf"^{name}\[0\] has shape"):
+        call([torch.zeros(3, 2)])
+    with pytest.raises(ValueError, match=rf"^{name} holds 2 tensors"):
+        call([*one_param(), *one_param()])
+    with pytest.raises(TypeError, match=rf"^{name}\[0\] has dtype"):
+        call(one_param(torch.float64))
+    with pytest.raises(SparseGradientError, match=rf"^{name}\[0\]"):
+        call([torch.zeros(2, 3).to_sparse()])
+    with pytest.raises(ValueError, match=rf"^{name}\[0\] has device"):
+        call([torch.zeros(2, 3, device="meta")])
+
+
+def test_functional_forms_check_their_coefficients() -> None:
+    lists = [one_param() for _ in range(4)]
+    with pytest.raises(ValueError, match=r"^alpha is "):
+        adam(*lists, lr=0.1, update_count=1, alpha=1.0)
+    with pytest.raises(ValueError, match=r"^update_count is "):
+        adam(*lists, lr=0.1, update_count=-1)
+    with pytest.raises(ValueError, match=r"^lr is "):
+        adagrad(*lists[:3], lr=-0.1, update_count=1)
+    with pytest.raises(TypeError, match=r"^params\[0\] is "):
+        adagrad(*[one_param(torch.float16) for _ in range(3)], lr=0.1, update_count=1)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_state_of_another_optimizer_or_model_is_refused(cls: type[OnnxOptimizer]) -> None:
+    param = nn.Parameter(torch.zeros(2, 3))
+    other = torch.optim.Adam([param])
+    optimizer = cls([param])
+    with pytest.raises(ValueError, match="param group 0 of the state lacks first_update_count"):
+        optimizer.load_state_dict(other.state_dict())
+    transposed = nn.Parameter(torch.zeros(3, 2))
+    transposed.grad = torch.ones(3, 2)
+    saved = cls([transposed])
+    saved.step()
+    with pytest.raises(ValueError, match="has shape"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert not optimizer.state
