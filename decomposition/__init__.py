@@ -1,0 +1,65 @@
+"""Tensor decompositions of trained networks, fitted to data.
+
+    specs = compressible_layers(model, (3, 32, 32))
+    plan = make_plan(model, (3, 32, 32), "tensor_ring", ranks=8)
+    small = apply_plan(model, plan, calibration=images)
+
+The package knows torch and nothing of rankrl: it can be used alone.
+"""
+
+from __future__ import annotations
+
+from decomposition.allocation import Budget, allocate
+from decomposition.apply import apply_plan, build_structure, factorised_layers
+from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
+from decomposition.curves import RankCurve, candidate_ranks, plan_from_choices
+from decomposition.errors import DecompositionError, PlanError
+from decomposition.factorised import FactorisedLayer
+from decomposition.fitting import Fit, FitOptions, fit_weight
+from decomposition.formats import TensorFormat, get_format, list_formats, register_format
+from decomposition.layers import LayerSpec, compressible_layers, inspect_layers
+from decomposition.library import FitLibrary
+from decomposition.modes import WeightModes
+from decomposition.moments import InputMoments, collect_moments
+from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
+from decomposition.saving import load_compressed, save_compressed
+
+__all__ = [
+    "Budget",
+    "CompressionPlan",
+    "DecompositionError",
+    "FactorisedLayer",
+    "Fit",
+    "FitLibrary",
+    "FitOptions",
+    "InputMoments",
+    "LayerPlan",
+    "LayerSpec",
+    "PlanError",
+    "RankCurve",
+    "TensorFormat",
+    "WeightModes",
+    "allocate",
+    "apply_plan",
+    "build_structure",
+    "candidate_ranks",
+    "collect_moments",
+    "compressible_layers",
+    "count_macs",
+    "count_parameters",
+    "evaluation_mode",
+    "example_batch",
+    "factorised_layers",
+    "fingerprint",
+    "fit_weight",
+    "get_format",
+    "inspect_layers",
+    "list_formats",
+    "load_compressed",
+    "make_plan",
+    "plan_from_choices",
+    "reestimate_batch_norm",
+    "register_format",
+    "save_compressed",
+]

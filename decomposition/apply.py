@@ -1,0 +1,197 @@
+"""Carrying out a plan: the one function that turns a model and a plan into a compressed model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.errors import DecompositionError
+from decomposition.factorised import FactorisedLayer
+from decomposition.fitting import Fit, FitOptions, fit_weight
+from decomposition.formats import get_format
+from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.library import weight_of
+from decomposition.lockstep import Refit, RefitProblem, refit_in_lockstep
+from decomposition.moments import PATCHES_PER_LAYER, InputMoments, check_images, collect_moments
+from decomposition.plan import CompressionPlan, LayerPlan, without_growth
+from decomposition.surgery import replace_module
+
+BatchNormCorrection = Literal["keep", "mean", "reestimate"]
+FINAL = FitOptions(iterations=300, starts=2)
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: CompressionPlan,
+    calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    *,
+    sequential: bool = True,
+    batch_norm: BatchNormCorrection = "mean",
+    options: FitOptions = FINAL,
+    max_patches: int = PATCHES_PER_LAYER,
+    seed: int = 0,
+) -> nn.Module:
+    """Return a compressed copy of `model`.
+
+    Args:
+        model: The dense model; left untouched.
+        plan: What becomes of every layer.
+        calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches. Without them
+            layers are fitted to their weights alone, which keeps far less accuracy.
+        sequential: With calibration: fit each layer to the inputs it receives in the compressed network
+            (one pass of twice the images through the model); otherwise to those of the dense network.
+        batch_norm: With calibration: `keep` the running statistics, correct their `mean` for the change of
+            each input's mean, or `reestimate` them on the calibration inputs.
+        options: How much work each fit may do.
+        max_patches: Input patches that each layer is fitted on at most.
+        seed: Seed of the patch positions.
+
+    Returns:
+        The compressed model in the mode (train or eval) of `model`. Its factorised layers carry the relative
+        output error of their fit as `error`.
+
+    Raises:
+        PlanError: If the plan does not fit the model.
+        DecompositionError: If a rank is not feasible, a weight is not finite or the calibration set is empty.
+    """
+    specs = plan.specs(model)
+    entries = {
+        layer.name: (without_growth(layer, spec), spec) for layer, spec in zip(plan, specs, strict=True)
+    }
+    decomposed = {name: pair for name, pair in entries.items() if pair[0].format is not None}
+    modules = dict(model.named_modules())
+    for name in decomposed:
+        if not bool(torch.isfinite(weight_of(modules[name])).all()):
+            raise DecompositionError(
+                f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
+            )
+    images = None if calibration is None else _as_tensor(calibration)
+    compressed = copy.deepcopy(model)
+    modules = dict(compressed.named_modules())
+    if images is not None and sequential:
+        _apply_sequentially(compressed, decomposed, images, batch_norm == "mean", options, max_patches, seed)
+    else:
+        moments: dict[str, InputMoments] = {}
+        if images is not None:
+            watched = [spec for _, spec in decomposed.values()]
+            batches = images.split(256)
+            moments = collect_moments(model, watched, batches, max_patches=max_patches, seed=seed)
+        for name, (entry, spec) in decomposed.items():
+            dense: DecomposableModule = modules[name]
+            moment = moments.get(name)
+            absorbed = moment is not None and _absorbs_mean(spec, batch_norm == "mean")
+            metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
+            layer, fit = _fitted_layer(dense, entry, spec, weight_of(dense), metric, options)
+            layer.error = fit.error
+            replace_module(compressed, dense, layer)
+            if moment is not None and absorbed:
+                difference = weight_of(dense) - weight_of(layer.to_dense())
+                _absorb(layer, modules.get(spec.batch_norm or ""), difference.flatten(1) @ moment.mean)
+    if batch_norm == "reestimate" and images is not None:
+        reestimate_batch_norm(compressed, images.split(256))
+    return compressed
+
+
+def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
+    """Return a copy of `model` with the plan's layers in place and their cores not fitted.
+
+    Used to load a saved compressed model into; the result of `apply_plan` has the same parameters.
+
+    Raises:
+        PlanError: If the plan does not fit the model.
+    """
+    specs = plan.specs(model)
+    structure = copy.deepcopy(model)
+    modules = dict(structure.named_modules())
+    for layer, spec in zip(plan, specs, strict=True):
+        entry = without_growth(layer, spec)
+        if entry.format is not None:
+            dense: DecomposableModule = modules[layer.name]
+            replace_module(structure, dense, _empty_layer(dense, entry, spec))
+    return structure
+
+
+def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
+    """Return the factorised layers of a compressed model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FactorisedLayer)}
+
+
+def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+    batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
+    images = torch.cat(batches) if batches else torch.empty(0)
+    check_images(images)
+    return images
+
+
+def _apply_sequentially(
+    model: nn.Module,
+    decomposed: dict[str, tuple[LayerPlan, LayerSpec]],
+    images: torch.Tensor,
+    correct_mean: bool,
+    options: FitOptions,
+    max_patches: int,
+    seed: int,
+) -> None:
+    modules = dict(model.named_modules())
+
+    def refit(name: str) -> Refit:
+        entry, spec = decomposed[name]
+        dense: DecomposableModule = modules[name]
+
+        def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+            layer, _ = _fitted_layer(dense, entry, spec, problem.target, problem.metric, options)
+            return layer, weight_of(layer.to_dense())
+
+        return fit
+
+    errors = refit_in_lockstep(
+        model,
+        {name: refit(name) for name in decomposed},
+        images,
+        mean_absorbed={name for name, (_, spec) in decomposed.items() if _absorbs_mean(spec, correct_mean)},
+        correct_batch_norm=correct_mean,
+        max_patches=max_patches,
+        seed=seed,
+    )
+    for name, layer in factorised_layers(model).items():
+        layer.error = errors[name]
+
+
+def _absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
+    """Whether a change of the layer's mean output can be corrected without new parameters."""
+    return spec.bias or (correct_batch_norm and spec.batch_norm is not None)
+
+
+def _absorb(layer: FactorisedLayer, norm: nn.Module | None, change: torch.Tensor) -> None:
+    """Add the lost mean output (dense minus compressed) to the bias, or take it off the batch norm's mean."""
+    with torch.no_grad():
+        bias = layer.bias
+        if bias is not None:
+            bias += change.to(bias)
+        elif isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d) and norm.running_mean is not None:
+            norm.running_mean -= change.to(norm.running_mean)
+
+
+def _empty_layer(dense: DecomposableModule, entry: LayerPlan, spec: LayerSpec) -> FactorisedLayer:
+    assert entry.format is not None
+    return get_format(entry.format).build(dense, spec, entry.modes(spec), entry.ranks)
+
+
+def _fitted_layer(
+    dense: DecomposableModule,
+    entry: LayerPlan,
+    spec: LayerSpec,
+    target: torch.Tensor,
+    metric: torch.Tensor | None,
+    options: FitOptions,
+) -> tuple[FactorisedLayer, Fit]:
+    layer = _empty_layer(dense, entry, spec)
+    fit = fit_weight(layer.tensor_format, target, layer.modes, entry.ranks, metric, replace(options))
+    layer.load(fit.cores, dense.bias, fit.error)
+    return layer, fit

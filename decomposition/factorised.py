@@ -1,0 +1,235 @@
+"""The layers that replace dense ones: plain torch layers in a row, or cores contracted to a weight."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from decomposition.errors import DecompositionError
+from decomposition.geometry import Geometry
+from decomposition.layers import DecomposableModule
+from decomposition.modes import WeightModes
+
+if TYPE_CHECKING:
+    from decomposition.formats.base import Cores, Ranks, TensorFormat
+
+
+class FactorisedLayer(nn.Module):
+    """A layer that carries out a convolution or matrix product through the cores of a tensor format.
+
+    Attributes:
+        geometry: Kernel, stride, padding and channels of the dense layer it replaces.
+        tensor_format: The format.
+        modes: How the weight is read as a tensor.
+        ranks: One rank a bond.
+        execution: The way it is executed, a key of `TensorFormat.stage_macs`.
+        error: Relative output error of the fit; `None` when the cores were not fitted here.
+    """
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        tensor_format: TensorFormat,
+        modes: WeightModes,
+        ranks: Ranks,
+        execution: str,
+    ) -> None:
+        super().__init__()
+        self.geometry = Geometry.of(dense)
+        self.tensor_format = tensor_format
+        self.modes = modes
+        self.ranks = ranks
+        self.execution = execution
+        self.error: float | None = None
+
+    @abstractmethod
+    def cores(self) -> Cores:
+        """Return the cores in the format's shapes."""
+
+    @abstractmethod
+    def set_cores(self, cores: Cores) -> None:
+        """Copy cores of the format's shapes into the parameters."""
+
+    @property
+    @abstractmethod
+    def bias(self) -> torch.Tensor | None:
+        """The layer's bias."""
+
+    def load(self, cores: Cores, bias: torch.Tensor | None, error: float | None = None) -> None:
+        """Set cores, bias and the error of their fit.
+
+        Raises:
+            DecompositionError: If shapes do not fit the layer's ranks.
+        """
+        wanted = self.tensor_format.core_shapes(self.modes, self.ranks)
+        shapes = [tuple(core.shape) for core in cores]
+        if shapes != wanted or (bias is None) != (self.bias is None):
+            raise DecompositionError(
+                f"{self.tensor_format.name} ranks {self.ranks} need cores of shapes {wanted} and "
+                f"{'a' if self.bias is not None else 'no'} bias, got {shapes}"
+            )
+        with torch.no_grad():
+            self.set_cores(cores)
+            if bias is not None and self.bias is not None:
+                self.bias.copy_(bias)
+        self.error = error
+
+    def to_dense(self) -> DecomposableModule:
+        """Return the dense layer with the reconstructed weight, contracted in float64."""
+        cores = [core.detach().double() for core in self.cores()]
+        weight = self.tensor_format.reconstruct(cores, self.modes)
+        reference = self.cores()[0]
+        dense = self.geometry.dense(device=reference.device, dtype=reference.dtype)
+        with torch.no_grad():
+            dense.weight.copy_(weight.reshape(dense.weight.shape))
+            if dense.bias is not None and self.bias is not None:
+                dense.bias.copy_(self.bias)
+        return dense
+
+    def extra_repr(self) -> str:
+        """Show format, ranks and execution."""
+        g = self.geometry
+        return (
+            f"{self.tensor_format.name}, {g.in_channels} -> {g.out_channels}, kernel {g.kernel_size}, "
+            f"ranks {self.ranks}, {self.execution}"
+        )
+
+
+class StagedLayer(FactorisedLayer):
+    """Plain layers in a row: mix channels, apply the kernel, mix channels.
+
+    Without a kernel (linear layers, 1x1 convolutions) the middle stage is left out and the first carries
+    stride and padding.
+    """
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        tensor_format: TensorFormat,
+        modes: WeightModes,
+        ranks: Ranks,
+        execution: str,
+    ) -> None:
+        super().__init__(dense, tensor_format, modes, ranks, execution)
+        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        geometry = self.geometry
+        entering, leaving, self._groups = self.stage_channels()
+        first = geometry.layer if modes.kernel == 1 else geometry.pointwise
+        self.reduce = first(geometry.in_channels, entering, bias=False, **like)
+        self.kernel = self.make_kernel(**like) if modes.kernel > 1 else None
+        self.expand = geometry.pointwise(leaving, geometry.out_channels, bias=geometry.bias, **like)
+
+    @abstractmethod
+    def stage_channels(self) -> tuple[int, int, int]:
+        """Return channels after the first stage, before the last, and the kernel's groups."""
+
+    @abstractmethod
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        """Turn cores into the stages' weights, kernel positions flattened."""
+
+    @abstractmethod
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        """Turn the stages' weights, kernel positions flattened, into cores."""
+
+    def make_kernel(self, **like: Any) -> nn.Module:
+        """Make the kernel stage."""
+        entering, leaving, groups = self.stage_channels()
+        return self.geometry.layer(entering, leaving, bias=False, groups=groups, **like)
+
+    def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the kernel stage."""
+        return x if self.kernel is None else self.kernel(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the stages in a row."""
+        x = self.reduce(x)
+        if self.kernel is not None:
+            x = self.apply_kernel(x)
+        return self.expand(x)
+
+    def _stages(self) -> list[nn.Module]:
+        return [stage for stage in (self.reduce, self.kernel, self.expand) if stage is not None]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The last stage's bias."""
+        return self.expand.bias  # type: ignore[return-value]
+
+    def cores(self) -> Cores:
+        """Read the cores off the stages' weights."""
+        weights: Cores = [stage.weight for stage in self._stages()]  # type: ignore[misc]
+        kernels = len(weights) == 3
+        flat = [w.flatten(2) if kernels and j == 1 else w.flatten(1) for j, w in enumerate(weights)]
+        return self.cores_from_weights(flat)
+
+    def set_cores(self, cores: Cores) -> None:
+        """Copy the cores into the stages' weights."""
+        for stage, weight in zip(self._stages(), self.weights_from_cores(cores), strict=True):
+            parameter: torch.Tensor = stage.weight  # type: ignore[assignment]
+            parameter.copy_(weight.reshape(parameter.shape))
+
+
+class ContractedLayer(FactorisedLayer):
+    """Cores that are contracted to fewer and larger weights at every forward pass.
+
+    Used where that takes fewer multiply-accumulates than running a stage a core, and for tensorised modes,
+    whose cores are no layers. The parameters are the cores.
+    """
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        tensor_format: TensorFormat,
+        modes: WeightModes,
+        ranks: Ranks,
+        execution: str,
+    ) -> None:
+        super().__init__(dense, tensor_format, modes, ranks, execution)
+        reference = dense.weight
+        self.core_list = nn.ParameterList(
+            torch.empty(shape, device=reference.device, dtype=reference.dtype)
+            for shape in tensor_format.core_shapes(modes, ranks)
+        )
+        for core in self.core_list:
+            nn.init.normal_(core)
+        self.bias_parameter = (
+            nn.Parameter(reference.new_zeros(modes.out_channels)) if self.geometry.bias else None
+        )
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias."""
+        return self.bias_parameter
+
+    def cores(self) -> Cores:
+        """Return the parameters."""
+        return list(self.core_list)
+
+    def set_cores(self, cores: Cores) -> None:
+        """Copy the cores."""
+        for parameter, core in zip(self.core_list, cores, strict=True):
+            parameter.copy_(core)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Contract and convolve."""
+        if self.execution == "dense":
+            weight = self.tensor_format.reconstruct(self.cores(), self.modes)
+            return self.geometry.apply(x, weight, self.bias)
+        if self.execution == "half":
+            output, features = self.tensor_format.halves(self.cores(), self.modes)
+            kernel = features.reshape(features.shape[0], self.modes.in_channels, self.modes.kernel)
+            return self.geometry.mix(self.geometry.apply(x, kernel, None), output, self.bias)
+        return self._chain(x)
+
+    def _chain(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the merged cores of a train or ring one after the other, as `_ChainLayer` does."""
+        output, inner, kernel = self.tensor_format.merged(self.cores(), self.modes)  # type: ignore[attr-defined]
+        b, c = inner.shape[0], inner.shape[2]
+        batch, spatial = x.shape[0], x.shape[2:]
+        x = self.geometry.mix(x, inner.permute(0, 2, 1).flatten(0, 1), None)
+        x = self.geometry.apply(x.reshape(batch * b, c, *spatial), kernel.permute(2, 0, 1), None)
+        x = x.reshape(batch, -1, *x.shape[2:])
+        return self.geometry.mix(x, output.permute(1, 2, 0).flatten(1), self.bias)

@@ -1,0 +1,291 @@
+"""Fitting the cores of a format to a weight, in the metric of the layer's real inputs.
+
+The output of a layer with weight W on patches x differs from that of an approximation V by
+E|(W - V) x|^2 = tr((W - V) S (W - V)'), S = E[x x']. Every format is V = A Q, and where A is free (plain
+modes) it is eliminated in closed form (variable projection, Golub & Pereyra 1973); a quasi-Newton method
+(L-BFGS, Liu & Nocedal 1989) minimises over the remaining cores, starting from the format's algebraic
+solution. One step costs features x D^2, independent of the number of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+
+from decomposition.errors import DecompositionError
+from decomposition.formats import Cores, Ranks, TensorFormat
+from decomposition.modes import WeightModes
+
+# Rank-one terms larger than this, relative to the weight, cancel one another and are lost in float32.
+LARGEST_AMPLIFICATION = 30.0
+_LEAST_PENALTY = 1e-12
+_HISTORY = 20
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How much work a fit may do.
+
+    Attributes:
+        iterations: L-BFGS iterations from the best start, 0 or more; it stops earlier when converged.
+        starts: Starting points, 1 or more: the algebraic solution, then random ones. Worth more than 1 for
+            tensor rings and CP, whose problems have several minima.
+        tolerance: Stop when an iteration lowers the squared relative error by less than this fraction of it.
+        seed: Seed of the random starting points.
+    """
+
+    iterations: int = 60
+    starts: int = 1
+    tolerance: float = 1e-6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.iterations < 0 or self.starts < 1 or not self.tolerance >= 0:
+            raise DecompositionError(
+                f"fit options need iterations >= 0, starts >= 1 and tolerance >= 0, got {self!r}"
+            )
+
+
+FAST = FitOptions()
+THOROUGH = FitOptions(iterations=1000, starts=4, tolerance=1e-9)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted layer.
+
+    Attributes:
+        cores: The format's cores, float64.
+        error: Relative output error sqrt(E|(W - V) x|^2 / E|W x|^2); without data |W - V| / |W|.
+    """
+
+    cores: Cores
+    error: float
+
+
+def fit_weight(
+    tensor_format: TensorFormat,
+    weight: torch.Tensor,
+    modes: WeightModes,
+    ranks: Ranks,
+    metric: torch.Tensor | None = None,
+    options: FitOptions = FAST,
+) -> Fit:
+    """Fit a format to a weight.
+
+    Args:
+        tensor_format: The format.
+        weight: Weight (out, in, kernel).
+        modes: How the weight is read as a tensor.
+        ranks: One rank a bond, validated.
+        metric: E[x x'] (D, D) of the layer's input patches, D = in * kernel in the order of
+            `weight.flatten(1)`; `None` fits to the weight itself.
+        options: How much work to do.
+
+    Returns:
+        The best fit of all starts; never one with a larger error than the algebraic solution, unless that
+        one is made of huge cancelling terms.
+
+    Raises:
+        DecompositionError: If the weight or the metric is not finite.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
+    if metric is not None and not bool(torch.isfinite(metric).all()):
+        raise DecompositionError("the input moments hold NaN or infinite values; check the calibration set")
+    problem = _Problem(tensor_format, weight.double(), modes, metric)
+    if problem.vanishes:
+        shapes = tensor_format.core_shapes(modes, ranks)
+        return Fit([torch.zeros(shape, dtype=torch.float64) for shape in shapes], 0.0)
+    starts = _starting_points(problem, ranks, options)
+    if len(starts) > 1:  # a short race picks the start that is worth the long run
+        short = replace(options, iterations=min(options.iterations, 30))
+        starts = sorted((problem.minimise(cores, short) for cores in starts), key=problem.squared_error)[:2]
+    candidates = [problem.minimise(cores, options) for cores in starts]
+    best = min(candidates, key=problem.squared_error)
+    penalty = _LEAST_PENALTY
+    while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < 1e-2:
+        penalty *= 100
+        best = problem.minimise(tensor_format.start(problem.weight, modes, ranks), options, penalty)
+    error = max(0.0, float(problem.squared_error(best))) ** 0.5
+    return Fit(_balance(problem.unscale(best)), error)
+
+
+class _Problem:
+    """The least-squares problem of one weight, scaled so that weight and output have norm one."""
+
+    def __init__(
+        self,
+        tensor_format: TensorFormat,
+        weight: torch.Tensor,
+        modes: WeightModes,
+        metric: torch.Tensor | None,
+    ) -> None:
+        self.format, self.modes = tensor_format, modes
+        self.scale = weight.norm()
+        matrix = weight.reshape(modes.out_channels, -1)
+        self.energy = (matrix.square().sum() if metric is None else ((matrix @ metric) * matrix).sum()).item()
+        self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
+        if self.vanishes:
+            return
+        self.weight = weight / self.scale
+        self.matrix = matrix / self.scale
+        self.metric = None if metric is None else metric.double() * (self.scale.square() / self.energy)
+        self.target = self._apply(self.matrix)
+        self.free_output = modes.plain
+
+    def _apply(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.metric is None else rows @ self.metric
+
+    def squared_error(self, cores: Cores) -> torch.Tensor:
+        """E|(W - V) x|^2 / E|W x|^2."""
+        output, features = self.format.halves(cores, self.modes)
+        rest = self.matrix - output @ features
+        return (self._apply(rest) * rest).sum()
+
+    def amplification(self, cores: Cores) -> float:
+        """Norm of the terms A[:, p] Q[p, :] relative to the weight's norm; 1 when they are orthogonal."""
+        output, features = self.format.halves(cores, self.modes)
+        return float((output.square().sum(0) * features.square().sum(1)).sum().sqrt())
+
+    def unscale(self, cores: Cores) -> Cores:
+        """Undo the scaling of the weight."""
+        return [cores[0] * self.scale, *cores[1:]]
+
+    def minimise(self, cores: Cores, options: FitOptions, penalty: float = _LEAST_PENALTY) -> Cores:
+        """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""
+        fixed = 1 if self.free_output else 0
+        if options.iterations == 0:
+            return self._with_best_output(cores) if fixed else cores
+        shapes = [core.shape for core in cores[fixed:]]
+        lengths = [core.numel() for core in cores[fixed:]]
+
+        def split(vector: torch.Tensor) -> Cores:
+            parts = [part.reshape(s) for part, s in zip(vector.split(lengths), shapes, strict=True)]
+            return [*cores[:fixed], *parts]
+
+        objective = self._projected if fixed else self._joint
+
+        def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
+            vector = torch.from_numpy(flat).requires_grad_()
+            value, gradient = objective(split, vector, penalty)
+            return value, gradient.numpy()
+
+        initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
+        found = minimize(
+            value_and_gradient,
+            initial,
+            jac=True,
+            method="L-BFGS-B",
+            callback=_StopWhenFlat(options.tolerance),
+            options={"maxiter": options.iterations, "maxcor": _HISTORY, "ftol": 1e-15, "gtol": 1e-12},
+        )
+        result = split(torch.from_numpy(found.x))
+        return self._with_best_output(result) if fixed else result
+
+    def _best_output(
+        self, features: torch.Tensor, penalty: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Solve for A; returns A, Q S and W S Q'."""
+        weighted = self._apply(features)
+        gram = weighted @ features.T
+        gram = (gram + gram.T) / 2
+        # The penalty is absolute; the other summand only keeps the factorisation stable.
+        gram.diagonal().add_(penalty + 1e-14 * gram.diagonal().mean())
+        cross = self.target @ features.T
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if failed.item():
+            output = torch.linalg.lstsq(gram, cross.T).solution.T
+        else:
+            output = torch.cholesky_solve(cross.T, factor).T
+        return output, weighted, cross
+
+    def _with_best_output(self, cores: Cores) -> Cores:
+        placeholder = [torch.zeros_like(cores[0]), *cores[1:]]
+        features = self.format.halves(placeholder, self.modes)[1]
+        return self.format.set_output(cores, self.modes, self._best_output(features, 0.0)[0])
+
+    def _projected(
+        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
+    ) -> tuple[float, torch.Tensor]:
+        """Value and gradient of min over A of error + penalty (|A|^2 + |Q|^2)."""
+        with torch.enable_grad():
+            features = self.format.halves(split(vector), self.modes)[1]
+        constant = features.detach()
+        output, weighted, cross = self._best_output(constant, penalty)
+        value = 1.0 - (output * cross).sum() + penalty * constant.square().sum()
+        # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
+        slope = 2 * (output.T @ (output @ weighted) - output.T @ self.target + penalty * constant)
+        (gradient,) = torch.autograd.grad(features, vector, slope)
+        return float(value), gradient
+
+    def _joint(
+        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
+    ) -> tuple[float, torch.Tensor]:
+        """Value and gradient of error + penalty (|A|^2 + |Q|^2) over all cores."""
+        with torch.enable_grad():
+            output, features = self.format.halves(split(vector), self.modes)
+        left, right = output.detach(), features.detach()
+        weighted, cross = self._apply(right), self.target @ right.T
+        squares = left.T @ left
+        fitted = left @ (weighted @ right.T)
+        size = left.square().sum() + right.square().sum()
+        value = 1.0 - 2 * (left * cross).sum() + (left * fitted).sum() + penalty * size
+        slopes = (
+            2 * (fitted - cross + penalty * left),
+            2 * (squares @ weighted - left.T @ self.target + penalty * right),
+        )
+        (gradient,) = torch.autograd.grad((output, features), vector, slopes)
+        return float(value), gradient
+
+
+class _StopWhenFlat:
+    """Stops the minimiser when ten iterations lower the value by less than ten tolerances of it."""
+
+    _WINDOW = 10
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.values: list[float] = []
+
+    def __call__(self, intermediate_result: object) -> None:
+        value = float(intermediate_result.fun)  # type: ignore[attr-defined]
+        self.values.append(value)
+        if len(self.values) > self._WINDOW:
+            gained = self.values[-1 - self._WINDOW] - value
+            if value < 1e-15 or gained <= self._WINDOW * self.tolerance * value:
+                raise StopIteration
+
+
+def _starting_points(problem: _Problem, ranks: Ranks, options: FitOptions) -> list[Cores]:
+    algebraic = problem.format.start(problem.weight, problem.modes, ranks)
+    generator = torch.Generator().manual_seed(options.seed)
+    # A zero core has a zero gradient: rank the weight does not fill starts small instead of dead.
+    noise = 1e-3 if any(bool((core.flatten(1) == 0).any()) for core in algebraic) else 0.0
+    starts = [
+        [
+            core + noise * core.std() * torch.randn(core.shape, generator=generator, dtype=core.dtype)
+            for core in algebraic
+        ]
+        if noise
+        else algebraic
+    ]
+    shapes = [core.shape for core in algebraic]
+    for _ in range(options.starts - 1):
+        cores = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        size = problem.format.reconstruct(cores, problem.modes).norm()
+        starts.append([core * float(size) ** (-1 / len(cores)) for core in cores])
+    return starts
+
+
+def _balance(cores: Cores) -> Cores:
+    """Give all cores the same root mean square, so that one learning rate suits them."""
+    scales = [core.square().mean().sqrt() for core in cores]
+    mean = torch.stack(scales).log().mean().exp()
+    if not mean > 0:
+        return cores
+    return [core * (mean / scale) for core, scale in zip(cores, scales, strict=True)]

@@ -1,0 +1,175 @@
+"""What a tensor format is, and the registry of formats."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+
+from decomposition.errors import DecompositionError
+from decomposition.factorised import FactorisedLayer
+from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.modes import WeightModes, plain_modes, tensorised_modes
+
+Cores = list[torch.Tensor]
+Ranks = tuple[int, ...]
+
+
+class TensorFormat(ABC):
+    """A way to write a weight (out, in, kernel) as a product of small cores.
+
+    Every format factorises the weight's matrix as W = A(cores) Q(cores): `Q` maps the input patch to a few
+    features, `A` maps the features to the output channels. That shape is all the fitting needs.
+
+    Attributes:
+        name: Name in the registry, in plans and on the command line.
+        description: One line for listings.
+        tensorisable: Whether channel counts may be split into factors.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    tensorisable: ClassVar[bool] = False
+
+    @abstractmethod
+    def max_ranks(self, modes: WeightModes) -> Ranks:
+        """Return the largest useful rank of every bond; its length is the number of bonds."""
+
+    @abstractmethod
+    def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
+        """Return the shapes of the cores at `ranks`."""
+
+    @abstractmethod
+    def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Contract the cores to A (out, features) and Q (features, in * kernel), W = A Q."""
+
+    @abstractmethod
+    def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
+        """Return the cores with A replaced by `output` (out, features); only for plain modes."""
+
+    @abstractmethod
+    def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
+        """Return the algebraic solution for a weight (out, in, kernel) in the plain Frobenius norm."""
+
+    @abstractmethod
+    def build(
+        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
+    ) -> FactorisedLayer:
+        """Make the layer that replaces `dense`, its cores not yet set, in the cheapest execution."""
+
+    @abstractmethod
+    def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
+        """Return MACs for one model input of each way to execute the layer, by the name of the way."""
+
+    def modes(self, spec: LayerSpec, *, tensorised: bool = False) -> WeightModes:
+        """Return the modes in which this format reads the layer's weight.
+
+        Raises:
+            DecompositionError: If `tensorised` is asked of a format that has no tensorised form.
+        """
+        if tensorised and not self.tensorisable:
+            raise DecompositionError(
+                f"format {self.name!r} has no tensorised form; use tensor_ring or tensor_train, or "
+                "tensorised=False"
+            )
+        return tensorised_modes(spec) if tensorised else plain_modes(spec)
+
+    def max_rank(self, modes: WeightModes) -> int:
+        """Return the largest feasible single rank."""
+        return max(self.max_ranks(modes))
+
+    def expand(self, modes: WeightModes, rank: int) -> Ranks:
+        """Turn one rank for the whole layer into one a bond, each capped at what its bond can use."""
+        return tuple(min(rank, largest) for largest in self.max_ranks(modes))
+
+    def check_ranks(self, modes: WeightModes, ranks: Ranks | int, layer: str) -> Ranks:
+        """Validate ranks and return one a bond.
+
+        Args:
+            modes: The weight's modes.
+            ranks: One rank for the layer, or one a bond.
+            layer: The layer's name, for the message.
+
+        Returns:
+            One rank a bond.
+
+        Raises:
+            DecompositionError: If a rank is no integer, below 1 or above the feasible maximum, or if their
+                number is wrong.
+        """
+        largest = self.max_ranks(modes)
+        if isinstance(ranks, int) and not isinstance(ranks, bool):
+            if not 1 <= ranks <= max(largest):
+                raise DecompositionError(
+                    f"layer {layer!r}: {self.name} rank {ranks} is outside 1..{max(largest)}; choose a rank "
+                    "in that range"
+                )
+            return self.expand(modes, ranks)
+        if not isinstance(ranks, Sequence) or any(type(rank) is not int for rank in ranks):
+            raise DecompositionError(
+                f"layer {layer!r}: {self.name} ranks must be integers, got {ranks!r}; give one integer from "
+                f"1 to {max(largest)} or {len(largest)} of them"
+            )
+        if len(ranks) != len(largest):
+            raise DecompositionError(
+                f"layer {layer!r}: {self.name} takes 1 or {len(largest)} ranks, got {len(ranks)}: {ranks!r}; "
+                f"the largest ones are {largest}"
+            )
+        for rank, most in zip(ranks, largest, strict=True):
+            if not 1 <= rank <= most:
+                raise DecompositionError(
+                    f"layer {layer!r}: {self.name} ranks {tuple(ranks)} are outside 1..{largest} (each its "
+                    "own maximum); choose ranks in that range"
+                )
+        return tuple(ranks)
+
+    def params(self, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the core elements at `ranks`, without a bias."""
+        return sum(math.prod(shape) for shape in self.core_shapes(modes, ranks))
+
+    def macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the multiply-accumulates for one model input of the cheapest way to execute the layer."""
+        return min(self.stage_macs(spec, modes, ranks).values())
+
+    def execution(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> str:
+        """Name the cheapest way to execute the layer by MACs at its real input size."""
+        macs = self.stage_macs(spec, modes, ranks)
+        return min(macs, key=lambda way: macs[way])
+
+    def reconstruct(self, cores: Cores, modes: WeightModes) -> torch.Tensor:
+        """Contract the cores to the weight (out, in, kernel)."""
+        output, features = self.halves(cores, modes)
+        weight = torch.einsum("op,pd->od", output, features)
+        return weight.reshape(modes.out_channels, modes.in_channels, modes.kernel)
+
+
+_FORMATS: dict[str, TensorFormat] = {}
+
+_Class = TypeVar("_Class", bound=type[TensorFormat])
+
+
+def register_format(cls: _Class) -> _Class:
+    """Class decorator: add a format to the registry under its `name`."""
+    if cls.name in _FORMATS:
+        raise DecompositionError(f"format {cls.name!r} is registered already; choose another name")
+    _FORMATS[cls.name] = cls()
+    return cls
+
+
+def list_formats() -> list[str]:
+    """Return the names of all registered formats."""
+    return sorted(_FORMATS)
+
+
+def get_format(name: str) -> TensorFormat:
+    """Return the format called `name`.
+
+    Raises:
+        DecompositionError: If there is none of that name.
+    """
+    if name not in _FORMATS:
+        raise DecompositionError(f"unknown format {name!r}; choose from {', '.join(list_formats())}")
+    return _FORMATS[name]

@@ -1,0 +1,175 @@
+"""Tensor trains and tensor rings: chains of three-way cores, open or closed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from decomposition.factorised import ContractedLayer, FactorisedLayer, StagedLayer
+from decomposition.formats.algebra import contract_chain, leading_left_vectors, split_chain
+from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.modes import WeightModes
+
+
+class ChainFormat(TensorFormat):
+    """Cores G_j (bond, mode, next bond) over the modes out..., in..., kernel.
+
+    W[o.., i.., k] is the trace of the product of the cores' slices. In a ring the last bond returns to the
+    first core, in a train that bond is 1. Ranks are the bonds left of every core; a train leaves out its
+    first, which is 1.
+
+    Attributes:
+        closed: Whether the chain is a ring.
+    """
+
+    closed: ClassVar[bool]
+    tensorisable = True
+
+    def max_ranks(self, modes: WeightModes) -> Ranks:
+        """Bound each bond by the rank that a train needs there: the smaller side of the unfolding."""
+        sizes = modes.sizes
+        inner = tuple(
+            min(math.prod(sizes[:position]), math.prod(sizes[position:])) for position in range(1, len(sizes))
+        )
+        if not self.closed:
+            return inner
+        # The closing bond joins the last mode and the first, as the others join their neighbours.
+        return (min(sizes[0], math.prod(sizes[1:])), *inner)
+
+    def bonds(self, modes: WeightModes, ranks: Ranks) -> tuple[int, ...]:
+        """Return the bond left of every core and, last, the one that closes the chain."""
+        return (*ranks, ranks[0]) if self.closed else (1, *ranks, 1)
+
+    def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
+        """Return (bond, mode, next bond) for every mode."""
+        bonds = self.bonds(modes, ranks)
+        return [(bonds[j], size, bonds[j + 1]) for j, size in enumerate(modes.sizes)]
+
+    def merged(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Contract the cores to one for the outputs, one for the inputs and one for the kernel.
+
+        Returns:
+            Cores (a, out, b), (b, in, c) and (c, kernel, a); without a kernel the last is an identity.
+        """
+        split = len(modes.out)
+        output = contract_chain(cores[:split])
+        inner = contract_chain(cores[split : split + len(modes.inp)])
+        if modes.kernel > 1:
+            return output, inner, cores[-1]
+        identity = torch.eye(output.shape[0], dtype=output.dtype, device=output.device)
+        return output, inner, identity[:, None, :]
+
+    def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output core as a matrix and the contraction of input and kernel cores."""
+        output, inner, kernel = self.merged(cores, modes)
+        features = torch.einsum("bic,cka->abik", inner, kernel)
+        return (
+            output.permute(1, 0, 2).reshape(modes.out_channels, -1),
+            features.reshape(-1, modes.columns),
+        )
+
+    def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
+        """Replace the (single) output core."""
+        left, _, right = cores[0].shape
+        return [output.reshape(modes.out_channels, left, right).permute(1, 0, 2).contiguous(), *cores[1:]]
+
+    def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
+        """TT-SVD for a train (Oseledets 2011), TR-SVD for a ring (Zhao et al. 2016, algorithm 1).
+
+        The ring's first SVD is reshaped to its two bonds; any pair of bonds is accepted, wider ones than the
+        rank are filled with zeros.
+        """
+        bonds = self.bonds(modes, ranks)
+        first, sizes = modes.sizes[0], modes.sizes
+        matrix = weight.reshape(first, -1)
+        closing, opening = bonds[0], bonds[1]
+        vectors = leading_left_vectors(matrix, closing * opening)
+        head = vectors.reshape(first, closing, opening).permute(1, 0, 2)
+        rest = (vectors.T @ matrix).reshape(closing, opening, -1).movedim(0, -1)
+        return [head.contiguous(), *split_chain(rest, sizes[1:], bonds[2:-1])]
+
+    def build(
+        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
+    ) -> FactorisedLayer:
+        """Make the cheapest of the executions of `stage_macs`; plain layers where every core is a stage."""
+        execution = self.execution(spec, modes, ranks)
+        staged = modes.plain and (execution == "chain" or (modes.kernel == 1 and execution == "half"))
+        kind = _ChainLayer if staged else ContractedLayer
+        return kind(dense, self, modes, ranks, execution)
+
+    def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
+        """Count the chain of three stages, and the contractions to a kernel of fewer stages.
+
+        `chain`: 1x1 to the two bonds of the input core, the kernel on one bond, 1x1 to the outputs.
+        `half`: input and kernel cores contracted to one convolution, then 1x1. `dense`: all contracted.
+        """
+        bonds = self.bonds(modes, ranks)
+        a, b, c = bonds[0], bonds[len(modes.out)], bonds[len(modes.out) + len(modes.inp)]
+        into, out = spec.input_positions, spec.output_positions
+        leaving = out * a * b * modes.out_channels
+        dense = out * modes.elements
+        if modes.kernel == 1:
+            return {"half": out * a * b * modes.in_channels + leaving, "dense": dense}
+        return {
+            "chain": into * b * c * modes.in_channels + out * a * b * c * modes.kernel + leaving,
+            "half": out * a * b * modes.columns + leaving,
+            "dense": dense,
+        }
+
+
+class _ChainLayer(StagedLayer):
+    """The input core, the kernel core and the output core as layers.
+
+    The kernel core acts on one bond of the input core only, the same for each value of the other bond, which
+    therefore travels in the batch axis.
+    """
+
+    def _bonds(self) -> tuple[int, int, int]:
+        shapes = self.tensor_format.core_shapes(self.modes, self.ranks)
+        return shapes[0][0], shapes[0][2], shapes[1][2]
+
+    def stage_channels(self) -> tuple[int, int, int]:
+        _, b, c = self._bonds()
+        return b * c, b * self._bonds()[0], 1
+
+    def make_kernel(self, **like: Any) -> nn.Module:
+        a, _, c = self._bonds()
+        return self.geometry.layer(c, a, bias=False, **like)
+
+    def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:
+        _, b, c = self._bonds()
+        batch, spatial = x.shape[0], x.shape[2:]
+        y = super().apply_kernel(x.reshape(batch * b, c, *spatial))
+        return y.reshape(batch, -1, *y.shape[2:])
+
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        output, inner = cores[0].permute(1, 2, 0).flatten(1), cores[1].permute(0, 2, 1).flatten(0, 1)
+        return [inner, *((cores[2].permute(2, 0, 1),) if len(cores) > 2 else ()), output]
+
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        a, b, c = self._bonds()
+        inner = weights[0].reshape(b, c, -1).permute(0, 2, 1)
+        output = weights[-1].reshape(-1, b, a).permute(2, 0, 1)
+        return [output, inner, *((weights[1].permute(1, 2, 0),) if len(weights) > 2 else ())]
+
+
+@register_format
+class TensorTrain(ChainFormat):
+    """An open chain of cores (Oseledets 2011; Novikov et al. 2015)."""
+
+    name = "tensor_train"
+    description = "tensor train: an open chain of cores over out, in, kernel"
+    closed = False
+
+
+@register_format
+class TensorRing(ChainFormat):
+    """A closed chain of cores (Zhao et al. 2016; Wang et al., CVPR 2018)."""
+
+    name = "tensor_ring"
+    description = "tensor ring: a closed chain of cores over out, in, kernel"
+    closed = True

@@ -1,0 +1,104 @@
+"""CP (CANDECOMP/PARAFAC): a sum of rank-one terms (Lebedev et al., ICLR 2015, with a joint kernel mode)."""
+
+from __future__ import annotations
+
+import torch
+
+from decomposition.factorised import FactorisedLayer, StagedLayer
+from decomposition.formats.algebra import leading_left_vectors
+from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.modes import WeightModes
+
+
+@register_format
+class CP(TensorFormat):
+    """W[o,i,k] = sum over r of A[o,r] B[i,r] C[k,r]; without a kernel W = A B^T.
+
+    Executed as 1x1 (in to r), a depthwise kernel and 1x1 (r to out).
+    """
+
+    name = "cp"
+    description = "CP: 1x1, depthwise kernel, 1x1"
+
+    def max_ranks(self, modes: WeightModes) -> Ranks:
+        """Return the bound on the CP rank of a tensor: the product of all modes but the largest."""
+        sizes = sorted((modes.out_channels, modes.in_channels, modes.kernel))
+        return (sizes[0] * sizes[1],)
+
+    def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
+        """Return the shapes of A, B and, with a kernel, C."""
+        sizes = (modes.out_channels, modes.in_channels, *((modes.kernel,) if modes.kernel > 1 else ()))
+        return [(size, ranks[0]) for size in sizes]
+
+    def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and the Khatri-Rao product of B and C."""
+        if modes.kernel == 1:
+            return cores[0], cores[1].T
+        output, inner, kernel = cores
+        return output, torch.einsum("ir,kr->rik", inner, kernel).reshape(output.shape[1], -1)
+
+    def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
+        """Replace A."""
+        return [output, *cores[1:]]
+
+    def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
+        """Start from rank-one terms of the slices of a Tucker-compressed weight.
+
+        CP has no algebraic solution. The kernel's leading directions are combined with the leading singular
+        pairs of the weight's slice along each of them, the largest first.
+        """
+        rank = ranks[0]
+        matrix = weight.reshape(modes.out_channels, -1)
+        if modes.kernel == 1:
+            output = leading_left_vectors(matrix, rank)
+            return [output, (output.T @ matrix).T]
+        directions = leading_left_vectors(weight.movedim(2, 0).reshape(modes.kernel, -1), modes.kernel)
+        slices = torch.einsum("oik,kd->doi", weight, directions)
+        left, values, right = torch.linalg.svd(slices, full_matrices=False)
+        order = values.flatten().argsort(descending=True, stable=True)[:rank]
+        slice_index, pair = order // values.shape[1], order % values.shape[1]
+        cores = [
+            left[slice_index, :, pair].T * values[slice_index, pair],
+            right[slice_index, pair, :].T,
+            directions[:, slice_index],
+        ]
+        missing = rank - len(order)
+        if missing > 0:  # more terms than all slices have singular pairs: the rest starts small and random
+            generator = torch.Generator().manual_seed(rank)
+            for position, core in enumerate(cores):
+                noise = torch.randn(core.shape[0], missing, generator=generator, dtype=core.dtype)
+                scale = 1e-2 * weight.square().mean().sqrt() if position == 0 else 1.0
+                cores[position] = torch.cat([core, noise * scale], dim=1)
+        return cores
+
+    def build(
+        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
+    ) -> FactorisedLayer:
+        """Make the stages 1x1, depthwise kernel, 1x1 (two layers without a kernel)."""
+        return _CPLayer(dense, self, modes, ranks, "chain")
+
+    def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
+        """Count the stages 1x1, depthwise kernel, 1x1 (two matrix products without a kernel)."""
+        rank = ranks[0]
+        if modes.kernel == 1:
+            return {"chain": spec.output_positions * rank * (modes.in_channels + modes.out_channels)}
+        entering = spec.input_positions * rank * modes.in_channels
+        return {"chain": entering + spec.output_positions * rank * (modes.kernel + modes.out_channels)}
+
+
+class _CPLayer(StagedLayer):
+    """B', C' (depthwise) and A as layers."""
+
+    def stage_channels(self) -> tuple[int, int, int]:
+        return self.ranks[0], self.ranks[0], self.ranks[0]
+
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [cores[1].T, cores[0]]
+        return [cores[1].T, cores[2].T[:, None, :], cores[0]]
+
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [weights[1], weights[0].T]
+        return [weights[2], weights[0].T, weights[1][:, 0, :].T]

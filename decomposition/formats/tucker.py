@@ -1,0 +1,98 @@
+"""Tucker-2: the two channel modes are compressed, the kernel is left whole (Kim et al., ICLR 2016)."""
+
+from __future__ import annotations
+
+import torch
+
+from decomposition.factorised import FactorisedLayer, StagedLayer
+from decomposition.formats.algebra import leading_left_vectors
+from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.modes import WeightModes
+
+_HOOI_SWEEPS = 10
+
+
+@register_format
+class Tucker(TensorFormat):
+    """W[o,i,k] = sum over r1, r2 of U[o,r1] C[r1,r2,k] V[i,r2]; without a kernel W = U V^T.
+
+    Executed as 1x1 (in to r2), the kernel (r2 to r1) and 1x1 (r1 to out).
+    """
+
+    name = "tucker"
+    description = "Tucker-2 on the channel modes: 1x1, small kernel, 1x1"
+
+    def max_ranks(self, modes: WeightModes) -> Ranks:
+        """Return (out rank, in rank) limits, or the one matrix rank where there is no kernel."""
+        out_channels, in_channels = modes.out_channels, modes.in_channels
+        if modes.kernel == 1:
+            return (min(out_channels, in_channels),)
+        return (min(out_channels, modes.columns), min(in_channels, out_channels * modes.kernel))
+
+    def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
+        """Return the shapes of U, C and V (U and V without a kernel)."""
+        if modes.kernel == 1:
+            return [(modes.out_channels, ranks[0]), (modes.in_channels, ranks[0])]
+        return [(modes.out_channels, ranks[0]), (*ranks, modes.kernel), (modes.in_channels, ranks[1])]
+
+    def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return U and the contraction of C and V."""
+        if modes.kernel == 1:
+            return cores[0], cores[1].T
+        output, core, inner = cores
+        return output, torch.einsum("abk,ib->aik", core, inner).reshape(core.shape[0], -1)
+
+    def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
+        """Replace U."""
+        return [output, *cores[1:]]
+
+    def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
+        """Higher-order orthogonal iteration (De Lathauwer et al. 2000) from the truncated HOSVD."""
+        matrix = weight.reshape(modes.out_channels, -1)
+        output = leading_left_vectors(matrix, ranks[0])
+        if modes.kernel == 1:
+            return [output, (output.T @ matrix).T]
+        by_input = weight.movedim(1, 0)
+        inner = leading_left_vectors(by_input.reshape(modes.in_channels, -1), ranks[1])
+        captured = torch.zeros((), dtype=weight.dtype)
+        for _ in range(_HOOI_SWEEPS):
+            output = leading_left_vectors(torch.einsum("oik,ib->obk", weight, inner).flatten(1), ranks[0])
+            inner = leading_left_vectors(torch.einsum("oik,oa->iak", weight, output).flatten(1), ranks[1])
+            core = torch.einsum("oik,oa,ib->abk", weight, output, inner)
+            previous, captured = captured, core.square().sum()
+            if captured - previous <= 1e-9 * captured:
+                break
+        return [output, core, inner]
+
+    def build(
+        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
+    ) -> FactorisedLayer:
+        """Make the stages 1x1, kernel, 1x1 (two layers without a kernel)."""
+        return _TuckerLayer(dense, self, modes, ranks, "chain")
+
+    def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
+        """Count the stages 1x1, kernel, 1x1 (two matrix products without a kernel)."""
+        entering = ranks[-1] * modes.in_channels
+        leaving = ranks[0] * modes.out_channels
+        if modes.kernel == 1:
+            return {"chain": spec.output_positions * (entering + leaving)}
+        kernel = ranks[0] * ranks[1] * modes.kernel
+        return {"chain": spec.input_positions * entering + spec.output_positions * (kernel + leaving)}
+
+
+class _TuckerLayer(StagedLayer):
+    """V', C and U as layers."""
+
+    def stage_channels(self) -> tuple[int, int, int]:
+        return self.ranks[-1], self.ranks[0], 1
+
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [cores[1].T, cores[0]]
+        return [cores[2].T, cores[1], cores[0]]
+
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [weights[1], weights[0].T]
+        return [weights[2], weights[1], weights[0].T]

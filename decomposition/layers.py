@@ -1,0 +1,213 @@
+"""Which layers of a model there are, what they cost and which of them can be decomposed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeGuard
+
+import torch
+from torch import nn
+
+from decomposition.cost import evaluation_mode, example_batch
+from decomposition.errors import DecompositionError
+
+Kind = Literal["conv1d", "conv2d", "linear"]
+DecomposableModule = nn.Conv1d | nn.Conv2d | nn.Linear
+
+_KINDS: dict[type[nn.Module], Kind] = {nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Linear: "linear"}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What is known of one convolution or linear layer at the model's real input size.
+
+    Attributes:
+        name: Dotted name of the module; the first one where a module has several.
+        index: Position in the order of the forward pass, from 0.
+        kind: `conv1d`, `conv2d` or `linear`.
+        out_channels: Output channels (features of a linear layer).
+        in_channels: Input channels (features of a linear layer).
+        kernel_size: Spatial kernel, `()` for a linear layer.
+        stride: Spatial stride, `()` for a linear layer.
+        groups: Channel groups; 1 for a linear layer.
+        bias: Whether the layer has a bias.
+        input_sizes: Spatial size of the input at each call (the leading positions of a linear layer's input).
+        output_sizes: Spatial size of the output at each call.
+        params: Parameters, bias included.
+        macs: Multiply-accumulates for one model input, all calls together.
+        batch_norm: Name of the batch normalisation that directly receives the layer's output, if any.
+        refusal: Why no format can replace the layer; `None` when it can be decomposed.
+    """
+
+    name: str
+    index: int
+    kind: Kind
+    out_channels: int
+    in_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    groups: int
+    bias: bool
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    output_sizes: tuple[tuple[int, ...], ...] = ()
+    params: int = 0
+    macs: int = 0
+    batch_norm: str | None = None
+    refusal: str | None = field(default=None, compare=False)
+
+    @property
+    def kernel_elements(self) -> int:
+        """Number of kernel positions, 1 for a linear layer."""
+        return math.prod(self.kernel_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight: `(out, in / groups, *kernel)`."""
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    @property
+    def input_positions(self) -> int:
+        """Spatial positions of the input, summed over calls."""
+        return sum(math.prod(size) for size in self.input_sizes)
+
+    @property
+    def output_positions(self) -> int:
+        """Spatial positions of the output, summed over calls."""
+        return sum(math.prod(size) for size in self.output_sizes)
+
+
+def is_decomposable_module(module: nn.Module) -> TypeGuard[DecomposableModule]:
+    """Tell whether `module` is exactly a Conv1d, Conv2d or Linear (subclasses may mean something else)."""
+    return type(module) in _KINDS
+
+
+def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSpec]:
+    """Describe every convolution and linear layer of `model`, decomposable or not, in forward order.
+
+    Runs one zero input through the model in eval mode; the model is left as it was.
+
+    Args:
+        model: Any module whose forward takes one tensor.
+        input_shape: Shape of one input without the batch axis.
+
+    Returns:
+        One `LayerSpec` a layer; those that no format can replace carry a `refusal`, and those that the
+        forward pass never calls come last.
+
+    Raises:
+        DecompositionError: If the model does not accept an input of that shape.
+    """
+    trace = _Trace(model)
+    trace.run(example_batch(model, input_shape), input_shape)
+    reached = list(trace.calls)
+    unreached = [m for m in trace.names if is_decomposable_module(m) and m not in trace.calls]
+    owners: dict[int, list[nn.Module]] = {}
+    for module in (*reached, *unreached):
+        owners.setdefault(id(module.weight), []).append(module)
+    return [
+        _spec(trace, module, index, shared=len(owners[id(module.weight)]) > 1)
+        for index, module in enumerate((*reached, *unreached))
+    ]
+
+
+def compressible_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSpec]:
+    """Return the layers of `model` that tensor formats can replace, in forward order.
+
+    Args:
+        model: Any module whose forward takes one tensor.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`.
+
+    Returns:
+        The specs without a `refusal` of `inspect_layers`; `index` counts among all layers.
+    """
+    return [spec for spec in inspect_layers(model, input_shape) if spec.refusal is None]
+
+
+class _Trace:
+    """One forward pass that records each layer's calls and which batch norm consumes its output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.calls: dict[DecomposableModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.batch_norms: dict[nn.Module, nn.Module] = {}
+        # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
+        self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
+
+    def run(self, batch: torch.Tensor, input_shape: Sequence[int]) -> None:
+        handles = []
+        for module in self.names:
+            if is_decomposable_module(module):
+                handles.append(module.register_forward_hook(self._record_call))
+            elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                handles.append(module.register_forward_pre_hook(self._record_batch_norm))
+        try:
+            with evaluation_mode(self.model):
+                self.model(batch)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise DecompositionError(
+                f"the model does not accept an input of shape {tuple(input_shape)} (without the batch axis): "
+                f"{str(error).strip().splitlines()[0]}; pass the shape of one real input"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if is_decomposable_module(module):
+            self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
+            self._outputs.append((output, module))
+
+    def _record_batch_norm(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        for output, producer in self._outputs:
+            if output is inputs[0]:
+                self.batch_norms[producer] = module
+
+
+def _spec(trace: _Trace, module: DecomposableModule, index: int, *, shared: bool) -> LayerSpec:
+    name = trace.names[module]
+    calls = trace.calls.get(module, [])
+    batch_norm = trace.batch_norms.get(module)
+    if isinstance(module, nn.Linear):
+        out_channels, in_channels, groups = module.out_features, module.in_features, 1
+        kernel: tuple[int, ...] = ()
+        stride: tuple[int, ...] = ()
+        inputs = tuple(tuple(i[1:-1]) for i, _ in calls)
+        outputs = tuple(tuple(o[1:-1]) for _, o in calls)
+    else:
+        out_channels, in_channels, groups = module.out_channels, module.in_channels, module.groups
+        kernel, stride = tuple(module.kernel_size), tuple(module.stride)
+        inputs = tuple(tuple(i[2:]) for i, _ in calls)
+        outputs = tuple(tuple(o[2:]) for _, o in calls)
+    positions = sum(math.prod(size) for size in outputs)
+    return LayerSpec(
+        name=name,
+        index=index,
+        kind=_KINDS[type(module)],
+        out_channels=out_channels,
+        in_channels=in_channels,
+        kernel_size=kernel,
+        stride=stride,
+        groups=groups,
+        bias=module.bias is not None,
+        input_sizes=inputs,
+        output_sizes=outputs,
+        params=sum(p.numel() for p in module.parameters()),
+        macs=positions * module.weight.numel(),
+        batch_norm=trace.names[batch_norm] if batch_norm is not None else None,
+        refusal=_refusal(module, called=bool(calls), shared=shared),
+    )
+
+
+def _refusal(module: DecomposableModule, *, called: bool, shared: bool) -> str | None:
+    if not called:
+        return "its forward is never called, so its inputs are unknown"
+    if not isinstance(module, nn.Linear) and module.groups > 1:
+        return f"grouped convolution (groups={module.groups}); only groups=1 can be decomposed"
+    if shared:
+        return "its weight tensor belongs to another layer too"
+    if not module.weight.is_floating_point():
+        return f"its weight is {module.weight.dtype}, not a floating-point tensor"
+    return None

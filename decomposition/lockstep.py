@@ -1,0 +1,188 @@
+"""Sequential refit: every layer is fitted to the inputs it receives in the compressed network.
+
+Layer by layer in forward order, with x the dense network's input patch and y the one that arrives through the
+already compressed layers, the layer is fitted so that V y reproduces W x: the target becomes
+W C_xy C_yy^-1 in the metric C_yy (as in the asymmetric reconstruction of Zhang et al., TPAMI 2016). It undoes
+the errors of the layers before.
+
+Both networks run in lockstep in one forward pass: the batch holds the images twice, the first half goes
+through the dense layers, the second through the compressed ones, and a layer is fitted at the moment its
+inputs arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from decomposition.batch_norm import tracked_batch_norms
+from decomposition.cost import evaluation_mode
+from decomposition.errors import DecompositionError
+from decomposition.layers import DecomposableModule
+from decomposition.library import weight_of
+from decomposition.patches import sample_patches
+from decomposition.surgery import replace_module
+
+# Refits shrink towards the original weight by this fraction of the inputs' mean power.
+RIDGE = 1e-3
+
+
+@dataclass(frozen=True)
+class RefitProblem:
+    """What a layer has to reproduce, handed to the function that fits it.
+
+    Attributes:
+        target: Weight (out, in, kernel) that maps the arriving inputs best to the dense outputs.
+        metric: E[y y'] of the arriving patches, (D, D); around the mean where the mean is corrected.
+    """
+
+    target: torch.Tensor
+    metric: torch.Tensor
+
+
+# Returns the new layer with its weight set, and that weight (out, in, kernel) in float64.
+Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
+
+
+def refit_in_lockstep(
+    model: nn.Module,
+    refits: dict[str, Refit],
+    images: torch.Tensor,
+    *,
+    mean_absorbed: set[str],
+    correct_batch_norm: bool,
+    max_patches: int,
+    seed: int,
+) -> dict[str, float]:
+    """Replace layers of `model` in forward order, each fitted to the inputs that reach it.
+
+    Args:
+        model: The dense model; changed in place.
+        refits: How to fit each layer, by name.
+        images: Calibration inputs (N, ...). Memory grows with 2 N activations of the largest layer.
+        mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
+            `correct_batch_norm`, by the batch norm behind them. They are fitted around the mean.
+        correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
+        max_patches: Patches a layer is fitted on at most.
+        seed: Seed of the patch positions.
+
+    Returns:
+        Relative output error of each layer, errors of the layers before included.
+
+    Raises:
+        DecompositionError: If the model's outputs for one input depend on the others in the batch.
+    """
+    modules = dict(model.named_modules())
+    with evaluation_mode(model):
+        expected = model(images[:2])
+    generator = torch.Generator().manual_seed(seed)
+    pairs: dict[str, _LayerPair] = {}
+    norms: list[_NormPair] = []
+    for name, refit in refits.items():
+        dense: DecomposableModule = modules[name]
+        pairs[name] = _LayerPair(dense, refit, name in mean_absorbed, max_patches, generator)
+        replace_module(model, dense, pairs[name])
+    if correct_batch_norm:
+        for norm in tracked_batch_norms(model):
+            norms.append(_NormPair(norm))
+            replace_module(model, norm, norms[-1])
+    try:
+        with evaluation_mode(model):
+            result = model(torch.cat([images, images]))
+    finally:
+        for pair in pairs.values():
+            replace_module(model, pair, pair.fitted if pair.fitted is not None else pair.dense)
+        for norm_pair in norms:
+            replace_module(model, norm_pair, norm_pair.finish())
+    if isinstance(result, torch.Tensor) and isinstance(expected, torch.Tensor):
+        check = result[: len(expected)]
+        if check.shape != expected.shape or not torch.allclose(check, expected, rtol=1e-2, atol=1e-3):
+            raise DecompositionError(
+                "the model's output for one input changes with the other inputs of the batch, so it cannot "
+                "be refitted layer by layer in one pass; use sequential=False"
+            )
+    return {name: pair.error for name, pair in pairs.items()}
+
+
+class _LayerPair(nn.Module):
+    """The dense layer for the first half of the batch, its replacement for the second."""
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        refit: Refit,
+        mean_absorbed: bool,
+        max_patches: int,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.dense = dense
+        self.refit = refit
+        self.mean_absorbed = mean_absorbed
+        self.max_patches = max_patches
+        self.generator = generator
+        self.fitted: nn.Module | None = None
+        self.error = float("nan")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense_input, arriving = x.chunk(2)
+        if self.fitted is None:
+            patches = sample_patches(self.dense, [dense_input, arriving], self.max_patches, self.generator)
+            self.fitted = self._fit(*patches)
+        return torch.cat([self.dense(dense_input), self.fitted(arriving)])
+
+    def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor) -> nn.Module:
+        count = len(arriving)
+        dense_mean, mean = dense_patches.double().mean(0).cpu(), arriving.double().mean(0).cpu()
+        second = (arriving.T @ arriving).double().cpu() / count
+        cross = (dense_patches.T @ arriving).double().cpu() / count
+        if self.mean_absorbed:
+            second -= torch.outer(mean, mean)
+            cross -= torch.outer(dense_mean, mean)
+        ridge = RIDGE * second.diagonal().mean().clamp_min(1e-30)
+        weight = weight_of(self.dense)
+        matrix = weight.flatten(1)
+        regularised = second + ridge * torch.eye(len(second), dtype=second.dtype)
+        target = torch.linalg.solve(regularised, (matrix @ cross + ridge * matrix).T).T
+        fitted, new_weight = self.refit(RefitProblem(target.reshape_as(weight), second))
+        shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
+        bias: torch.Tensor | None = getattr(fitted, "bias", None)
+        if bias is not None:
+            bias += shift.to(bias)
+        outputs = dense_patches.double().cpu() @ matrix.T
+        rest = outputs - arriving.double().cpu() @ new_weight.flatten(1).T
+        if self.mean_absorbed:
+            rest -= shift
+        self.error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
+        return fitted
+
+
+class _NormPair(nn.Module):
+    """A batch norm whose running mean follows the shift of the compressed half's mean."""
+
+    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.norm = norm
+        self.shift: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense, arriving = x.chunk(2)
+        if self.shift is None:
+            axes = [axis for axis in range(x.ndim) if axis != 1]
+            self.shift = arriving.mean(axes) - dense.mean(axes)
+        norm = self.norm
+        assert norm.running_mean is not None
+        moved = F.batch_norm(
+            arriving, norm.running_mean + self.shift, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+        )
+        return torch.cat([norm(dense), moved])
+
+    def finish(self) -> nn.Module:
+        """Return the batch norm with its mean shifted."""
+        if self.shift is not None and self.norm.running_mean is not None:
+            self.norm.running_mean += self.shift
+        return self.norm

@@ -1,0 +1,137 @@
+"""Second moments of a layer's inputs: all that fitting to the data needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from decomposition.cost import evaluation_mode
+from decomposition.errors import DecompositionError
+from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.patches import sample_patches
+
+PATCHES_PER_LAYER = 65_536
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """Moments of a layer's input patches x, float64, D = in * kernel.
+
+    Attributes:
+        mean: E[x], shape (D,).
+        covariance: E[(x - mean)(x - mean)'], shape (D, D).
+        count: Patches they were estimated from.
+    """
+
+    mean: torch.Tensor
+    covariance: torch.Tensor
+    count: int
+
+    @property
+    def second_moment(self) -> torch.Tensor:
+        """E[x x'], shape (D, D)."""
+        return self.covariance + torch.outer(self.mean, self.mean)
+
+
+class MomentAccumulator:
+    """Sums of patches and their products, in float64."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = torch.zeros(0)
+        self._products = torch.zeros(0)
+
+    def add(self, patches: torch.Tensor) -> None:
+        """Add patches (n, D)."""
+        if self._count == 0:
+            columns = patches.shape[1]
+            self._sum = torch.zeros(columns, dtype=torch.float64)
+            self._products = torch.zeros(columns, columns, dtype=torch.float64)
+        patches = patches.float()
+        self._sum += patches.sum(0, dtype=torch.float64).cpu()
+        self._products += (patches.T @ patches).double().cpu()
+        self._count += patches.shape[0]
+
+    def moments(self) -> InputMoments:
+        """Return the moments of everything added."""
+        mean = self._sum / self._count
+        second = self._products / self._count
+        return InputMoments(mean, second - torch.outer(mean, mean), self._count)
+
+
+def check_images(images: torch.Tensor) -> None:
+    """Refuse calibration inputs that cannot calibrate.
+
+    Raises:
+        DecompositionError: If there are none or one holds NaN or an infinite value.
+    """
+    if images.ndim < 2 or images.shape[0] == 0:
+        raise DecompositionError(
+            f"the calibration set is empty (shape {tuple(images.shape)}); pass a few hundred model inputs"
+        )
+    if not bool(torch.isfinite(images).all()):
+        raise DecompositionError(
+            "the calibration set holds NaN or infinite values; check how it is normalised"
+        )
+
+
+def collect_moments(
+    model: nn.Module,
+    specs: Sequence[LayerSpec],
+    calibration: Iterable[torch.Tensor],
+    *,
+    max_patches: int = PATCHES_PER_LAYER,
+    seed: int = 0,
+) -> dict[str, InputMoments]:
+    """Estimate the moments of every layer's input patches in one pass over the calibration set.
+
+    Patches are drawn at random positions, an equal number a batch, and only sums are kept, so memory does
+    not grow with the number of inputs.
+
+    Args:
+        model: The dense network; left as it was.
+        specs: Layers to watch.
+        calibration: Batches of model inputs, or one tensor of them.
+        max_patches: Patches a layer at most, all batches together; several times in * kernel of them are
+            needed for a well-determined moment matrix.
+        seed: Seed of the patch positions.
+
+    Returns:
+        Moments by layer name.
+
+    Raises:
+        DecompositionError: If the calibration set is empty or not finite, or a layer's input is not finite.
+    """
+    batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
+    check_images(torch.cat([batch[:1] for batch in batches]) if batches else torch.empty(0))
+    modules = dict(model.named_modules())
+    accumulators = {spec.name: MomentAccumulator() for spec in specs}
+    generator = torch.Generator().manual_seed(seed)
+    per_batch = max(1, max_patches // len(batches))
+
+    def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            share = max(1, per_batch // calls)
+            accumulators[name].add(sample_patches(module, [inputs[0]], share, generator)[0])
+
+        return module.register_forward_pre_hook(hook)
+
+    handles = [watch(spec.name, modules[spec.name], max(1, len(spec.input_sizes))) for spec in specs]
+    try:
+        with evaluation_mode(model):
+            for batch in batches:
+                check_images(batch)
+                model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    moments = {name: accumulator.moments() for name, accumulator in accumulators.items()}
+    for name, moment in moments.items():
+        if not bool(torch.isfinite(moment.covariance).all()):
+            raise DecompositionError(
+                f"layer {name!r}: its inputs are not finite on the calibration set; check weights and inputs"
+            )
+    return moments
