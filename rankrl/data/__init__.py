@@ -1,0 +1,36 @@
+"""Datasets in memory: `load_dataset` splits them, `batches` augments and normalises them on the device."""
+
+from __future__ import annotations
+
+from rankrl.data import cifar, digits, imagefolder, mnist, npz  # registers the sources
+from rankrl.data.augmentation import Augmentation
+from rankrl.data.batches import augmented_copy, batches
+from rankrl.data.images import ImageData, Images, TestImages
+from rankrl.data.registry import (
+    DatasetSource,
+    SourceFiles,
+    dataset_source,
+    list_datasets,
+    load_dataset,
+    register_dataset,
+)
+
+__all__ = [
+    "Augmentation",
+    "DatasetSource",
+    "ImageData",
+    "Images",
+    "SourceFiles",
+    "TestImages",
+    "augmented_copy",
+    "batches",
+    "cifar",
+    "dataset_source",
+    "digits",
+    "imagefolder",
+    "list_datasets",
+    "load_dataset",
+    "mnist",
+    "npz",
+    "register_dataset",
+]

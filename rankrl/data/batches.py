@@ -1,0 +1,123 @@
+"""Batches for a network: shuffled, augmented and normalised on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rankrl.data.augmentation import Augmentation
+from rankrl.data.images import Images
+from rankrl.errors import ConfigError, DataError
+
+
+def batches(
+    images: Images,
+    batch_size: int,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device | None = None,
+    augmentation: Augmentation | None = None,
+    generator: torch.Generator | None = None,
+    shuffle: bool = False,
+    drop_last: bool = False,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Walk once through the images in batches.
+
+    All randomness comes from `generator` and is drawn on the CPU before the first batch, so that equal
+    generators give equal batches on every device.
+
+    Args:
+        images: The images; anything else, test images above all, is refused.
+        batch_size: Images in a batch, at least 1; the last batch may be smaller.
+        mean: Per-channel mean of pixels in [0, 1].
+        std: Per-channel standard deviation of pixels in [0, 1], positive.
+        device: Where the batches are wanted; the images' own device when omitted.
+        augmentation: Random crops and flips, or None for the images as they are.
+        generator: A CPU generator; needed for `shuffle` and `augmentation`.
+        shuffle: Whether the order is random.
+        drop_last: Whether a smaller last batch is left out.
+
+    Yields:
+        x, (B, C, H, W) float32 in channels-last memory order, (pixel / 255 - mean) / std; y, (B,) int64.
+
+    Raises:
+        TypeError: `images` is no `Images`.
+        ConfigError: `batch_size` is below 1, or randomness is asked for without a generator.
+        DataError: `mean` or `std` does not fit the channels.
+    """
+    if not isinstance(images, Images):
+        raise TypeError(
+            f"expected Images, got {type(images).__name__}; test images choose nothing, use report_accuracy"
+        )
+    if batch_size < 1:
+        raise ConfigError(f"the batch size must be at least 1, got {batch_size}")
+    if generator is None and (shuffle or augmentation is not None):
+        raise ConfigError("shuffling and augmentation need a torch.Generator, so that a run can be repeated")
+    return _walk(images, batch_size, mean, std, device, augmentation, generator, shuffle, drop_last)
+
+
+def _walk(
+    images: Images,
+    batch_size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device | None,
+    augmentation: Augmentation | None,
+    generator: torch.Generator | None,
+    shuffle: bool,
+    drop_last: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    device = images.x.device if device is None else device
+    count = len(images)
+    order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
+    order = order.to(images.x.device)
+    crops = (
+        augmentation.draw(count, generator).to(device)
+        if augmentation is not None and generator is not None
+        else None
+    )
+    scale, offset = (tensor.to(device) for tensor in _scale_and_offset(mean, std, images.x.shape[1]))
+    for start in range(0, count - batch_size + 1 if drop_last else count, batch_size):
+        stop = min(start + batch_size, count)
+        chosen = order[start:stop]
+        x = images.x[chosen].to(device, non_blocking=True)
+        if crops is not None:
+            x = crops.part(start, stop).apply(x)
+        yield (
+            x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).add_(offset),
+            images.y[chosen].to(device, non_blocking=True),
+        )
+
+
+def augmented_copy(images: Images, augmentation: Augmentation, seed: int) -> Images:
+    """Return a copy in which every image is randomly cropped and flipped once.
+
+    Args:
+        images: The images to copy.
+        augmentation: The crops and flips to draw.
+        seed: Seed of the draw.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    crops = augmentation.draw(len(images), generator).to(images.x.device)
+    x = torch.empty_like(images.x, memory_format=torch.channels_last)
+    for start in range(0, len(images), 1000):  # the gather's index takes 8 bytes a pixel: keep it small
+        stop = min(start + 1000, len(images))
+        x[start:stop] = crops.part(start, stop).apply(images.x[start:stop])
+    return Images(x, images.y)
+
+
+def _scale_and_offset(mean: Sequence[float], std: Sequence[float], channels: int) -> tuple[Tensor, Tensor]:
+    """Return (1, C, 1, 1) factors with byte * scale + offset = (byte / 255 - mean) / std."""
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != channels:
+            raise DataError(
+                f"normalisation {name} has {len(values)} values but the images {channels} channels"
+            )
+    if not all(value > 0 for value in std):
+        raise DataError(f"normalisation std must be positive, got {tuple(std)}")
+    mean_tensor = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1)
+    std_tensor = torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
+    return (1 / (255 * std_tensor)).float(), (-mean_tensor / std_tensor).float()

@@ -1,0 +1,111 @@
+"""A folder of image files: train/CLASS/*.jpg and val/CLASS/*.jpg (or test/), decoded once."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from rankrl.data.arrays import images_from_arrays
+from rankrl.data.augmentation import Augmentation
+from rankrl.data.images import Images
+from rankrl.data.registry import SourceFiles, register_dataset
+from rankrl.errors import ConfigError, DataError
+
+SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+"""File name endings, in lower case, that count as images."""
+
+
+@register_dataset(
+    "imagefolder",
+    "your own folder with train/CLASS/ and val/CLASS/ (or test/) image files",
+    augmentation=Augmentation(padding=4, flip=True),
+)
+def imagefolder(root: Path, path: str | Path, size: int = 224, resize: int | None = None) -> SourceFiles:
+    """Decode every image file of a folder.
+
+    Each image is converted to RGB, resized (bilinear, antialiased) so that its shorter side is `resize`
+    pixels, and cropped to the central square. Everything is kept in memory: 3 * size² bytes an image.
+
+    Args:
+        root: Not used; `path` says where the folder is.
+        path: A folder with `train` and with `val` or `test`, each holding one folder per class. Classes
+            are numbered in the alphabetical order of the folders in `train`.
+        size: Height and width of the images in pixels.
+        resize: Length of the shorter side before the crop, at least `size`; `size` when omitted.
+            torchvision's ImageNet weights expect 256 with size 224.
+
+    Raises:
+        ConfigError: `size` or `resize` is out of range.
+        DataError: A folder is missing or empty, a class is unknown, or a file cannot be decoded.
+    """
+    del root
+    folder = Path(path)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"dataset.size must be a whole number of pixels >= 1, got {size!r}")
+    shorter = size if resize is None else resize
+    if isinstance(shorter, bool) or not isinstance(shorter, int) or shorter < size:
+        raise ConfigError(f"dataset.resize must be a whole number >= dataset.size={size}, got {resize!r}")
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; an image folder holds train/CLASS/ and val/CLASS/")
+    names = [name for name in ("val", "test") if (folder / name).is_dir()]
+    if not (folder / "train").is_dir() or not names:
+        raise DataError(
+            f"{folder} must hold a folder `train` and a folder `val` or `test`, each with class folders"
+        )
+    classes = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
+    if len(classes) < 2:
+        raise DataError(f"{folder / 'train'} must hold at least two class folders, got {classes}")
+    # `test`, where there is one beside `val`, is the set that nothing was ever tuned on.
+    return SourceFiles(
+        _read(folder / "train", classes, size, shorter),
+        _read(folder / names[-1], classes, size, shorter),
+        classes=len(classes),
+    )
+
+
+def _read(folder: Path, classes: list[str], size: int, shorter: int) -> Images:
+    files: list[Path] = []
+    labels: list[int] = []
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir():
+            continue
+        if entry.name not in classes:
+            raise DataError(
+                f"{entry} is a class that the training folder lacks; it has {', '.join(classes[:10])}"
+            )
+        found = sorted(
+            file for file in entry.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+        )
+        files += found
+        labels += [classes.index(entry.name)] * len(found)
+    if not files:
+        raise DataError(f"{folder} holds no image files ({', '.join(sorted(SUFFIXES))}) in its class folders")
+    pixels = np.empty((len(files), size, size, 3), dtype=np.uint8)
+
+    def decode(index: int) -> None:
+        pixels[index] = _decode(files[index], size, shorter)
+
+    # Decoding and resizing release the interpreter lock, so threads use every core.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(decode, range(len(files))):
+            pass
+    return images_from_arrays(pixels, np.asarray(labels), where=str(folder))
+
+
+def _decode(path: Path, size: int, shorter: int) -> NDArray[np.uint8]:
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot decode the image {path}: {error}. Replace or remove the file.") from error
+    width, height = image.size
+    scale = shorter / min(width, height)
+    width, height = max(size, round(width * scale)), max(size, round(height * scale))
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)

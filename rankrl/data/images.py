@@ -1,0 +1,102 @@
+"""Labelled images in memory, and the type that keeps test images out of every choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankrl.data.augmentation import Augmentation
+from rankrl.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Labelled images, kept as bytes.
+
+    Attributes:
+        x: (N, C, H, W) uint8. Memory order is free; sources use channels-last, as files do.
+        y: (N,) int64 class indices, not negative.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        if self.x.dtype != torch.uint8 or self.x.ndim != 4:
+            raise DataError(
+                "images must be a uint8 tensor of shape (N, C, H, W), "
+                f"got {self.x.dtype} {tuple(self.x.shape)}"
+            )
+        if self.y.dtype != torch.int64 or self.y.ndim != 1:
+            raise DataError(
+                f"labels must be an int64 tensor of shape (N,), got {self.y.dtype} {tuple(self.y.shape)}"
+            )
+        if len(self.x) != len(self.y):
+            raise DataError(f"there are {len(self.x)} images but {len(self.y)} labels; they must be as many")
+        if len(self.y) and int(self.y.min()) < 0:
+            raise DataError(f"labels are class indices from 0 on, got {int(self.y.min())}")
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def subset(self, indices: Tensor) -> Images:
+        """Return copies of the images at `indices`, an int64 tensor of shape (M,)."""
+        return Images(self.x[indices], self.y[indices])
+
+    def to(self, device: torch.device) -> Images:
+        """Return the same images on `device`."""
+        return Images(self.x.to(device), self.y.to(device))
+
+
+class TestImages:
+    """The images of the test set. They choose nothing: only a final report may read them.
+
+    This is deliberately no `Images` and has no `x`: a search, an early stop or any other selection that is
+    handed test images by mistake fails in the type checker and at run time.
+    """
+
+    __test__ = False  # keeps pytest from collecting the class for its name
+
+    def __init__(self, images: Images) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def for_report(self) -> Images:
+        """Return the images, for a number that is reported and decides nothing."""
+        return self._images
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """A dataset, split and ready for training.
+
+    Attributes:
+        name: The registered name, for example "cifar10".
+        train: Images that training sees.
+        heldout: Images drawn from the training file, stratified by class, for rewards, early stopping and
+            every other selection.
+        test: The test set, for the report.
+        classes: Number of classes.
+        mean: Per-channel mean that normalisation subtracts, for pixels in [0, 1].
+        std: Per-channel standard deviation that normalisation divides by, for pixels in [0, 1].
+        augmentation: The random crops and flips that suit these images.
+    """
+
+    name: str
+    train: Images
+    heldout: Images
+    test: TestImages
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augmentation: Augmentation
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of one image."""
+        _, channels, height, width = self.train.x.shape
+        return channels, height, width

@@ -1,0 +1,27 @@
+"""A user's own dataset in one .npz file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankrl.data.arrays import read_npz
+from rankrl.data.augmentation import Augmentation
+from rankrl.data.registry import SourceFiles, register_dataset
+
+
+@register_dataset(
+    "npz",
+    "your own .npz with x_train, y_train, x_test, y_test (uint8 images N,H,W,C; integer labels)",
+    augmentation=Augmentation(padding=4, flip=True),
+)
+def npz(root: Path, path: str | Path, classes: int | None = None) -> SourceFiles:
+    """Read a .npz file.
+
+    Args:
+        root: Not used; `path` says where the file is.
+        path: The file, absolute or from the current folder.
+        classes: Number of classes, where not every class occurs in the training labels.
+    """
+    del root
+    train, test = read_npz(Path(path))
+    return SourceFiles(train, test, classes)

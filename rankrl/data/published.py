@@ -1,0 +1,63 @@
+"""Where published datasets are found: NAME.npz, then torchvision's own files, then a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankrl.data.arrays import KEYS, images_from_arrays, read_npz
+from rankrl.data.images import Images
+from rankrl.data.registry import SourceFiles
+from rankrl.errors import DataError
+
+
+def read_published(name: str, root: Path, classes: int, torchvision_class: str) -> SourceFiles:
+    """Read a published dataset from the first place that has it.
+
+    torchvision stores CIFAR as Python pickles; it verifies the MD5 sum of every file before it unpickles,
+    so only the published bytes are read. `NAME.npz` involves no pickle at all.
+
+    Args:
+        name: Dataset name, also that of its .npz file.
+        root: The folder to look in, and to download into.
+        classes: Number of classes.
+        torchvision_class: Name of the class in `torchvision.datasets`.
+
+    Raises:
+        DataError: The dataset is nowhere and cannot be downloaded, or its file is damaged.
+    """
+    path = root / f"{name}.npz"
+    if path.exists():
+        train, test = read_npz(path)
+        return SourceFiles(train, test, classes)
+    help_text = (
+        f"Place a file {path} with {', '.join(KEYS)} (uint8 images N,H,W,C; integer labels N) or "
+        f"torchvision's {torchvision_class} files in {root}, or point the environment variable "
+        "RANKRL_DATA to the folder that has them"
+    )
+    try:
+        from torchvision import datasets  # only this source needs torchvision
+    except (ImportError, RuntimeError) as error:  # a torchvision of another torch fails with RuntimeError
+        raise DataError(
+            f"dataset {name!r} is not in {root}, and torchvision fails ({error}). {help_text}."
+        ) from error
+    source: Callable[..., Any] = getattr(datasets, torchvision_class)
+    try:
+        # Files that are there already are verified and used; only missing ones are downloaded.
+        parts = [source(root=str(root), train=train, download=True) for train in (True, False)]
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"dataset {name!r} is not in {root} and could not be downloaded ({reason}). {help_text}."
+        ) from error
+    train, test = (_images(part, name) for part in parts)
+    return SourceFiles(train, test, classes)
+
+
+def _images(dataset: Any, name: str) -> Images:
+    return images_from_arrays(
+        np.asarray(dataset.data), np.asarray(dataset.targets), where=f"torchvision's files of {name}"
+    )

@@ -1,0 +1,258 @@
+"""The registry of datasets and the one function that loads them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankrl.data.augmentation import Augmentation
+from rankrl.data.images import ImageData, Images, TestImages
+from rankrl.data.split import stratified_split
+from rankrl.errors import ConfigError, DataError, did_you_mean
+
+DEFAULT_HELDOUT = 5000
+"""Held-out images of a large dataset; a small one holds out a fifth of its training file."""
+
+
+@dataclass(frozen=True, eq=False)
+class SourceFiles:
+    """What a source reads: the training file and the test file, before any split.
+
+    Attributes:
+        train: Every image of the training file.
+        test: Every image of the test file.
+        classes: Number of classes that the dataset is known to have, or None to count the labels.
+    """
+
+    train: Images
+    test: Images
+    classes: int | None = None
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A registered dataset.
+
+    Attributes:
+        name: How it is asked for.
+        description: One line for listings.
+        read: Reads the files: `read(root, **options)`.
+        augmentation: The random crops and flips that suit these images.
+        mean: Published per-channel mean, or None to measure it on the training file.
+        std: Published per-channel standard deviation, or None to measure it on the training file.
+    """
+
+    name: str
+    description: str
+    read: Callable[..., SourceFiles]
+    augmentation: Augmentation
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    @property
+    def options(self) -> list[str]:
+        """The options of this source beside the folder it looks in."""
+        return [name for name in inspect.signature(self.read).parameters if name != "root"]
+
+
+_SOURCES: dict[str, DatasetSource] = {}
+
+
+def register_dataset(
+    name: str,
+    description: str,
+    *,
+    augmentation: Augmentation,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> Callable[[Callable[..., SourceFiles]], Callable[..., SourceFiles]]:
+    """Register the decorated function `read(root, **options)` as the dataset `name`.
+
+    Args:
+        name: The name users ask for; must be new.
+        description: One line for listings.
+        augmentation: The random crops and flips that suit these images.
+        mean: Per-channel mean of pixels in [0, 1]; measured on the training file when None.
+        std: Per-channel standard deviation of pixels in [0, 1]; measured on the training file when None.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(read: Callable[..., SourceFiles]) -> Callable[..., SourceFiles]:
+        if name in _SOURCES:
+            raise ValueError(f"a dataset named {name!r} is registered already")
+        _SOURCES[name] = DatasetSource(name, description, read, augmentation, mean, std)
+        return read
+
+    return register
+
+
+def list_datasets(pattern: str = "*") -> list[str]:
+    """Return the names of the registered datasets that match a wildcard pattern, sorted."""
+    return sorted(name for name in _SOURCES if fnmatch(name, pattern))
+
+
+def dataset_source(name: str) -> DatasetSource:
+    """Return the registered dataset `name`.
+
+    Raises:
+        ConfigError: There is none; the message gives the nearest name.
+    """
+    if name not in _SOURCES:
+        raise ConfigError(
+            f"there is no dataset {name!r}; known are {', '.join(list_datasets())}."
+            f"{did_you_mean(name, _SOURCES)}"
+        )
+    return _SOURCES[name]
+
+
+def load_dataset(
+    name: str,
+    *,
+    root: str | Path | None = None,
+    heldout: int | None = None,
+    seed: int = 0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    padding: int | None = None,
+    flip: bool | None = None,
+    **options: Any,
+) -> ImageData:
+    """Load a dataset and hold images out of its training file.
+
+    Args:
+        name: A registered name, see `list_datasets`.
+        root: The folder to look in; the environment variable RANKRL_DATA, or `data`, when omitted.
+        heldout: Images to hold out of the training file, stratified by class. When omitted: 5000, or a
+            fifth of the training file where that is less.
+        seed: Seed of the draw of the held-out images.
+        mean: Per-channel mean for pixels in [0, 1], instead of the dataset's own.
+        std: Per-channel standard deviation for pixels in [0, 1], instead of the dataset's own.
+        padding: Padding of the random crop in pixels, instead of the dataset's own.
+        flip: Whether training images are mirrored at random, instead of the dataset's own.
+        **options: The source's own options, such as `path` for npz and imagefolder.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or `heldout` leaves no image to train on.
+        DataError: The files are missing or damaged, or their shapes or labels do not fit.
+    """
+    source = dataset_source(name)
+    for option in options:
+        if option not in source.options:
+            raise ConfigError(
+                f"dataset {name!r} has no option {option!r}; it has {', '.join(source.options) or 'none'}."
+                f"{did_you_mean(option, source.options)}"
+            )
+    missing = [
+        parameter.name
+        for parameter in inspect.signature(source.read).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.name != "root"
+        and options.get(parameter.name) is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"dataset {name!r} needs the option {missing[0]!r}, for example dataset.{missing[0]}=..."
+        )
+    folder = Path(root if root is not None else os.environ.get("RANKRL_DATA") or "data")
+    files = source.read(folder, **options)
+    classes = _check(name, files)
+    measured_mean, measured_std = (
+        (source.mean, source.std)
+        if source.mean is not None and source.std is not None
+        else channel_statistics(files.train)
+    )
+    size = _heldout_size(name, heldout, len(files.train), classes)
+    stay, drawn = stratified_split(files.train.y, size, seed)
+    default = source.augmentation
+    return ImageData(
+        name=name,
+        train=files.train.subset(stay),
+        heldout=files.train.subset(drawn),
+        test=TestImages(files.test),
+        classes=classes,
+        mean=_normalisation(name, "mean", mean, measured_mean, files.train),
+        std=_normalisation(name, "std", std, measured_std, files.train),
+        augmentation=Augmentation(
+            padding=default.padding if padding is None else padding,
+            flip=default.flip if flip is None else flip,
+        ),
+    )
+
+
+def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and standard deviation of each channel, for pixels in [0, 1].
+
+    A channel without any variation gets the standard deviation 1, so that it can be divided by.
+    """
+    channels = images.x.shape[1]
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    means, stds = [], []
+    for channel in range(channels):
+        # A histogram of 256 levels is exact and needs no float copy of the images.
+        weight = torch.bincount(images.x[:, channel].flatten(), minlength=256).double()
+        weight /= weight.sum()
+        mean = float((weight * levels).sum())
+        variance = float((weight * (levels - mean) ** 2).sum())
+        means.append(mean)
+        stds.append(variance**0.5 if variance > 1e-12 else 1.0)
+    return tuple(means), tuple(stds)
+
+
+def _check(name: str, files: SourceFiles) -> int:
+    """Return the number of classes of files whose shapes and labels fit each other."""
+    train, test = files.train, files.test
+    for part, images in (("training", train), ("test", test)):
+        if len(images) == 0 or 0 in images.x.shape:
+            raise DataError(f"dataset {name!r} has no {part} images (shape {tuple(images.x.shape)})")
+    if train.x.shape[1:] != test.x.shape[1:]:
+        raise DataError(
+            f"dataset {name!r}: training images have shape {tuple(train.x.shape[1:])} (channels, height, "
+            f"width) but test images {tuple(test.x.shape[1:])}; they must be the same"
+        )
+    classes = files.classes if files.classes is not None else int(train.y.max()) + 1
+    if classes < 2:
+        raise DataError(f"dataset {name!r} has {classes} class; classification needs at least 2")
+    for part, images in (("training", train), ("test", test)):
+        if int(images.y.max()) >= classes:
+            raise DataError(
+                f"dataset {name!r}: a {part} label is {int(images.y.max())}, but with {classes} classes "
+                f"labels run from 0 to {classes - 1}"
+            )
+    return classes
+
+
+def _heldout_size(name: str, heldout: int | None, count: int, classes: int) -> int:
+    if heldout is None:
+        heldout = min(DEFAULT_HELDOUT, count // 5)
+        if heldout < 1:
+            raise DataError(f"dataset {name!r} has only {count} training images; at least 5 are needed")
+    if isinstance(heldout, bool) or not isinstance(heldout, int) or not 1 <= heldout < count:
+        raise ConfigError(
+            f"dataset.heldout must be between 1 and {count - 1} for {name!r}, which has {count} training "
+            f"images, got {heldout!r}"
+        )
+    return heldout
+
+
+def _normalisation(
+    name: str, what: str, given: Sequence[float] | None, default: tuple[float, ...], images: Images
+) -> tuple[float, ...]:
+    values = default if given is None else tuple(float(value) for value in given)
+    channels = images.x.shape[1]
+    if len(values) != channels:
+        raise DataError(
+            f"dataset {name!r}: {what} has {len(values)} values, but the images have {channels} channels; "
+            f"give dataset.{what} one value per channel"
+        )
+    if what == "std" and not all(value > 0 for value in values):
+        raise ConfigError(f"dataset.std must be positive, got {values}")
+    return values

@@ -1,0 +1,94 @@
+"""Which device computes, and in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A device and the floating-point type of its convolutions and matrix products.
+
+    Parameters stay float32 in either case; `torch.bfloat16` means automatic mixed precision.
+
+    Attributes:
+        device: Where models and batches live.
+        dtype: `torch.float32` or `torch.bfloat16`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"precision must be torch.float32 or torch.bfloat16, got {self.dtype}")
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which models run: bfloat16 autocast, or autocast switched off."""
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16, cache_enabled=True
+        )
+
+
+def select_device() -> torch.device:
+    """Return the CUDA device when there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inference_precision(device: torch.device | None = None) -> Precision:
+    """Return the fastest precision that is safe for scoring and training networks on a device.
+
+    bfloat16 where the device computes it natively (CUDA compute capability 8.0 and above; x86 CPUs with
+    AVX512-BF16 or AMX; Arm CPUs with BF16), float32 elsewhere, where bfloat16 is emulated and slower.
+
+    Args:
+        device: The device asked about; `select_device()` when omitted.
+    """
+    device = select_device() if device is None else device
+    return Precision(device, torch.bfloat16 if _has_native_bfloat16(device) else torch.float32)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter or buffer of `model`; the CPU when it has neither."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Forbid TensorFloat-32 in CUDA convolutions and matrix products while the block runs.
+
+    cuDNN uses TF32 by default, with 10 mantissa bits, which is enough to change a reported accuracy.
+    """
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Let cuDNN choose only deterministic algorithms while the block runs, so that a run repeats exactly."""
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
+        yield
+
+
+def _has_native_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        # Older torch versions cannot be asked; float32 is right there, only slower.
+        query: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+        capabilities = query()
+        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return False

@@ -1,0 +1,50 @@
+"""The errors that rankrl shows to its users.
+
+The command line prints `str(error)` as one paragraph and exits with code 2, so every message says what was
+got, what is allowed and what to do next. Anything that is not a `RankrlError` is a defect of ours and keeps
+its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RankrlError(Exception):
+    """Base class of every error that a user can cause and cure."""
+
+
+class ConfigError(RankrlError):
+    """An option is unknown, out of its range, or contradicts another option."""
+
+
+class DataError(RankrlError):
+    """A dataset is missing, damaged, or its shapes or labels do not fit."""
+
+
+class ModelError(RankrlError):
+    """A model cannot be built, or is no classifier of the given input and class count."""
+
+
+class CheckpointError(RankrlError):
+    """A checkpoint is missing, damaged, unsafe to read, or made for another network."""
+
+
+class NonFiniteError(RankrlError):
+    """A loss, weight or reward became NaN or infinite; the message names the place."""
+
+
+class StorageError(RankrlError):
+    """A file or folder cannot be read or written (full disk, missing permission, ...)."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near.
+
+    Args:
+        name: What the user wrote.
+        known: What is allowed.
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,77 @@
+"""Atomic file writes: a reader sees the old file or the new one, never half of either."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rankrl.errors import StorageError
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """Write `data` to `path` so that `path` never holds a part of it.
+
+    Missing parent folders are created.
+
+    Args:
+        path: The file to create or replace.
+        data: Its whole content; text is written as UTF-8.
+
+    Raises:
+        StorageError: The folder cannot be written or the disk is full; `path` is as it was before.
+    """
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented, standard JSON, atomically.
+
+    Args:
+        path: The file to create or replace.
+        value: Anything `json` can write; NaN and infinities are refused, because standard JSON has neither.
+
+    Raises:
+        StorageError: The file cannot be written.
+        ValueError: `value` holds NaN or an infinity.
+    """
+    write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Give a temporary path to a library that insists on writing to a path itself.
+
+    The temporary name lies in the folder of `path` and keeps its suffix. When the block ends normally the
+    temporary file is flushed to the disk and renamed to `path`; when it raises, the file is removed.
+
+    Args:
+        path: The file to create or replace; missing parent folders are created.
+
+    Yields:
+        The path to write to.
+
+    Raises:
+        StorageError: An `OSError` occurred in the block or while renaming (full disk, unwritable folder).
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {target}: {error.strerror or error}. "
+            "Check that the folder is writable and that the disk has room, or choose another folder."
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,24 @@
+"""Networks by name: `create_model`, `list_models`, `load_checkpoint`."""
+
+from __future__ import annotations
+
+from rankrl.models import conv4, custom, lenet5, resnet, torchvision_models  # registers the models
+from rankrl.models.checkpoint import load_checkpoint, save_checkpoint
+from rankrl.models.classifier import check_classifier
+from rankrl.models.registry import ModelSource, create_model, list_models, model_source, register_model
+
+__all__ = [
+    "ModelSource",
+    "check_classifier",
+    "conv4",
+    "create_model",
+    "custom",
+    "lenet5",
+    "list_models",
+    "load_checkpoint",
+    "model_source",
+    "register_model",
+    "resnet",
+    "save_checkpoint",
+    "torchvision_models",
+]

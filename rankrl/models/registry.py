@@ -1,0 +1,111 @@
+"""The registry of networks and the one function that builds them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+
+from rankrl.errors import ConfigError, did_you_mean
+from rankrl.models.classifier import check_classifier
+
+Builder = Callable[..., nn.Module]
+"""`build(input_shape, num_classes, **options)` -> an initialised network."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A registered network.
+
+    Attributes:
+        name: How it is asked for.
+        description: One line for listings.
+        build: Makes the network.
+    """
+
+    name: str
+    description: str
+    build: Builder
+
+
+_MODELS: dict[str, ModelSource] = {}
+
+
+def register_model(name: str, description: str) -> Callable[[Builder], Builder]:
+    """Register the decorated function `build(input_shape, num_classes, **options)` as the model `name`.
+
+    Args:
+        name: The name users ask for; must be new.
+        description: One line for listings.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(build: Builder) -> Builder:
+        if name in _MODELS:
+            raise ValueError(f"a model named {name!r} is registered already")
+        _MODELS[name] = ModelSource(name, description, build)
+        return build
+
+    return register
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Return the names of the registered models that match a wildcard pattern, sorted."""
+    return sorted(name for name in _MODELS if fnmatch(name, pattern))
+
+
+def model_source(name: str) -> ModelSource:
+    """Return the registered model `name`.
+
+    Raises:
+        ConfigError: There is none; the message gives the nearest name.
+    """
+    if name not in _MODELS:
+        raise ConfigError(
+            f"there is no model {name!r}; known are {', '.join(list_models())}.{did_you_mean(name, _MODELS)}"
+        )
+    return _MODELS[name]
+
+
+def create_model(
+    name: str, /, *, input_shape: tuple[int, int, int], num_classes: int, **options: Any
+) -> nn.Module:
+    """Build an initialised network and check that it classifies images of the given shape.
+
+    Args:
+        name: A registered name, see `list_models`.
+        input_shape: (channels, height, width) of one image.
+        num_classes: Number of classes.
+        **options: The model's own options, for example `shortcut="B"` for the CIFAR ResNets or
+            `name="resnet18"` for torchvision.
+
+    Returns:
+        The network in training mode, on the CPU, float32, randomly initialised from torch's global generator.
+
+    Raises:
+        ConfigError: The name or an option is unknown.
+        ModelError: The network cannot be built for this input, or is no such classifier.
+    """
+    source = model_source(name)
+    parameters = inspect.signature(source.build).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        allowed = [parameter.name for parameter in parameters][2:]
+        for option in options:
+            if option not in allowed:
+                raise ConfigError(
+                    f"model {name!r} has no option {option!r}; it has {', '.join(allowed) or 'none'}."
+                    f"{did_you_mean(option, allowed)}"
+                )
+    for parameter in parameters:
+        required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if required and parameter.name not in options:
+            raise ConfigError(f"model {name!r} needs model.{parameter.name}=...")
+    model = source.build(input_shape, num_classes, **options)
+    check_classifier(model, input_shape, num_classes, name=name)
+    return model

@@ -1,0 +1,109 @@
+"""Scores and accuracies of a network on images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rankrl.data.batches import batches
+from rankrl.data.images import Images, TestImages
+from rankrl.device import Precision, exact_float32, inference_precision, model_device
+from rankrl.errors import DataError, NonFiniteError
+
+
+def predict_logits(
+    model: nn.Module,
+    images: Images,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    precision: Precision | None = None,
+    batch_size: int = 500,
+) -> Tensor:
+    """Return the class scores of a network in evaluation mode.
+
+    Args:
+        model: A network on the device of `precision`; its training mode is restored afterwards.
+        images: N images; test images are refused with a TypeError.
+        mean: Per-channel mean of pixels in [0, 1].
+        std: Per-channel standard deviation of pixels in [0, 1].
+        precision: Device and precision; the fastest safe precision of the model's device when omitted.
+        batch_size: Images in a batch.
+
+    Returns:
+        (N, classes) float32 on the model's device.
+    """
+    precision = inference_precision(model_device(model)) if precision is None else precision
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.inference_mode(), precision.autocast():
+            parts = [
+                model(x).float()
+                for x, _ in batches(images, batch_size, mean=mean, std=std, device=precision.device)
+            ]
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return torch.cat(parts)
+
+
+def accuracy(
+    model: nn.Module,
+    images: Images,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    precision: Precision | None = None,
+    batch_size: int = 500,
+) -> float:
+    """Return the fraction of images whose highest class score is that of their label, 0 to 1.
+
+    The arguments are those of `predict_logits`.
+
+    Raises:
+        DataError: There are no images.
+        NonFiniteError: A score is NaN or infinite.
+    """
+    if isinstance(images, Images) and len(images) == 0:
+        raise DataError("cannot measure an accuracy on no images")
+    logits = predict_logits(model, images, mean=mean, std=std, precision=precision, batch_size=batch_size)
+    finite = torch.isfinite(logits).all(dim=1)
+    if not finite.all():
+        raise NonFiniteError(
+            f"the network's class scores are NaN or infinite for {int((~finite).sum())} of {len(images)} "
+            f"images, first for image {int((~finite).nonzero()[0])}; its weights or batch-normalisation "
+            "statistics diverged"
+        )
+    return int((logits.argmax(dim=1) == images.y.to(logits.device)).sum()) / len(images)
+
+
+def report_accuracy(
+    model: nn.Module,
+    test: TestImages,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    batch_size: int = 500,
+) -> float:
+    """Return the accuracy on the test set, 0 to 1, in full float32, for a report.
+
+    Nothing may be chosen by this number: that is what `accuracy` on held-out images is for.
+
+    Args:
+        model: A network; it runs on the device that it is on.
+        test: The test set.
+        mean: Per-channel mean of pixels in [0, 1].
+        std: Per-channel standard deviation of pixels in [0, 1].
+        batch_size: Images in a batch.
+
+    Raises:
+        NonFiniteError: A score is NaN or infinite.
+    """
+    precision = Precision(model_device(model), torch.float32)
+    with exact_float32():
+        return accuracy(
+            model, test.for_report(), mean=mean, std=std, precision=precision, batch_size=batch_size
+        )

@@ -1,0 +1,302 @@
+"""The training loop, for training from scratch and for fine-tuning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rankrl.data.batches import batches
+from rankrl.data.images import ImageData, Images
+from rankrl.device import Precision, deterministic_kernels, inference_precision
+from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.models.classifier import check_classifier
+from rankrl.training.accuracy import accuracy
+from rankrl.training.average import WeightAverage
+from rankrl.training.loss import training_loss
+from rankrl.training.optimizer import build_optimizer
+from rankrl.training.recipe import TrainingRecipe
+from rankrl.training.schedule import learning_rate_factor
+from rankrl.training.state import EpochRow, TrainingState
+
+# Reading a loss makes the host wait for a GPU; doing so rarely keeps the GPU busy.
+_STEPS_BETWEEN_CHECKS = 25
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """Where a training is, for a progress bar or a tracker.
+
+    Attributes:
+        epoch: The running epoch, from 1 on.
+        epochs: Epochs of the recipe.
+        step: Steps done in the whole training.
+        steps: Steps of the whole training.
+        lr: Learning rate of the last step.
+        loss: Mean loss since the last report; at the end of an epoch, of the whole epoch.
+        best_accuracy: Best held-out accuracy so far, or None in the first epoch.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    lr: float
+    loss: float
+    best_accuracy: float | None
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training brought.
+
+    Attributes:
+        history: One row per epoch.
+        epoch: The epoch whose weights the network has now.
+        accuracy: Held-out accuracy of that epoch, 0 to 1.
+        stopped_early: Whether the held-out accuracy stopped rising before the last epoch.
+    """
+
+    history: tuple[EpochRow, ...]
+    epoch: int
+    accuracy: float
+    stopped_early: bool
+
+
+def train(
+    model: nn.Module,
+    data: ImageData,
+    recipe: TrainingRecipe,
+    *,
+    precision: Precision | None = None,
+    teacher: nn.Module | None = None,
+    state_file: str | Path | None = None,
+    resume: bool = False,
+    on_step: Callable[[TrainingProgress], None] | None = None,
+) -> TrainingResult:
+    """Train a network in place.
+
+    Parameters stay float32; with bfloat16 precision the network runs under autocast. Images held out of the
+    training file score every epoch; the test set is never read. Equal arguments give equal weights on the
+    same machine with the same number of threads.
+
+    Args:
+        model: The network; it is moved to the device and left there, in evaluation mode.
+        data: The dataset.
+        recipe: How to train.
+        precision: Device and precision; the fastest safe one when omitted.
+        teacher: The network to distil from, moved to the device and run in evaluation mode; needed when
+            `recipe.distillation` is above 0, not run otherwise.
+        state_file: A .safetensors file to which the state is written after every epoch.
+        resume: Whether to go on from `state_file`; the result is that of an undisturbed run, bit for bit.
+        on_step: Called every few steps and at the end of every epoch.
+
+    Returns:
+        The history, and which epoch's weights the network has.
+
+    Raises:
+        ConfigError: The recipe needs a teacher and has none, or the optimizer refuses its options.
+        ModelError: The network does not fit the images or classes.
+        CheckpointError: `state_file` cannot be resumed from.
+        NonFiniteError: The loss or a class score became NaN or infinite.
+        StorageError: `state_file` cannot be written.
+    """
+    precision = inference_precision() if precision is None else precision
+    path = None if state_file is None else Path(state_file)
+    if recipe.distillation > 0 and (teacher is None or teacher is model):
+        raise ConfigError("distillation above 0 needs a teacher: another network, usually the dense one")
+    if resume and path is None:
+        raise ConfigError("resuming needs the state_file of the run to resume")
+    networks = [model] if recipe.distillation == 0 or teacher is None else [model, teacher]
+    for network, name in zip(networks, ("the network", "the teacher"), strict=False):
+        network.to(precision.device).to(memory_format=torch.channels_last)
+        check_classifier(network, data.input_shape, data.classes, name=name)
+
+    average = None if recipe.ema_decay is None else WeightAverage(model, recipe.ema_decay)
+    state = TrainingState(model, build_optimizer(model, recipe), average, _setup(data, recipe))
+    if resume and path is not None:
+        state.restore(path)
+
+    fork = torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else [])
+    with fork, deterministic_kernels() if precision.device.type == "cuda" else nullcontext():
+        epochs = _Epochs(data, recipe, precision, networks[1] if len(networks) == 2 else None, on_step)
+        while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
+            epochs.run(state)
+            if path is not None:
+                state.save(path)
+
+    row = state.history[-1]
+    weights = state.scored_model.state_dict()
+    if recipe.restore_best and state.best is not None and state.best_row is not None:
+        row, weights = state.best_row, state.best
+    model.load_state_dict(weights)
+    for network in networks:
+        network.to(memory_format=torch.contiguous_format)
+        network.eval()
+    return TrainingResult(tuple(state.history), row.epoch, row.accuracy, len(state.history) < recipe.epochs)
+
+
+class _Epochs:
+    """Runs one epoch after the other on a `TrainingState`; holds what does not change between them."""
+
+    def __init__(
+        self,
+        data: ImageData,
+        recipe: TrainingRecipe,
+        precision: Precision,
+        teacher: nn.Module | None,
+        on_step: Callable[[TrainingProgress], None] | None,
+    ) -> None:
+        self.data = data
+        self.recipe = recipe
+        self.precision = precision
+        self.teacher = None if teacher is None else teacher.eval()
+        self.on_step = on_step
+        self.train_images = _near(data.train, precision.device)
+        self.heldout = _near(data.heldout, precision.device)
+        self.batch_size = min(recipe.batch_size, len(data.train))
+        self.steps = len(data.train) // self.batch_size
+
+    def run(self, state: TrainingState) -> None:
+        """Train for one epoch, score it, and add it to the history."""
+        started = time.perf_counter()
+        epoch = len(state.history) + 1
+        loss, lr = self._train_epoch(state, epoch)
+        try:
+            score = accuracy(
+                state.scored_model,
+                self.heldout,
+                mean=self.data.mean,
+                std=self.data.std,
+                precision=self.precision,
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"after epoch {epoch} of training (learning rate {lr:.3g}): {error}"
+            ) from error
+        state.finish_epoch(EpochRow(epoch, lr, loss, score, time.perf_counter() - started))
+        self._report(state, epoch, epoch * self.steps, lr, loss)
+
+    def _train_epoch(self, state: TrainingState, epoch: int) -> tuple[float, float]:
+        """Return the mean loss and the last learning rate."""
+        # Order, augmentation and dropout follow from the seed and the epoch alone: nothing to save.
+        seed = int(np.random.SeedSequence((self.recipe.seed, epoch)).generate_state(1)[0])
+        torch.manual_seed(seed)
+        state.model.train()
+        losses = torch.zeros(self.steps, device=self.precision.device)
+        lr = 0.0
+        checked = 0
+        walk = batches(
+            self.train_images,
+            self.batch_size,
+            mean=self.data.mean,
+            std=self.data.std,
+            device=self.precision.device,
+            augmentation=self.data.augmentation if self.recipe.augment else None,
+            generator=torch.Generator().manual_seed(seed),
+            shuffle=True,
+            drop_last=True,
+        )
+        for step, (x, y) in enumerate(walk):
+            done = (epoch - 1) * self.steps + step
+            total = self.recipe.epochs * self.steps
+            lr = self.recipe.lr * learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
+            losses[step] = self._step(state, x, y, lr)
+            if step + 1 - checked >= _STEPS_BETWEEN_CHECKS or step + 1 == self.steps:
+                mean_loss = self._check(losses, checked, step + 1, epoch)
+                checked = step + 1
+                if checked < self.steps:
+                    self._report(state, epoch, done + 1, lr, mean_loss)
+        return float(losses.mean()), lr
+
+    def _step(self, state: TrainingState, x: Tensor, y: Tensor, lr: float) -> Tensor:
+        """Return the loss of one step, which has been taken."""
+        recipe = self.recipe
+        with self.precision.autocast():
+            scores = state.model(x)
+            taught = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    taught = self.teacher(x)
+        loss = training_loss(
+            scores,
+            y,
+            taught,
+            label_smoothing=recipe.label_smoothing,
+            distillation=recipe.distillation,
+            temperature=recipe.temperature,
+        )
+        state.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if recipe.gradient_clip is not None:
+            nn.utils.clip_grad_norm_(state.model.parameters(), recipe.gradient_clip)
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        state.optimizer.step()
+        if state.average is not None:
+            state.average.update(state.model)
+        return loss.detach()
+
+    def _check(self, losses: Tensor, start: int, stop: int, epoch: int) -> float:
+        """Return the mean loss of steps `start` to `stop` (excluded), all of which must be finite."""
+        recent = losses[start:stop].tolist()
+        for step, loss in enumerate(recent, start):
+            if not np.isfinite(loss):
+                done, total = (epoch - 1) * self.steps + step, self.recipe.epochs * self.steps
+                factor = learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
+                raise NonFiniteError(
+                    f"the training loss became {loss} in epoch {epoch}, step {step + 1} of {self.steps}, at "
+                    f"learning rate {self.recipe.lr * factor:.3g}. Lower the learning rate, lengthen the "
+                    "warm-up, or set gradient_clip."
+                )
+        return sum(recent) / len(recent)
+
+    def _report(self, state: TrainingState, epoch: int, step: int, lr: float, loss: float) -> None:
+        if self.on_step is None:
+            return
+        best = state.best_row
+        self.on_step(
+            TrainingProgress(
+                epoch=epoch,
+                epochs=self.recipe.epochs,
+                step=step,
+                steps=self.recipe.epochs * self.steps,
+                lr=lr,
+                loss=loss,
+                best_accuracy=None if best is None else best.accuracy,
+            )
+        )
+
+
+def _out_of_patience(state: TrainingState, recipe: TrainingRecipe) -> bool:
+    best = state.best_row
+    if recipe.early_stop_patience is None or best is None:
+        return False
+    return len(state.history) - best.epoch >= recipe.early_stop_patience
+
+
+def _near(images: Images, device: torch.device) -> Images:
+    """Return the images on the device when they take at most half of its free memory, else as they are."""
+    if device.type != "cuda":
+        return images
+    free, _ = torch.cuda.mem_get_info(device)
+    return images.to(device) if images.x.numel() <= free // 2 else images
+
+
+def _setup(data: ImageData, recipe: TrainingRecipe) -> dict[str, object]:
+    """Return what must be equal for two runs to be the same run."""
+    recipe_values = asdict(recipe)
+    recipe_values["optimizer_options"] = dict(recipe.optimizer_options)
+    return {
+        "dataset": data.name,
+        "training images": len(data.train),
+        "held-out images": len(data.heldout),
+        "classes": data.classes,
+        **recipe_values,
+    }

@@ -1,0 +1,177 @@
+"""A checkpoint is loaded whole or refused with the reason; the network is untouched when it is refused."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from rankrl.data import load_dataset
+from rankrl.errors import CheckpointError
+from rankrl.models import create_model, load_checkpoint, save_checkpoint
+from rankrl.training import report_accuracy
+
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+def network(name: str = "resnet20", classes: int = 10, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return create_model(name, input_shape=(3, 32, 32), num_classes=classes)
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    theirs = other.state_dict()
+    return all(torch.equal(value, theirs[key]) for key, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"state_dict": state, "best_prec1": 91.7, "epoch": 3},
+        lambda state: {"state_dict": OrderedDict((f"module.{key}", value) for key, value in state.items())},
+        lambda state: {key: value for key, value in state.items() if "num_batches_tracked" not in key},
+    ],
+    ids=["bare", "nested", "DataParallel", "without num_batches_tracked"],
+)
+@pytest.mark.parametrize("suffix", ["th", "pt", "pth"])
+def test_weights_arrive_whatever_way_they_were_saved(tmp_path: Path, wrap: Change, suffix: str) -> None:
+    source, target = network(seed=1), network(seed=2)
+    torch.save(wrap(dict(source.state_dict())), tmp_path / f"c.{suffix}")
+    load_checkpoint(target, tmp_path / f"c.{suffix}")
+    assert equal(source, target)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_both_of_torchs_file_formats_are_read(tmp_path: Path, legacy: bool) -> None:
+    source, target = network(seed=1), network(seed=2)
+    torch.save(source.state_dict(), tmp_path / "c.th", _use_new_zipfile_serialization=not legacy)
+    load_checkpoint(target, tmp_path / "c.th")
+    assert equal(source, target)
+
+
+def test_safetensors_come_back_as_they_were_even_from_channels_last(tmp_path: Path) -> None:
+    source, target = network(seed=1).to(memory_format=torch.channels_last), network(seed=2)
+    save_checkpoint(source, tmp_path / "model.safetensors")
+    load_checkpoint(target, tmp_path / "model.safetensors")
+    assert equal(source, target)
+    assert set(safetensors.torch.load_file(tmp_path / "model.safetensors")) == set(source.state_dict())
+
+
+def test_half_precision_weights_are_converted(tmp_path: Path) -> None:
+    source, target = network(seed=1), network(seed=2)
+    state = {
+        key: value.half() if value.is_floating_point() else value
+        for key, value in source.state_dict().items()
+    }
+    torch.save(state, tmp_path / "c.pt")
+    load_checkpoint(target, tmp_path / "c.pt")
+    assert target.get_parameter("conv1.weight").dtype == torch.float32
+    torch.testing.assert_close(target.get_parameter("conv1.weight"), state["conv1.weight"].float())
+
+
+def set_value(state: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**state, key: value}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: torch.zeros(3), "holds a Tensor, not a state_dict"),
+        (lambda state: {"epoch": 3}, "no state_dict.*'epoch'"),
+        (lambda state: {}, "it holds nothing"),
+        (lambda state: {"model": state}, "no state_dict.*'model'"),
+        (lambda state: {"state_dict": state, "extra": nn.Linear(1, 1)}, "more than tensors and plain values"),
+        (lambda state: {"state_dict": state, "best": np.float64(3)}, "more than tensors and plain values"),
+        (lambda state: {"state_dict": state, "path": Path("x")}, "more than tensors and plain values"),
+        (
+            lambda state: set_value(state, "conv1.weight", torch.zeros(16, 1, 3, 3)),
+            r"conv1\.weight \(16, 1, 3, 3\) for",
+        ),
+        (lambda state: {k: v for k, v in state.items() if k != "bn1.bias"}, r"the file lacks bn1\.bias"),
+        (lambda state: set_value(state, "other.weight", torch.zeros(1)), r"the model lacks other\.weight"),
+        (
+            lambda state: set_value(state, "linear.bias", torch.full((10,), torch.nan)),
+            r"linear\.bias holds NaN",
+        ),
+        (
+            lambda state: set_value(state, "bn1.running_var", torch.full((16,), torch.inf)),
+            "running_var holds NaN",
+        ),
+        (lambda state: set_value(state, "linear.bias", torch.zeros(10, dtype=torch.int64)), "is torch.int64"),
+        (
+            lambda state: set_value(state, "linear.bias", torch.zeros(10, dtype=torch.complex64)),
+            "is torch.complex64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_the_network_stays(
+    tmp_path: Path, change: Change, message: str
+) -> None:
+    model, before = network(seed=2), network(seed=2)
+    torch.save(change(dict(network(seed=1).state_dict())), tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(model, tmp_path / "c.pt")
+    assert equal(model, before)
+
+
+def test_another_class_count_is_named(tmp_path: Path) -> None:
+    torch.save(network(classes=100).state_dict(), tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match="is for 100 classes, but the model has 10"):
+        load_checkpoint(network(classes=10), tmp_path / "c.pt")
+
+
+def test_another_architecture_is_named(tmp_path: Path) -> None:
+    torch.save(network("resnet32").state_dict(), tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=r"another architecture: the model lacks layer1\.3.* more"):
+        load_checkpoint(network("resnet20"), tmp_path / "c.pt")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.th", tmp_path):
+        with pytest.raises(CheckpointError, match="there is no checkpoint file"):
+            load_checkpoint(network(), path)
+
+
+@pytest.mark.parametrize("suffix", ["th", "safetensors"])
+@pytest.mark.parametrize("legacy", [True, False])
+def test_damaged_files_are_refused(tmp_path: Path, suffix: str, legacy: bool) -> None:
+    path = tmp_path / f"c.{suffix}"
+    if suffix == "th":
+        torch.save(network().state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    else:
+        save_checkpoint(network(), path)
+    content = path.read_bytes()
+    generator = np.random.default_rng(0)
+    noise = [generator.bytes(500) for _ in range(20)]
+    for damaged in [b"", content[:10], content[: len(content) // 2], content[:-7], b"<html></html>", *noise]:
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_checkpoint(network(), path)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dataset", "model", "file", "expected"),
+    [
+        ("cifar10", "resnet20", "cifar10-resnet20.th", 0.9173),
+        ("cifar10", "resnet32", "cifar10-resnet32.th", 0.9263),
+        ("cifar10", "resnet56", "cifar10-resnet56.th", 0.9339),
+        ("cifar100", "resnet20", "cifar100-resnet20.pt", 0.6727),
+    ],
+)
+def test_published_checkpoints_have_their_published_accuracy(
+    data_folder: Path, checkpoint_folder: Path, dataset: str, model: str, file: str, expected: float
+) -> None:
+    data = load_dataset(dataset, root=data_folder)
+    network = create_model(model, input_shape=data.input_shape, num_classes=data.classes)
+    load_checkpoint(network, checkpoint_folder / file)
+    assert report_accuracy(network, data.test, mean=data.mean, std=data.std) == expected

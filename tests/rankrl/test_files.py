@@ -1,0 +1,65 @@
+"""A file is whole or absent, whatever goes wrong while it is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from rankrl.errors import StorageError
+from rankrl.files import atomic_path, write_atomically, write_json
+
+
+def test_text_and_bytes_arrive_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "new" / "a.txt", "é\n")
+    write_atomically(tmp_path / "new" / "b.bin", b"\x00\x01")
+    assert (tmp_path / "new" / "a.txt").read_bytes() == "é\n".encode()
+    assert (tmp_path / "new" / "b.bin").read_bytes() == b"\x00\x01"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a.txt", "b.bin"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    target.write_text("old")
+
+    def write_half() -> None:
+        with atomic_path(target) as temporary:
+            temporary.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_temporary_name_keeps_folder_and_suffix(tmp_path: Path) -> None:
+    with atomic_path(tmp_path / "model.onnx") as temporary:
+        assert temporary.parent == tmp_path
+        assert temporary.suffix == ".onnx"
+        temporary.write_bytes(b"x")
+    assert (tmp_path / "model.onnx").read_bytes() == b"x"
+
+
+def test_a_full_disk_is_a_storage_error_that_names_the_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=r"cannot write .*a\.bin.*No space left"),
+        atomic_path(tmp_path / "a.bin"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        write_atomically(tmp_path / "file" / "below", "x")
+
+
+def test_json_is_standard_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": [1, 2.5, None]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": [1, 2.5, None]}
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", {"x": float("nan")})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": [1, 2.5, None]}

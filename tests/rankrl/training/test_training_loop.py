@@ -1,0 +1,351 @@
+"""Training learns, repeats from its seed, resumes bit for bit, and stops where it must."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import optim
+from rankrl.data import ImageData
+from rankrl.device import Precision
+from rankrl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, list_schedules, train
+from rankrl.training.average import WeightAverage
+from rankrl.training.optimizer import build_optimizer
+
+MakeNetwork = Callable[[int], nn.Module]
+FLOAT32 = Precision(torch.device("cpu"), torch.float32)
+
+EVERYTHING = TrainingRecipe(
+    epochs=4,
+    batch_size=64,
+    lr=5e-3,
+    schedule="one_cycle",
+    warmup=0.3,
+    label_smoothing=0.1,
+    gradient_clip=1.0,
+    ema_decay=0.9,
+    distillation=0.5,
+    seed=3,
+)
+"""A recipe that uses every part of the loop."""
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def without_time(history: tuple[EpochRow, ...]) -> list[EpochRow]:
+    return [dataclasses.replace(row, seconds=0.0) for row in history]
+
+
+class KilledError(Exception):
+    """Stands for a killed process."""
+
+
+def kill_in_epoch(epoch: int) -> Callable[[TrainingProgress], None]:
+    def stop(progress: TrainingProgress) -> None:
+        if progress.epoch == epoch:
+            raise KilledError
+
+    return stop
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, Precision(torch.device("cpu"), torch.bfloat16)])
+def test_training_learns_and_keeps_parameters_float32(
+    digits: ImageData, make_network: MakeNetwork, precision: Precision
+) -> None:
+    model = make_network(0)
+    result = train(model, digits, TrainingRecipe(epochs=6, lr=1e-2, batch_size=64), precision=precision)
+    assert result.accuracy > 0.9
+    assert result.accuracy == max(row.accuracy for row in result.history)
+    assert result.history[-1].loss < result.history[0].loss / 2
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not model.training
+    assert all(value.is_contiguous() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", optim.list_optimizers())
+@pytest.mark.parametrize("schedule", list_schedules())
+def test_every_optimizer_and_schedule_lowers_the_loss_and_resumes(
+    digits: ImageData, make_network: MakeNetwork, tmp_path: Path, name: str, schedule: str
+) -> None:
+    recipe = TrainingRecipe(epochs=3, lr=1e-2, optimizer=name, schedule=schedule, batch_size=64)
+    undisturbed = make_network(0)
+    result = train(undisturbed, digits, recipe, precision=FLOAT32)
+    assert result.history[-1].loss < result.history[0].loss
+    assert_resumes(digits, make_network, tmp_path / "s.safetensors", recipe, undisturbed, result.history)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        EVERYTHING,
+        TrainingRecipe(
+            epochs=4,
+            batch_size=64,
+            lr=0.05,
+            optimizer="sgd",
+            optimizer_options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+        ),
+        TrainingRecipe(epochs=4, batch_size=64, restore_best=False, augment=False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_killed_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
+    digits: ImageData, make_network: MakeNetwork, tmp_path: Path, recipe: TrainingRecipe, dtype: torch.dtype
+) -> None:
+    teacher = make_network(9) if recipe.distillation else None
+    precision = Precision(torch.device("cpu"), dtype)
+    undisturbed = make_network(0)
+    result = train(undisturbed, digits, recipe, precision=precision, teacher=teacher)
+    assert_resumes(
+        digits,
+        make_network,
+        tmp_path / "state.safetensors",
+        recipe,
+        undisturbed,
+        result.history,
+        precision=precision,
+        teacher=teacher,
+    )
+
+
+def assert_resumes(
+    digits: ImageData,
+    make_network: MakeNetwork,
+    path: Path,
+    recipe: TrainingRecipe,
+    undisturbed: nn.Module,
+    history: tuple[EpochRow, ...],
+    **options: Any,
+) -> None:
+    """Kill a run in its last but one epoch; the resumed run must equal the undisturbed one."""
+    options = {"precision": FLOAT32} | options
+    with pytest.raises(KilledError):
+        train(
+            make_network(0),
+            digits,
+            recipe,
+            state_file=path,
+            on_step=kill_in_epoch(recipe.epochs - 1),
+            **options,
+        )
+    resumed = make_network(5)  # other weights: everything must come from the file
+    torch.manual_seed(123)
+    result = train(resumed, digits, recipe, state_file=path, resume=True, **options)
+    assert same(weights(resumed), weights(undisturbed))
+    assert without_time(result.history) == without_time(history)
+    # A finished run resumed once more is that run.
+    again = train(finished := make_network(6), digits, recipe, state_file=path, resume=True, **options)
+    assert same(weights(finished), weights(undisturbed))
+    assert again == result
+
+
+def test_equal_seeds_give_equal_weights_whatever_the_global_generator(
+    digits: ImageData, make_network: MakeNetwork
+) -> None:
+    found = []
+    for seed, global_seed in ((1, 10), (1, 20), (2, 10)):
+        model = make_network(0)
+        torch.manual_seed(global_seed)
+        state = torch.get_rng_state()
+        train(model, digits, TrainingRecipe(epochs=1, seed=seed), precision=FLOAT32)
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append(weights(model))
+    assert same(found[0], found[1])
+    assert not same(found[0], found[2])
+
+
+def test_without_augmentation_and_with_constant_rate_one_step_is_torchs_own(
+    digits: ImageData, make_network: MakeNetwork
+) -> None:
+    # One batch of all images, plain SGD: order does not matter but for rounding.
+    recipe = TrainingRecipe(
+        epochs=1,
+        batch_size=10**6,
+        lr=0.1,
+        optimizer="sgd",
+        optimizer_options={"weight_decay": 0.01},
+        schedule="constant",
+        warmup=0.0,
+        augment=False,
+        restore_best=False,
+    )
+    model, oracle = make_network(0), make_network(0)
+    model.get_submodule("dropout").p = oracle.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
+    train(model, digits, recipe, precision=FLOAT32)
+    x = (digits.train.x.float() / 255 - digits.mean[0]) / digits.std[0]
+    nn.functional.cross_entropy(oracle(x), digits.train.y).backward()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            decay = 0.01 * parameter if parameter.ndim > 1 else 0.0  # biases and BN are spared
+            parameter -= 0.1 * (parameter.grad + decay)
+    for key, value in oracle.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("sgd", "weight_decay"), ("onnx_adam", "norm_coefficient"), ("onnx_adagrad", "norm_coefficient")],
+)
+@pytest.mark.parametrize("decay_vectors", [False, True])
+def test_weight_decay_spares_vectors_unless_told(
+    make_network: MakeNetwork, name: str, option: str, decay_vectors: bool
+) -> None:
+    recipe = TrainingRecipe(optimizer=name, optimizer_options={option: 0.25}, decay_vectors=decay_vectors)
+    optimizer = build_optimizer(make_network(0), recipe)
+    decay = {p.ndim: group[option] for group in optimizer.param_groups for p in group["params"]}
+    assert decay == {1: 0.25 if decay_vectors else 0.0, 2: 0.25, 4: 0.25}
+
+
+def test_frozen_parameters_stay(digits: ImageData, make_network: MakeNetwork) -> None:
+    model = make_network(0)
+    model.get_submodule("conv").requires_grad_(False)
+    before = weights(model)
+    train(model, digits, TrainingRecipe(epochs=1), precision=FLOAT32)
+    assert torch.equal(model.state_dict()["conv.weight"], before["conv.weight"])
+    assert not torch.equal(model.state_dict()["linear.weight"], before["linear.weight"])
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        train(model, digits, TrainingRecipe(epochs=1), precision=FLOAT32)
+
+
+def test_the_best_epoch_is_returned_and_patience_ends_the_training(
+    digits: ImageData, make_network: MakeNetwork
+) -> None:
+    # A rate that is far too high after a good start: accuracy soon stops rising.
+    model = make_network(0)
+    recipe = TrainingRecipe(
+        epochs=40, lr=0.05, schedule="constant", warmup=0.0, batch_size=64, early_stop_patience=2
+    )
+    result = train(model, digits, recipe, precision=FLOAT32)
+    best = max(row.accuracy for row in result.history)
+    first_best = next(row for row in result.history if row.accuracy == best)
+    assert result.stopped_early
+    assert len(result.history) == first_best.epoch + 2
+    assert (result.epoch, result.accuracy) == (first_best.epoch, best)
+
+
+def test_the_teacher_is_followed_and_left_as_it_was(digits: ImageData, make_network: MakeNetwork) -> None:
+    teacher, student = make_network(1), make_network(2)
+    train(teacher, digits, TrainingRecipe(epochs=6, lr=1e-2, batch_size=64), precision=FLOAT32)
+    before = weights(teacher)
+    # Labels of one class only: all the student knows of the others it has from the teacher.
+    unlabelled = dataclasses.replace(
+        digits, train=dataclasses.replace(digits.train, y=torch.zeros_like(digits.train.y))
+    )
+    recipe = TrainingRecipe(epochs=6, lr=1e-2, batch_size=64, distillation=1.0, temperature=2.0)
+    result = train(student, unlabelled, recipe, precision=FLOAT32, teacher=teacher)
+    assert result.accuracy > 0.85
+    assert same(weights(teacher), before)
+
+
+def test_a_missing_teacher_is_an_error(digits: ImageData, make_network: MakeNetwork) -> None:
+    model = make_network(0)
+    for teacher in (None, model):
+        with pytest.raises(ConfigError, match="needs a teacher"):
+            train(model, digits, TrainingRecipe(distillation=0.5), teacher=teacher)
+
+
+def test_the_average_of_constant_weights_is_them_and_follows_a_change() -> None:
+    model = nn.BatchNorm1d(2)
+    average = WeightAverage(model, decay=0.5)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+        model.num_batches_tracked.fill_(7)  # type: ignore[union-attr, operator]
+    expected = 1.0
+    for updates in range(4):
+        average.update(model)
+        decay = min(0.5, (1 + updates) / (10 + updates))
+        expected = decay * expected + (1 - decay) * 3.0
+    state = average.model.state_dict()
+    torch.testing.assert_close(state["weight"], torch.full((2,), expected))
+    torch.testing.assert_close(state["running_var"], torch.ones(2))
+    assert state["num_batches_tracked"] == 7
+
+
+@pytest.mark.parametrize("lr", [1e20])
+def test_a_loss_that_diverges_names_epoch_step_and_rate(
+    digits: ImageData, make_network: MakeNetwork, lr: float
+) -> None:
+    recipe = TrainingRecipe(epochs=2, lr=lr, optimizer="sgd", schedule="constant", warmup=0.0, batch_size=64)
+    with pytest.raises(NonFiniteError, match=r"in epoch 1, step \d+ of 17, at learning rate 1e\+20"):
+        train(make_network(0), digits, recipe, precision=FLOAT32)
+
+
+def test_the_callback_sees_every_epoch_end_with_growing_steps(
+    digits: ImageData, make_network: MakeNetwork
+) -> None:
+    seen: list[TrainingProgress] = []
+    train(
+        make_network(0),
+        digits,
+        TrainingRecipe(epochs=3, batch_size=16),
+        precision=FLOAT32,
+        on_step=seen.append,
+    )
+    assert [progress.step for progress in seen] == sorted({progress.step for progress in seen})
+    assert {progress.steps for progress in seen} == {3 * 71}
+    assert [seen[index].step for index in (-1, 0)] == [213, 25]
+    assert seen[0].best_accuracy is None
+    assert seen[-1].best_accuracy is not None
+
+
+def test_a_network_that_does_not_fit_is_refused(digits: ImageData) -> None:
+    with pytest.raises(ModelError, match="10 classes"):
+        train(nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), digits, TrainingRecipe())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "adamw"}, "optimizer 'adamw'"),
+        ({"optimizer_options": {"speed": 1}}, "optimizer 'onnx_adam'.*speed"),
+        ({"optimizer": "sgd", "optimizer_options": {"momentum": -1.0}}, "optimizer 'sgd'.*momentum"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused(
+    digits: ImageData, make_network: MakeNetwork, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(make_network(0), digits, TrainingRecipe(**options))
+
+
+def test_resuming_from_what_does_not_fit_is_refused(
+    digits: ImageData, make_network: MakeNetwork, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.safetensors"
+    recipe = TrainingRecipe(epochs=1)
+    with pytest.raises(ConfigError, match="needs the state_file"):
+        train(make_network(0), digits, recipe, resume=True)
+    with pytest.raises(CheckpointError, match="there is no training state"):
+        train(make_network(0), digits, recipe, state_file=path, resume=True)
+    train(make_network(0), digits, recipe, state_file=path)
+    with pytest.raises(CheckpointError, match=r"lr was 0\.001, is now 0\.5"):
+        train(make_network(0), digits, dataclasses.replace(recipe, lr=0.5), state_file=path, resume=True)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with pytest.raises(CheckpointError, match="does not fit this network"):
+        train(other, digits, recipe, state_file=path, resume=True)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="damaged"):
+        train(make_network(0), digits, recipe, state_file=path, resume=True)
+
+
+def test_the_state_folder_holds_one_whole_file_after_each_epoch(
+    digits: ImageData, make_network: MakeNetwork, tmp_path: Path
+) -> None:
+    train(
+        make_network(0), digits, TrainingRecipe(epochs=2), state_file=tmp_path / "run" / "state.safetensors"
+    )
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["state.safetensors"]
