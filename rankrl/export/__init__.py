@@ -1,0 +1,20 @@
+"""ONNX files of (compressed) models: written, compared with PyTorch, and timed."""
+
+from __future__ import annotations
+
+from rankrl.export.errors import ExportError
+from rankrl.export.latency import Latency, LatencyComparison, compare_latency, measure_latency
+from rankrl.export.onnx_file import ExportResult, export_onnx
+from rankrl.export.verification import onnx_accuracy, verify_onnx
+
+__all__ = [
+    "ExportError",
+    "ExportResult",
+    "Latency",
+    "LatencyComparison",
+    "compare_latency",
+    "export_onnx",
+    "measure_latency",
+    "onnx_accuracy",
+    "verify_onnx",
+]

@@ -1,0 +1,134 @@
+"""What is done to the ONNX graph after tracing: folding, batch normalisation, metadata."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+from onnxscript import ir, optimizer
+
+_SMALL = 256
+"""Elements that a folded constant may always have: shapes, axes, short vectors."""
+
+
+def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
+    """Fold constants and batch normalisations, and remove what the exporter left over.
+
+    No weight is contracted where the product is larger than its factors: a compressed model stays small.
+
+    Args:
+        model: The exporter's graph; changed in place.
+        fold_batchnorm: Whether to fold batch normalisations into the convolution or linear layer before them.
+
+    Returns:
+        The model as protobuf, without the exporter's notes (stack traces with the paths of source files).
+    """
+    if fold_batchnorm:
+        optimizer.optimize_ir(model, should_fold=_should_fold)
+    else:  # the optimizer's rewrite rules would fold them
+        optimizer.inline(model)
+        optimizer.fold_constants_ir(model, should_fold=_should_fold)
+        optimizer.remove_unused_nodes(model)
+    proto = ir.to_proto(model)
+    if fold_batchnorm:
+        fold_batchnorm_into_computed_weights(proto.graph)
+    _remove_notes(proto)
+    return proto
+
+
+def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
+    """Fold batch normalisation into convolutions whose weight is itself computed in the graph (from cores).
+
+    With s = γ / √(σ² + ε), BN(W ∗ x + b) = (s W) ∗ x + s (b − μ) + β (Ioffe and Szegedy 2015, algorithm 2).
+    The product s W is a `Mul` of the computed weight: constant too, hence evaluated once, on loading.
+
+    Args:
+        graph: The graph; changed in place. A batch normalisation that does not follow a convolution, or
+            follows one whose output is used elsewhere too, stays.
+    """
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    producers = {output: node for node in graph.node for output in node.output}
+    uses = Counter(name for node in graph.node for name in node.input)
+    uses.update(output.name for output in graph.output)
+    for batchnorm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
+        conv = producers.get(batchnorm.input[0])
+        if conv is None or conv.op_type != "Conv" or uses[conv.output[0]] > 1:
+            continue
+        kernel = next((a.ints for a in conv.attribute if a.name == "kernel_shape"), None)
+        bias = conv.input[2] if len(conv.input) > 2 else ""
+        operands = [*batchnorm.input[1:], *filter(None, [bias])]
+        if kernel is None or any(name not in constants for name in operands):
+            continue
+        gamma, beta, mean, variance = (
+            numpy_helper.to_array(constants[name]).astype(np.float64) for name in batchnorm.input[1:]
+        )
+        epsilon = next((a.f for a in batchnorm.attribute if a.name == "epsilon"), 1e-5)
+        scale = gamma / np.sqrt(variance + epsilon)
+        old_bias = numpy_helper.to_array(constants[bias]).astype(np.float64) if bias else np.zeros_like(mean)
+        name = batchnorm.output[0]
+        folded = {
+            f"{name}_scale": scale.reshape(-1, *[1] * (len(kernel) + 1)),
+            f"{name}_bias": (old_bias - mean) * scale + beta,
+        }
+        graph.initializer.extend(
+            numpy_helper.from_array(value.astype(np.float32), key) for key, value in folded.items()
+        )
+        scaled = helper.make_node(
+            "Mul", [conv.input[1], f"{name}_scale"], [f"{name}_weight"], f"{name}_scaled_weight"
+        )
+        graph.node.insert(list(graph.node).index(conv), scaled)
+        conv.input[:] = [conv.input[0], f"{name}_weight", f"{name}_bias"]
+        conv.output[0] = name
+        graph.node.remove(batchnorm)
+    _remove_unused_constants(graph)
+
+
+def set_metadata(proto: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
+    """Store text in the model's `metadata_props`, where any ONNX tool can read it."""
+    helper.set_model_props(proto, dict(metadata))
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Refuse to fold a node whose result takes more room than its operands; None leaves it to the optimizer.
+
+    The cores of a decomposed layer thus stay cores in the file; the runtime contracts them once, on loading.
+    """
+    if (
+        node.op_type == "Expand"
+    ):  # a bias of zeros; computed, it would keep a batch normalisation from folding
+        return None
+    operands = sum(value.const_value.size for value in node.inputs if value and value.const_value is not None)
+    for output in node.outputs:
+        shape = output.shape
+        if shape is not None and shape.is_static() and math.prod(shape.numpy()) > max(operands, _SMALL):
+            return False
+    return None
+
+
+def _remove_unused_constants(graph: onnx.GraphProto) -> None:
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    shapes = [value for value in graph.value_info if any(value.name in node.output for node in graph.node)]
+    del graph.initializer[:], graph.value_info[:]
+    graph.initializer.extend(kept)
+    graph.value_info.extend(shapes)
+
+
+def _remove_notes(proto: onnx.ModelProto) -> None:
+    """Remove stack traces and tracing notes: they hold source paths and can outweigh a small model."""
+    graph = proto.graph
+    for item in (
+        proto,
+        graph,
+        *graph.node,
+        *graph.value_info,
+        *graph.input,
+        *graph.output,
+        *graph.initializer,
+    ):
+        item.ClearField("metadata_props")
+        item.ClearField("doc_string")

@@ -1,0 +1,120 @@
+"""`export_onnx`: from a module to one self-contained, checked ONNX file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from rankrl.export.errors import ExportError
+from rankrl.export.graph import set_metadata, simplify
+from rankrl.export.tracing import convert, inference_copy, trace
+from rankrl.files import write_atomically
+
+OLDEST_OPSET = 18
+"""The oldest operator set that torch's exporter translates to without a down-conversion."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        path: The ONNX file.
+        file_bytes: Its size in bytes.
+        opset: The version of the ONNX operator set that it uses.
+        operators: How often each operator occurs, e.g. `{"Conv": 21, "Relu": 19}`.
+    """
+
+    path: Path
+    file_bytes: int
+    opset: int
+    operators: Mapping[str, int]
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    input_shape: tuple[int, ...],
+    *,
+    sample: Tensor | None = None,
+    opset: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    fold_batchnorm: bool = True,
+    dynamic_batch: bool = True,
+) -> ExportResult:
+    """Write a model as one self-contained ONNX file that has passed `onnx.checker`.
+
+    The file computes what the model computes in evaluation mode and float32. Decomposed layers keep their
+    cores: a runtime contracts them once, when it loads the file. The file appears complete or not at all.
+
+    Args:
+        model: Any module that takes one tensor of shape (N, *input_shape); it is not changed.
+        path: The file to write.
+        input_shape: Shape of one input without the batch, e.g. (3, 32, 32).
+        sample: A batch of inputs of shape (N, *input_shape) to trace with; needed only where zeros of float32
+            will not do (another dtype, a model that checks its input).
+        opset: Version of the ONNX operator set, at least 18; None for the default of torch's exporter.
+        metadata: Text to store in the file, e.g. the plan and the metrics as JSON.
+        fold_batchnorm: Fold every batch normalisation that follows a convolution or linear layer into it.
+        dynamic_batch: Leave the batch size free. Otherwise it is the sample's (1 without a sample).
+
+    Returns:
+        Where the file is, how large it is, and what it is made of.
+
+    Raises:
+        ExportError: The model cannot be traced or translated (the layer is named), the options contradict one
+            another, or the graph fails the checker.
+        StorageError: The file cannot be written.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    if opset is not None and not OLDEST_OPSET <= opset <= newest:
+        raise ExportError(
+            f"opset is {opset}; it must lie between {OLDEST_OPSET} and {newest}, or be left out."
+        )
+    if metadata and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ExportError("metadata must map strings to strings; write other values as JSON text first.")
+    duplicate = inference_copy(model)
+    program = trace(duplicate, _sample_batch(sample, input_shape, dynamic_batch), dynamic_batch=dynamic_batch)
+    name = type(model).__name__
+    proto = simplify(convert(program, name, opset), fold_batchnorm=fold_batchnorm)
+    set_metadata(proto, metadata or {})
+    data = _checked_bytes(proto, name)
+    write_atomically(path, data)
+    return ExportResult(
+        path=Path(path),
+        file_bytes=len(data),
+        opset=next(entry.version for entry in proto.opset_import if entry.domain == ""),
+        operators=dict(Counter(node.op_type for node in proto.graph.node)),
+    )
+
+
+def _sample_batch(sample: Tensor | None, input_shape: tuple[int, ...], dynamic_batch: bool) -> Tensor:
+    """The batch to trace with; never of one image where the batch size is to stay free."""
+    if sample is None:
+        return torch.zeros(2 if dynamic_batch else 1, *input_shape)
+    if tuple(sample.shape[1:]) != tuple(input_shape) or len(sample) == 0:
+        raise ExportError(
+            f"sample has the shape {tuple(sample.shape)}; it must be (N, "
+            f"{', '.join(map(str, input_shape))}) with N at least 1."
+        )
+    batch = sample.detach().cpu()
+    return torch.cat([batch, batch]) if dynamic_batch and len(batch) == 1 else batch
+
+
+def _checked_bytes(proto: onnx.ModelProto, name: str) -> bytes:
+    """The file's content, after ONNX's own checker has accepted the model."""
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+        return proto.SerializeToString()
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(f"the ONNX graph of {name} is not valid: {error}") from error
+    except ValueError as error:
+        raise ExportError(
+            f"cannot write {name} as one ONNX file: {error}. A model of 2 GiB or more does not fit into one."
+        ) from error

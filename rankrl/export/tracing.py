@@ -1,0 +1,164 @@
+"""From a module to an ONNX graph through `torch.export`, with errors that name the layer at fault."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+
+import torch
+from onnxscript import ir
+from torch import Tensor, nn
+
+from rankrl.export.errors import ExportError
+
+_ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FAILED_NODE = re.compile(r"Error when translating node %(\w+)")
+_CAUSE_LENGTH = 300
+
+
+def inference_copy(model: nn.Module) -> nn.Module:
+    """A float32 copy of the model on the CPU, in evaluation mode; the model itself is left as it is.
+
+    Raises:
+        ExportError: The model cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model).cpu().float().eval()
+    except (RuntimeError, TypeError) as error:
+        raise ExportError(
+            f"cannot export {type(model).__name__}: it cannot be copied ({_one_line(error)}). "
+            "Keep only modules, parameters and plain values as its attributes."
+        ) from error
+
+
+def trace(model: nn.Module, sample: Tensor, *, dynamic_batch: bool) -> torch.export.ExportedProgram:
+    """Capture the graph of a model.
+
+    Args:
+        model: A module in evaluation mode that takes one tensor.
+        sample: Any input of the right shape and dtype, batch first; two images or more where the batch is
+            dynamic, because `torch.export` treats 0 and 1 as constants.
+        dynamic_batch: Whether the first dimension stays free.
+
+    Returns:
+        The captured program.
+
+    Raises:
+        ExportError: The model cannot be traced; the message names the layer whose `forward` failed.
+    """
+    dynamic_shapes = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
+    try:
+        with _silence():
+            return torch.export.export(model, (sample,), dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:  # torch.export passes on whatever the model's own code raises
+        layer = _failing_layer(model, error)
+        advice = "Use only tensor operations in its forward: no branches on the values of tensors, no NumPy"
+        if layer is None and dynamic_batch and isinstance(error, torch._dynamo.exc.UserError):
+            advice = "If a layer needs a fixed batch size, export with dynamic_batch=False"
+        raise ExportError(
+            f"cannot export {type(model).__name__} to ONNX: {layer or 'the model'} cannot be traced with an "
+            f"input of shape {tuple(sample.shape)}: {_one_line(error)}. {advice}."
+        ) from error
+
+
+def convert(program: torch.export.ExportedProgram, model_name: str, opset: int | None) -> ir.Model:
+    """Translate a captured program into an ONNX graph, one node after the other, without optimising it.
+
+    Args:
+        program: What `trace` returned.
+        model_name: The name that error messages give to the model.
+        opset: The version of the ONNX operator set; None for the exporter's own default.
+
+    Returns:
+        The ONNX model in memory; its input is `input`, its output `output` (or `output_0`, `output_1`, ...).
+
+    Raises:
+        ExportError: An operator has no ONNX counterpart (its layer is named), or not in this opset.
+    """
+    outputs = len(program.graph_signature.user_outputs)
+    names = ["output"] if outputs == 1 else [f"output_{index}" for index in range(outputs)]
+    try:
+        with _silence():
+            converted = torch.onnx.export(
+                program,
+                dynamo=True,
+                external_data=False,
+                input_names=["input"],
+                output_names=names,
+                opset_version=opset,
+                optimize=False,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter's error classes are private to torch
+        layer = _untranslated_layer(program, error)
+        raise ExportError(
+            f"cannot export {model_name} to ONNX: {layer or 'the model'} uses an operation that has no ONNX "
+            f"counterpart: {_one_line(_root_cause(error))}. Replace the operation, or export without it."
+        ) from error
+    if converted is None:
+        raise ExportError(f"cannot export {model_name} to ONNX: torch.onnx.export returned no graph.")
+    version = converted.model.graph.opset_imports[""]
+    if opset is not None and version != opset:
+        raise ExportError(
+            f"cannot export {model_name} to ONNX opset {opset}: an operation in it needs opset {version}. "
+            f"Choose opset {version}, or none for the default."
+        )
+    return converted.model
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keep the exporter's warnings and log lines off the terminal; its errors are raised all the same."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _failing_layer(model: nn.Module, error: BaseException) -> str | None:
+    """The innermost submodule that was running when the error was raised, found in the traceback's frames."""
+    names = {id(module): name for name, module in model.named_modules()}
+    layer = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            layer = f"layer '{names[id(module)]}' ({type(module).__name__})"
+        traceback = traceback.tb_next
+    return layer
+
+
+def _untranslated_layer(program: torch.export.ExportedProgram, error: BaseException) -> str | None:
+    """The submodule that the operation named in a conversion error belongs to."""
+    match = _FAILED_NODE.search(str(error))
+    if match is None:
+        return None
+    for candidate in (program, program.run_decompositions()):
+        for node in candidate.graph.nodes:
+            stack = node.meta.get("nn_module_stack")
+            if node.name == match.group(1) and stack:
+                path, kind = list(stack.values())[-1]
+                kind = kind if isinstance(kind, str) else kind.__name__
+                return f"layer '{path}' ({kind.rsplit('.', 1)[-1]})" if path else None
+    return None
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line of an error's message, without colours and within a readable length."""
+    lines = [line.strip() for line in _ANSI_COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    text = lines[0].rstrip(".") if lines else type(error).__name__
+    return text if len(text) <= _CAUSE_LENGTH else text[: _CAUSE_LENGTH - 1] + "…"

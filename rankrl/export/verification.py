@@ -1,0 +1,108 @@
+"""Does the ONNX file compute what the PyTorch model computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rankrl.export.errors import ExportError
+from rankrl.export.session import fixed_batch, open_session, run
+from rankrl.export.tracing import inference_copy
+
+BATCH_SIZES = (1, 7)
+"""Two sizes, because a batch size that tracing froze shows only at another one."""
+
+
+def verify_onnx(model: nn.Module, path: str | Path, inputs: Tensor, *, tolerance: float = 1e-4) -> float:
+    """Compare an ONNX file in onnxruntime with its model in PyTorch (float32, evaluation mode, CPU).
+
+    Compared at the batch sizes 1 and 7, or at the file's own where it was exported with a fixed one.
+
+    Args:
+        model: The model that was exported; it is not changed.
+        path: The ONNX file.
+        inputs: Real inputs, shape (N, ...), N >= 1; repeated where a batch needs more than N.
+        tolerance: The largest absolute difference of any output element that is accepted. Where outputs
+            exceed 1 it is multiplied by their largest magnitude, as rounding errors are.
+
+    Returns:
+        The largest absolute difference over both batch sizes and all outputs.
+
+    Raises:
+        ExportError: The difference is above the tolerance or not finite, or the outputs' shapes differ.
+    """
+    if len(inputs) == 0:
+        raise ExportError("inputs holds no image; give at least one to compare the ONNX file with the model.")
+    session = open_session(path)
+    fixed = fixed_batch(session)
+    duplicate = inference_copy(model)
+    largest = 0.0
+    for size in (fixed,) if fixed is not None else BATCH_SIZES:
+        batch = inputs.detach().cpu()[torch.arange(size) % len(inputs)]
+        with torch.no_grad():
+            expected = [output.numpy() for output in _tensors(duplicate(batch))]
+        got = run(session, batch.numpy())
+        shapes = [output.shape for output in expected], [output.shape for output in got]
+        if shapes[0] != shapes[1]:
+            raise ExportError(
+                f"{path} returns {shapes[1]} for a batch of {size}, the PyTorch model {shapes[0]}. "
+                "A layer may have fixed the batch size while it was traced; export with dynamic_batch=False."
+            )
+        for reference, output in zip(expected, got, strict=True):
+            difference = float(np.abs(output.astype(np.float64) - reference).max(initial=0.0))
+            allowed = tolerance * max(1.0, float(np.abs(reference).max(initial=0.0)))
+            if not difference <= allowed:  # also true of NaN
+                raise ExportError(
+                    f"{path} differs from the PyTorch model by {difference:.2e} for a batch of {size}; "
+                    f"at most {allowed:.2e} is accepted. Do not use this file; try another opset, or "
+                    "fold_batchnorm=False."
+                )
+            largest = max(largest, difference)
+    return largest
+
+
+def onnx_accuracy(
+    path: str | Path, batches: Iterable[tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]]]
+) -> float:
+    """Measure a classifier's accuracy from its ONNX file alone.
+
+    Args:
+        path: The ONNX file; its first output is taken as the logits, shape (N, classes).
+        batches: Pairs of normalised float32 images, shape (N, C, H, W), and integer labels, shape (N,).
+
+    Returns:
+        The fraction of images whose largest logit is that of their label.
+
+    Raises:
+        ExportError: There is no image, or a batch does not fit the model.
+    """
+    session = open_session(path)
+    correct = total = 0
+    for images, labels in batches:
+        logits = run(session, np.asarray(_array(images), dtype=np.float32))[0]
+        correct += int((logits.argmax(axis=1) == _array(labels)).sum())
+        total += len(logits)
+    if total == 0:
+        raise ExportError("there are no images to measure the accuracy of the ONNX file on.")
+    return correct / total
+
+
+def _array(values: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """The tensors of a model's output in the order in which the exporter lists them."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors(value)

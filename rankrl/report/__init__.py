@@ -1,0 +1,25 @@
+"""Reports of runs: the page, its plots, and the table on the terminal."""
+
+from __future__ import annotations
+
+from rankrl.report.data import EpisodeRow, LayerRow, RunReport
+from rankrl.report.errors import ReportError
+from rankrl.report.provenance import collect_setup
+from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metrics
+from rankrl.report.run_page import run_page
+from rankrl.report.summary import summary_table
+from rankrl.report.write import write_report
+
+__all__ = [
+    "EPISODE_COLUMNS",
+    "EpisodeRow",
+    "LayerRow",
+    "ReportError",
+    "RunReport",
+    "collect_setup",
+    "read_episodes",
+    "read_metrics",
+    "run_page",
+    "summary_table",
+    "write_report",
+]

@@ -1,0 +1,93 @@
+"""What a report is made of: plain rows and numbers, as a run folder holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankrl.training import EpochRow
+
+WARM_UP_PHASE = "warm-up"
+"""Phase of the episodes that explore at random before the agent learns."""
+
+SEARCH_PHASE = "search"
+"""Phase of the episodes that the selector chose. Any other phase names a reference plan, e.g. `greedy`."""
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer before and after.
+
+    Attributes:
+        name: The layer's dotted name in the model.
+        shape: Shape of the dense weight.
+        ranks: The ranks chosen; empty for a layer without any.
+        params_before: Parameters of the dense layer.
+        params_after: Parameters of the layer in the compressed model.
+        macs_before: Multiply-accumulates for one input, dense.
+        macs_after: Multiply-accumulates for one input, compressed.
+        error: Relative error of the layer, 0 for the dense one; None where it was not measured.
+        reason: Why the layer stayed dense; empty for a compressed layer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    params_before: int
+    params_after: int
+    macs_before: int
+    macs_after: int
+    error: float | None = None
+    reason: str = ""
+
+    @property
+    def kept(self) -> float:
+        """The fraction of the layer's parameters that is left."""
+        return self.params_after / self.params_before
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """One row of `episodes.csv`: one evaluated plan.
+
+    Attributes:
+        episode: Number of the episode, counted from 0.
+        reward: Its reward.
+        accuracy: Accuracy on held-out images, a fraction.
+        params_kept: Fraction of the model's parameters that the plan keeps.
+        macs_kept: Fraction of the model's multiply-accumulates that the plan keeps.
+        best_reward: The largest reward up to here.
+        seconds: Seconds since the search began.
+        phase: `warm-up`, `search`, or the name of a reference plan such as `greedy`.
+        ranks: The plan's ranks as JSON text.
+    """
+
+    episode: int
+    reward: float
+    accuracy: float
+    params_kept: float
+    macs_kept: float
+    best_reward: float
+    seconds: float
+    phase: str
+    ranks: str
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything that one run's page shows; what is empty is left out of the page.
+
+    Attributes:
+        metrics: The content of `metrics.json`.
+        layers: The layers in forward order.
+        episodes: The evaluated plans in order.
+        epochs: The epochs of fine-tuning in order.
+        setup: What the run was made with (command, seed, versions, hardware), in the order to show.
+    """
+
+    metrics: Mapping[str, Any]
+    layers: Sequence[LayerRow] = ()
+    episodes: Sequence[EpisodeRow] = ()
+    epochs: Sequence[EpochRow] = ()
+    setup: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,190 @@
+"""The plots of a run, drawn with matplotlib's object interface (no global state).
+
+A figure is drawn in the colours of `PALETTE`. Saved as PNG it keeps them; in a page, `rankrl.report.svg`
+replaces each by a CSS variable, so that the same drawing follows the reader's light or dark theme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from rankrl.report.data import SEARCH_PHASE, WARM_UP_PHASE, EpisodeRow, LayerRow
+from rankrl.training import EpochRow
+
+PALETTE = {
+    "ink": "#1b2430",
+    "muted": "#5f6b7a",
+    "line": "#dfe3e8",
+    "soft": "#a9bdf0",
+    "accent": "#2457d6",
+    "second": "#c8610a",
+    "shade": "#eef1f5",
+}
+"""Colours by role; the page defines a CSS variable of the same name for each."""
+
+WIDE = (9.4, 3.5)
+"""Size in inches of a figure on a page or in a file."""
+
+NARROW = (4.1, 3.3)
+"""Size in inches of a figure in a window as narrow as a telephone's."""
+
+_FONT = 8.5
+_FEWEST_AVERAGED = 5
+_AVERAGED_FRACTION = 20
+
+
+def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
+    """The search: every episode's reward, their moving average, the best so far, and the reference plans.
+
+    Args:
+        episodes: The rows of `episodes.csv`, at least one.
+        size: Width and height in inches.
+
+    Returns:
+        The figure.
+    """
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    _style(axes, "episode", "reward")
+    searched = [row for row in episodes if row.phase in (WARM_UP_PHASE, SEARCH_PHASE)]
+    references = [row for row in episodes if row.phase not in (WARM_UP_PHASE, SEARCH_PHASE)]
+    if searched:
+        numbers = np.array([row.episode for row in searched])
+        rewards = np.array([row.reward for row in searched])
+        axes.plot(numbers, rewards, ".", color=PALETTE["soft"], markersize=5, label="episode")
+        window = max(_FEWEST_AVERAGED, len(rewards) // _AVERAGED_FRACTION)
+        if len(rewards) > window:
+            average = np.convolve(rewards, np.full(window, 1 / window), mode="valid")
+            axes.plot(
+                numbers[window - 1 :],
+                average,
+                color=PALETTE["accent"],
+                linewidth=1.6,
+                label=f"mean of {window}",
+            )
+        best = [row.best_reward for row in searched]
+        axes.step(numbers, best, where="post", color=PALETTE["second"], linewidth=1.6, label="best so far")
+        warm_up = [row.episode for row in searched if row.phase == WARM_UP_PHASE]
+        if warm_up:
+            axes.axvspan(
+                min(warm_up) - 0.5, max(warm_up) + 0.5, color=PALETTE["shade"], zorder=0, label="warm-up"
+            )
+    for row, dashes in zip(references, _dashes(len(references)), strict=True):
+        axes.axhline(row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label=row.phase)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if size[0] > NARROW[0] else 5))
+    _legend(figure, columns=6 if size[0] > NARROW[0] else 3)
+    return figure
+
+
+def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
+    """The plan: the share of its parameters that each layer keeps, and its ranks.
+
+    Args:
+        layers: The layers in forward order, at least one.
+        size: Width and height in inches; the height grows with the labels and the panel of ranks.
+
+    Returns:
+        The figure.
+    """
+    ranked = any(row.ranks for row in layers)
+    width, height = size
+    figure = Figure(figsize=(width, height * (1.55 if ranked else 1.15)), layout="constrained")
+    panels = figure.subplots(
+        2 if ranked else 1, sharex=True, height_ratios=(3, 2) if ranked else None, squeeze=False
+    )
+    shares, ranks = panels[0, 0], panels[-1, 0]
+    positions = np.arange(len(layers))
+    _style(shares, "", "parameters kept")
+    shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for name, colour, dense in (("compressed", "accent", False), ("left dense", "soft", True)):
+        chosen = [index for index, row in enumerate(layers) if bool(row.reason) == dense]
+        if chosen:
+            heights = [layers[index].kept for index in chosen]
+            shares.bar(positions[chosen], heights, width=0.72, color=PALETTE[colour], label=name)
+    total = sum(row.params_after for row in layers) / sum(row.params_before for row in layers)
+    shares.axhline(
+        total, color=PALETTE["second"], linewidth=1.2, linestyle=(0, (4, 3)), label="all layers together"
+    )
+    if ranked:
+        _draw_ranks(ranks, layers)
+    step = max(1, int(np.ceil(len(layers) / (width * 4.2))))
+    ranks.set_xticks(positions[::step], [row.name for row in layers[::step]], rotation=90)
+    ranks.set_xlim(-0.7, len(layers) - 0.3)
+    _legend(figure, columns=3)
+    return figure
+
+
+def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
+    """A dot for each of a layer's ranks, joined from the least to the largest."""
+    _style(axes, "", "rank")
+    points = [(index, rank) for index, row in enumerate(layers) for rank in sorted(set(row.ranks))]
+    spans = [(index, min(row.ranks), max(row.ranks)) for index, row in enumerate(layers) if row.ranks]
+    axes.vlines(*zip(*spans, strict=True), color=PALETTE["soft"], linewidth=2.4)
+    axes.plot(*zip(*points, strict=True), "o", color=PALETTE["accent"], markersize=3.4)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+
+
+def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE) -> Figure:
+    """Fine-tuning: held-out accuracy and training loss per epoch.
+
+    Args:
+        epochs: The epochs in order, at least one.
+        size: Width and height in inches; the panels stand side by side where there is room.
+
+    Returns:
+        The figure.
+    """
+    side_by_side = size[0] > NARROW[0]
+    figure = Figure(figsize=size if side_by_side else (size[0], 1.5 * size[1]), layout="constrained")
+    left, right = figure.subplots(*((1, 2) if side_by_side else (2, 1)))
+    numbers = [row.epoch for row in epochs]
+    for axes, label, values, colour in (
+        (left, "held-out accuracy", [row.accuracy for row in epochs], "accent"),
+        (right, "training loss", [row.loss for row in epochs], "second"),
+    ):
+        _style(axes, "epoch", label)
+        marker = "o" if len(epochs) <= 40 else None
+        axes.plot(numbers, values, marker=marker, markersize=4, color=PALETTE[colour], linewidth=1.6)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    left.yaxis.set_major_formatter(PercentFormatter(1.0))
+    return figure
+
+
+def _dashes(count: int) -> list[tuple[int, tuple[int, ...]]]:
+    """A line style of its own for each reference plan."""
+    styles = [(0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)), (0, (9, 3))]
+    return [styles[index % len(styles)] for index in range(count)]
+
+
+def _style(axes: Axes, x_label: str, y_label: str) -> None:
+    """Light grid, no box, one font size."""
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(PALETTE["muted"])
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=PALETTE["line"], linewidth=0.8)
+    axes.tick_params(colors=PALETTE["muted"], labelsize=_FONT, length=0)
+    axes.set_xlabel(x_label, color=PALETTE["muted"], fontsize=_FONT)
+    axes.set_ylabel(y_label, color=PALETTE["muted"], fontsize=_FONT)
+    axes.patch.set_visible(False)
+
+
+def _legend(figure: Figure, *, columns: int) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=columns,
+        frameon=False,
+        fontsize=_FONT,
+        labelcolor=PALETTE["ink"],
+        handlelength=1.6,
+        columnspacing=1.4,
+    )

@@ -1,0 +1,54 @@
+"""What a run was made with: command, seed, versions and hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
+
+
+def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
+    """Describe this run and this machine for the report.
+
+    Args:
+        command: The command line as a list, e.g. `sys.argv` with the program's plain name.
+        seed: The run's seed.
+
+    Returns:
+        Text by name in the order to show: command, seed, versions, system, processor, GPU if there is one.
+    """
+    setup = {"Command": shlex.join(command), "Seed": str(seed)}
+    versions = [f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            continue
+    setup["Versions"] = ", ".join(versions)
+    setup["System"] = f"{platform.system()} {platform.machine()}"
+    setup["Processor"] = f"{_processor()}, {_usable_cores()} cores"
+    if torch.cuda.is_available():
+        setup["GPU"] = torch.cuda.get_device_name()
+    return setup
+
+
+def _usable_cores() -> int:
+    """Cores that this process may use, which in a container can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    """The processor's model name, which Linux gives only in /proc/cpuinfo."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

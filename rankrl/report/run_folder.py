@@ -1,0 +1,93 @@
+"""Reading the files of a run folder, with errors that name the file and the line."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rankrl.report.data import EpisodeRow
+from rankrl.report.errors import ReportError
+
+EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow))
+"""The columns of `episodes.csv`, in order."""
+
+
+def read_metrics(folder: str | Path) -> dict[str, Any]:
+    """Read `metrics.json`.
+
+    Args:
+        folder: The run folder.
+
+    Returns:
+        Its content.
+
+    Raises:
+        ReportError: The file is missing or is no JSON object.
+    """
+    path = Path(folder) / "metrics.json"
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ReportError(
+            f"there is no metrics.json in {folder}; only a finished run can be reported."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ReportError(f"cannot read {path}: {error}. Run again, or restore the file.") from error
+    if not isinstance(metrics, dict):
+        raise ReportError(f"{path} holds a {type(metrics).__name__}; it must hold a JSON object.")
+    return metrics
+
+
+def read_episodes(folder: str | Path) -> list[EpisodeRow]:
+    """Read `episodes.csv`.
+
+    Args:
+        folder: The run folder.
+
+    Returns:
+        Its rows in order; none where the run had no search and the file is missing.
+
+    Raises:
+        ReportError: A column is missing, or a value is no finite number; the line is named.
+    """
+    path = Path(folder) / "episodes.csv"
+    if not path.exists():
+        return []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [column for column in EPISODE_COLUMNS if column not in (reader.fieldnames or ())]
+            if missing:
+                raise ReportError(
+                    f"{path} lacks the columns {', '.join(missing)}; it must be a rankrl run's own."
+                )
+            return [_episode(row, f"{path}, line {reader.line_num}") for row in reader]
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise ReportError(f"cannot read {path}: {error}. Run again, or restore the file.") from error
+
+
+def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
+    def number(column: str) -> float:
+        try:
+            value = float(row[column] or "")
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ReportError(f"{place}: {column} is {row[column]!r}; it must be a finite number.")
+        return value
+
+    return EpisodeRow(
+        episode=int(number("episode")),
+        reward=number("reward"),
+        accuracy=number("accuracy"),
+        params_kept=number("params_kept"),
+        macs_kept=number("macs_kept"),
+        best_reward=number("best_reward"),
+        seconds=number("seconds"),
+        phase=row["phase"] or "",
+        ranks=row["ranks"] or "",
+    )

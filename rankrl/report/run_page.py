@@ -1,0 +1,220 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from rankrl.report.data import LayerRow, RunReport
+from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
+from rankrl.report.html_page import cards, facts, figure, page, section, table
+from rankrl.report.stages import (
+    UNKNOWN,
+    format_accuracy,
+    format_count,
+    format_large,
+    format_latency,
+    format_points,
+    format_ratio,
+    format_share,
+    number,
+    ratio,
+    stages,
+)
+from rankrl.report.summary import comparison_rows
+
+
+def run_page(report: RunReport) -> str:
+    """Write the page of one run as one self-contained HTML document.
+
+    Args:
+        report: What the run brought; sections without data are left out.
+
+    Returns:
+        The document.
+
+    Raises:
+        ReportError: A value in the metrics is no finite number.
+    """
+    title = run_title(report.metrics)
+    sections = [
+        section("Before and after", _comparison(report.metrics)),
+        section("Search", _search(report)),
+        section("Layers", _layers(report)),
+        section("Fine-tuning", _fine_tuning(report)),
+        section("ONNX file", facts(_onnx_facts(report.metrics))),
+        section("Setup", facts(report.setup)),
+    ]
+    return page(title, _header(title, report.metrics), sections)
+
+
+def run_title(metrics: Mapping[str, Any]) -> str:
+    """A short name for the run, e.g. `resnet20 on cifar10`."""
+    return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or "rankrl run"
+
+
+def _header(title: str, metrics: Mapping[str, Any]) -> str:
+    parts = [
+        str(metrics[key]).replace("_", " ")
+        for key in ("task", "decomposition", "selector")
+        if metrics.get(key)
+    ]
+    if metrics.get("seed") is not None:
+        parts.append(f"seed {metrics['seed']}")
+    headline = _headline(metrics)
+    return "\n".join(
+        [
+            f'<p class="eyebrow">{escape(" · ".join(parts))}</p>' if parts else "",
+            f"<h1>{escape(title)}</h1>",
+            cards(headline),
+        ]
+    ).strip()
+
+
+def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The numbers that a reader looks for first."""
+    found = stages(metrics)
+    if len(found) < 2:
+        return []
+    first, last = found[0], found[-1]
+    values = []
+    if last.accuracy is not None:
+        note = f"{format_points(first.accuracy, last.accuracy)}, from {format_accuracy(first.accuracy)}"
+        values.append(("Test accuracy", format_accuracy(last.accuracy), note))
+    for name, key, attribute, write, better, worse in (
+        ("Parameters", "params", "params", format_count, "fewer", "more"),
+        ("MACs", "macs", "macs", format_large, "fewer", "more"),
+        ("Latency", "latency", "latency_ms", format_latency, "faster", "slower"),
+    ):
+        before, after = getattr(first, attribute), getattr(last, attribute)
+        if before is not None and after is not None:
+            gained = format_ratio(ratio(metrics, key, before, after), better, worse)
+            values.append((name, gained, f"{write(before)} → {write(after)}"))
+    return values
+
+
+def _comparison(metrics: Mapping[str, Any]) -> str:
+    columns, rows = comparison_rows(metrics)
+    if not rows:
+        return ""
+    caption = "Accuracy is measured on the test set, which nothing was chosen by."
+    if number(metrics, "onnx", "latency_ms") is not None:
+        caption += f" Latency is that of the ONNX file{_latency_conditions(metrics)}."
+    return table(caption, columns, rows)
+
+
+def _latency_conditions(metrics: Mapping[str, Any]) -> str:
+    """How the latency was measured, as far as the metrics say: `, per batch of 64 on 1 thread`."""
+    batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
+    parts = [f"per batch of {batch:.0f}"] if batch else []
+    if threads:
+        parts.append(f"on {threads:.0f} thread{'s' if threads > 1 else ''}")
+    return f", {' '.join(parts)}" if parts else ""
+
+
+def _search(report: RunReport) -> str:
+    if not report.episodes:
+        return ""
+    best = max(report.episodes, key=lambda row: row.reward)
+    caption = (
+        f"{len(report.episodes)} evaluated plans in {report.episodes[-1].seconds:.0f} s. "
+        f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
+        f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
+        f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs."
+    )
+    return figure(
+        reward_figure(report.episodes, WIDE),
+        reward_figure(report.episodes, NARROW),
+        "reward",
+        f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
+        caption,
+    )
+
+
+def _layers(report: RunReport) -> str:
+    if not report.layers:
+        return ""
+    dense = sum(bool(row.reason) for row in report.layers)
+    kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
+    plural = "s" if len(report.layers) > 1 else ""
+    caption = (
+        f"{len(report.layers)} layer{plural}, {dense} left dense; "
+        f"together they keep {format_share(kept)} of their parameters."
+    )
+    drawing = figure(
+        layers_figure(report.layers, WIDE),
+        layers_figure(report.layers, NARROW),
+        "layers",
+        "Share of its parameters that each layer keeps, and its ranks. The table below holds the numbers.",
+        caption,
+    )
+    ranked = any(row.ranks for row in report.layers)
+    measured = any(row.error is not None for row in report.layers)
+    columns = [
+        "Layer",
+        "Shape",
+        *(["Ranks"] if ranked else []),
+        "Parameters before",
+        "Parameters after",
+        "Kept",
+        "MACs before",
+        "MACs after",
+        *(["Relative error"] if measured else []),
+        *(["Left dense because"] if dense else []),
+    ]
+    rows = [_layer_cells(row, ranked=ranked, measured=measured, dense=dense > 0) for row in report.layers]
+    text_columns = (0, len(columns) - 1) if dense else (0,)
+    return f"{drawing}\n{table('Every layer, before and after.', columns, rows, text_columns=text_columns)}"
+
+
+def _layer_cells(row: LayerRow, *, ranked: bool, measured: bool, dense: bool) -> list[str]:
+    return [
+        row.name,
+        "×".join(map(str, row.shape)),
+        *([", ".join(map(str, row.ranks)) or UNKNOWN] if ranked else []),
+        format_count(row.params_before),
+        format_count(row.params_after),
+        format_share(row.kept),
+        format_large(row.macs_before),
+        format_large(row.macs_after),
+        *([UNKNOWN if row.error is None else f"{row.error:.3f}"] if measured else []),
+        *([row.reason] if dense else []),
+    ]
+
+
+def _fine_tuning(report: RunReport) -> str:
+    if not report.epochs:
+        return ""
+    best = max(report.epochs, key=lambda row: row.accuracy)
+    return figure(
+        fine_tuning_figure(report.epochs, WIDE),
+        fine_tuning_figure(report.epochs, NARROW),
+        "fine-tuning",
+        "Held-out accuracy and training loss per epoch of fine-tuning.",
+        f"Best held-out accuracy: {format_accuracy(best.accuracy)}, after epoch {best.epoch} "
+        f"of {len(report.epochs)}.",
+    )
+
+
+def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:
+    values = {}
+    difference = number(metrics, "onnx", "max_abs_difference")
+    if difference is not None:
+        values["Largest difference from PyTorch"] = f"{difference:.1e}"
+    accuracy = number(metrics, "onnx", "accuracy")
+    if accuracy is not None:
+        values["Test accuracy measured from the file"] = format_accuracy(accuracy)
+    size = number(metrics, "onnx", "file_bytes")
+    if size is not None:
+        values["File size"] = f"{format_large(size)}B"
+    for name, prefix in (("Latency of the original", "baseline_latency"), ("Latency of the file", "latency")):
+        median = number(metrics, "onnx", f"{prefix}_ms")
+        if median is not None:
+            low, high = (
+                number(metrics, "onnx", f"{prefix}_low_ms"),
+                number(metrics, "onnx", f"{prefix}_high_ms"),
+            )
+            spread = f", 10th to 90th percentile {low:.3g} to {high:.3g} ms" if low and high else ""
+            values[name] = f"median {format_latency(median)}{spread}"
+    return values

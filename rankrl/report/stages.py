@@ -1,0 +1,131 @@
+"""The numbers of a run as stages (baseline, compressed, fine-tuned), and how they are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankrl.report.errors import ReportError
+
+_SPACE = "\N{NO-BREAK SPACE}"
+
+UNKNOWN = "–"
+"""Stands where a number was not measured."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One state of the model; None where a number was not measured.
+
+    Attributes:
+        name: `Baseline`, `Compressed` or `Fine-tuned`.
+        accuracy: Test accuracy, a fraction.
+        params: Parameters.
+        macs: Multiply-accumulates for one input.
+        latency_ms: Measured latency of its ONNX file in milliseconds.
+    """
+
+    name: str
+    accuracy: float | None = None
+    params: float | None = None
+    macs: float | None = None
+    latency_ms: float | None = None
+
+
+def stages(metrics: Mapping[str, Any]) -> list[Stage]:
+    """The stages that a run went through, read from its metrics.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Returns:
+        Baseline, compressed (before fine-tuning) and fine-tuned, as far as the run went. The latency of the
+        exported file belongs to the last of them.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    found = [
+        Stage(name, *(number(metrics, key, field) for field in ("accuracy", "params", "macs")))
+        for name, key in (("Baseline", "baseline"), ("Compressed", "compressed"))
+        if metrics.get(key)
+    ]
+    if metrics.get("finetuned"):
+        last = found[-1] if found else Stage("")
+        found.append(Stage("Fine-tuned", number(metrics, "finetuned", "accuracy"), last.params, last.macs))
+    latencies = {0: number(metrics, "onnx", "baseline_latency_ms")}
+    if len(found) > 1:
+        latencies[len(found) - 1] = number(metrics, "onnx", "latency_ms")
+    return [
+        Stage(stage.name, stage.accuracy, stage.params, stage.macs, latencies.get(index))
+        for index, stage in enumerate(found)
+    ]
+
+
+def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
+    """One number of the metrics, or None where it is not there.
+
+    Raises:
+        ReportError: It is there and is no finite number.
+    """
+    value = (metrics.get(section) or {}).get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ReportError(f"metrics.json: {section}.{key} is {value!r}; it must be a finite number.")
+    return value
+
+
+def format_accuracy(accuracy: float | None) -> str:
+    """A fraction as percent with two decimals."""
+    return UNKNOWN if accuracy is None else f"{100 * accuracy:.2f}{_SPACE}%"
+
+
+def format_share(share: float) -> str:
+    """A fraction as percent with one decimal."""
+    return f"{100 * share:.1f}{_SPACE}%"
+
+
+def format_count(count: float | None) -> str:
+    """A count in full."""
+    return UNKNOWN if count is None else f"{count:,.0f}"
+
+
+def format_large(count: float | None) -> str:
+    """A count in thousands, millions or billions, to four digits."""
+    if count is None:
+        return UNKNOWN
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:#.4g}".rstrip(".") + _SPACE + name
+    return f"{count:.0f}"
+
+
+def format_latency(milliseconds: float | None) -> str:
+    """Milliseconds to three digits."""
+    return UNKNOWN if milliseconds is None else f"{milliseconds:#.3g}".rstrip(".") + f"{_SPACE}ms"
+
+
+def format_points(before: float | None, after: float | None) -> str:
+    """The difference of two accuracies in percentage points, with its sign."""
+    if before is None or after is None:
+        return UNKNOWN
+    points = round(100 * (after - before), 2)
+    return "±0 points" if points == 0 else f"{points:+.2f} points".replace("-", "−")
+
+
+def format_ratio(ratio: float | None, better: str, worse: str) -> str:
+    """`2.50× fewer` for a ratio original ÷ compressed above 1, `1.20× more` below."""
+    if ratio is None or ratio <= 0:
+        return UNKNOWN
+    return f"{ratio:.2f}× {better}" if ratio >= 1 else f"{1 / ratio:.2f}× {worse}"
+
+
+def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: float | None) -> float | None:
+    """The ratio original ÷ compressed: the metrics' own, or that of the two values."""
+    given = number(metrics, "ratios", name)
+    if given is not None or before is None or not after:
+        return given
+    return before / after

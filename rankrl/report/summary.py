@@ -1,0 +1,77 @@
+"""The table that a run prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from rankrl.report.stages import (
+    format_accuracy,
+    format_count,
+    format_large,
+    format_latency,
+    format_points,
+    format_ratio,
+    ratio,
+    stages,
+)
+
+
+def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The before/after table as text: the same in the terminal and on the page.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Returns:
+        The column titles, and one row per measure (accuracy, parameters, MACs, latency) that was taken. The
+        last column compares the last stage with the first.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    found = stages(metrics)
+    if not found:
+        return [], []
+    first, last = found[0], found[-1]
+
+    def reduction(name: str, attribute: str, better: str, worse: str) -> str:
+        before, after = getattr(first, attribute), getattr(last, attribute)
+        return format_ratio(ratio(metrics, name, before, after), better, worse)
+
+    table: list[tuple[str, Any, str, str]] = [
+        ("Test accuracy", format_accuracy, "accuracy", format_points(first.accuracy, last.accuracy)),
+        ("Parameters", format_count, "params", reduction("params", "params", "fewer", "more")),
+        ("MACs", format_large, "macs", reduction("macs", "macs", "fewer", "more")),
+        ("Latency", format_latency, "latency_ms", reduction("latency", "latency_ms", "faster", "slower")),
+    ]
+    rows = [
+        [title, *(write(getattr(stage, attribute)) for stage in found), *([change] if len(found) > 1 else [])]
+        for title, write, attribute, change in table
+        if any(getattr(stage, attribute) is not None for stage in found)
+    ]
+    return ["", *(stage.name for stage in found), *(["Change"] if len(found) > 1 else [])], rows
+
+
+def summary_table(metrics: Mapping[str, Any]) -> Table:
+    """The before/after table for the terminal.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Returns:
+        A rich table.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    columns, rows = comparison_rows(metrics)
+    name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
+    table = Table(title=name or None, title_style="bold", header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,60 @@
+"""Writing the report into a run folder: `report.html` and `plots/*.png`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from rankrl.files import atomic_path, write_atomically
+from rankrl.report.data import LayerRow, RunReport
+from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
+from rankrl.report.run_folder import read_episodes, read_metrics
+from rankrl.report.run_page import run_page
+from rankrl.training import EpochRow
+
+_DOTS_PER_INCH = 160
+
+
+def write_report(
+    folder: str | Path,
+    *,
+    layers: Sequence[LayerRow] = (),
+    epochs: Sequence[EpochRow] = (),
+    setup: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the report of a run next to its other files.
+
+    `metrics.json` and, where there is one, `episodes.csv` are read from the folder.
+
+    Args:
+        folder: The run folder.
+        layers: The plan's layers in forward order.
+        epochs: The epochs of fine-tuning.
+        setup: What the run was made with, from `collect_setup`.
+
+    Returns:
+        The path of `report.html`.
+
+    Raises:
+        ReportError: A file in the folder is missing or damaged.
+        StorageError: The folder cannot be written.
+    """
+    folder = Path(folder)
+    report = RunReport(read_metrics(folder), layers, read_episodes(folder), epochs, setup or {})
+    page = folder / "report.html"
+    document = run_page(report)
+    if report.episodes:
+        _save(reward_figure(report.episodes), folder / "plots" / "reward.png")
+    if report.layers:
+        _save(layers_figure(report.layers), folder / "plots" / "layers.png")
+    if report.epochs:
+        _save(fine_tuning_figure(report.epochs), folder / "plots" / "finetune.png")
+    write_atomically(page, document)
+    return page
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=_DOTS_PER_INCH, facecolor="white")

@@ -1,0 +1,249 @@
+"""What `export_onnx` writes: one checked file that computes what the model computes, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor, nn
+
+from rankrl.errors import StorageError
+from rankrl.export import ExportError, ExportResult, export_onnx, verify_onnx
+
+SHAPE = (3, 8, 8)
+Maker = Callable[[str], nn.Module]
+Exported = tuple[nn.Module, ExportResult]
+
+
+def test_the_file_computes_what_the_model_computes(exported: Exported) -> None:
+    model, result = exported
+    assert verify_onnx(model, result.path, torch.randn(9, *SHAPE)) <= 1e-4
+
+
+def test_onnx_reference_evaluator_agrees(exported: Exported) -> None:
+    model, result = exported
+    images = torch.randn(3, *SHAPE)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(images).numpy()
+    got = ReferenceEvaluator(str(result.path)).run(None, {"input": images.numpy()})[0]
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def test_batch_normalisation_is_folded(exported: Exported) -> None:
+    assert "BatchNormalization" not in exported[1].operators
+
+
+@pytest.mark.parametrize("name", ["residual", "contracted"])
+def test_batch_normalisation_stays_when_asked_to(name: str, make: Maker, tmp_path: Path) -> None:
+    model = make(name)
+    result = export_onnx(model, tmp_path / "model.onnx", SHAPE, fold_batchnorm=False)
+    expected = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    assert result.operators["BatchNormalization"] == expected
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, *SHAPE)) <= 1e-4
+
+
+def test_batch_normalisation_of_a_shared_output_stays_right(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self, conv: nn.Module) -> None:
+            super().__init__()
+            self.conv, self.bn = conv, nn.BatchNorm2d(48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.bn(y) + y
+
+    from_cores = make_contracted()
+    model = Shared(from_cores)
+    nn.init.normal_(model.bn.running_mean)
+    result = export_onnx(model, tmp_path / "model.onnx", (32, 8, 8))
+    assert result.operators["BatchNormalization"] == 1
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, 32, 8, 8)) <= 1e-4
+
+
+def make_contracted() -> nn.Module:
+    class Contracted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Parameter(torch.randn(48, 3)), nn.Parameter(torch.randn(3, 32 * 9) / 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.conv2d(x, (self.left @ self.right).reshape(48, 32, 3, 3), padding=1)
+
+    return Contracted()
+
+
+def test_cores_stay_cores_so_a_compressed_model_stays_small(make: Maker, tmp_path: Path) -> None:
+    model = make("contracted")
+    result = export_onnx(model, tmp_path / "model.onnx", SHAPE)
+    weights = onnx.load(tmp_path / "model.onnx").graph.initializer
+    stored = sum(
+        int(np.prod(tensor.dims)) for tensor in weights if tensor.data_type == onnx.TensorProto.FLOAT
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert stored <= parameters
+    assert result.file_bytes < 4 * parameters + 8_000
+    assert result.file_bytes == (tmp_path / "model.onnx").stat().st_size
+
+
+def test_one_self_contained_file_is_all_that_is_written(make: Maker, tmp_path: Path) -> None:
+    export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert not any(t.external_data for t in onnx.load(tmp_path / "model.onnx").graph.initializer)
+
+
+def test_the_file_holds_no_path_of_a_source_file(make: Maker, tmp_path: Path) -> None:
+    export_onnx(make("residual"), tmp_path / "model.onnx", SHAPE)
+    assert b".py" not in (tmp_path / "model.onnx").read_bytes()
+
+
+def test_the_model_is_not_changed(make: Maker, exported: Exported) -> None:
+    model, result = exported
+    untouched = make(result.path.parent.name.rstrip("0123456789"))
+    assert all(module.training for module in model.modules())
+    assert list(untouched.state_dict()) == list(model.state_dict())
+    for expected, got in zip(untouched.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_nothing_is_printed(make: Maker, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_metadata_is_stored(make: Maker, tmp_path: Path) -> None:
+    plan = json.dumps({"version": 1, "layers": {"0": {"ranks": [3, 4]}}})
+    export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, metadata={"plan": plan, "metrics": "{}"})
+    stored = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
+    assert stored == {"plan": plan, "metrics": "{}"}
+
+
+@pytest.mark.parametrize("opset", [18, 20, 21])
+def test_the_opset_is_the_one_asked_for(make: Maker, tmp_path: Path, opset: int) -> None:
+    model = make("residual")
+    assert export_onnx(model, tmp_path / "model.onnx", SHAPE, opset=opset).opset == opset
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, *SHAPE)) <= 1e-4
+
+
+def test_a_fixed_batch_is_written_when_asked_for(make: Maker, tmp_path: Path) -> None:
+    model = make("plain")
+    export_onnx(model, tmp_path / "model.onnx", SHAPE, dynamic_batch=False, sample=torch.randn(4, *SHAPE))
+    shape = onnx.load(tmp_path / "model.onnx").graph.input[0].type.tensor_type.shape
+    assert [dimension.dim_value for dimension in shape.dim] == [4, *SHAPE]
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(2, *SHAPE)) <= 1e-4
+
+
+def test_a_sample_of_one_image_still_gives_a_dynamic_batch(make: Maker, tmp_path: Path) -> None:
+    model = make("plain")
+    export_onnx(model, tmp_path / "model.onnx", SHAPE, sample=torch.randn(1, *SHAPE))
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, *SHAPE)) <= 1e-4
+
+
+def test_half_precision_models_are_exported_in_float32(make: Maker, tmp_path: Path) -> None:
+    model = make("plain").to(torch.bfloat16)
+    export_onnx(model, tmp_path / "model.onnx", SHAPE)
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, *SHAPE)) <= 1e-4
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_several_outputs_are_all_compared(tmp_path: Path) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(6, 2), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor | list[Tensor]]:
+            return {"left": self.left(x), "right": [self.right(x), x]}
+
+    model = TwoHeads()
+    export_onnx(model, tmp_path / "model.onnx", (6,))
+    assert len(onnx.load(tmp_path / "model.onnx").graph.output) == 3
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, 6)) <= 1e-5
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class ThroughNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+
+class Untranslatable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svd(x.flatten(1))[0]
+
+
+@pytest.mark.parametrize("layer", [DataDependent, ThroughNumpy, Untranslatable])
+def test_a_layer_that_cannot_be_exported_is_named(layer: type[nn.Module], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(), layer()))
+    with pytest.raises(ExportError, match=rf"layer '1\.1' \({layer.__name__}\)") as caught:
+        export_onnx(model, tmp_path / "model.onnx", SHAPE)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_input_that_does_not_fit_names_the_layer(make: Maker, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"layer '0' \(Conv2d\).*\(2, 1, 8, 8\)"):
+        export_onnx(make("plain"), tmp_path / "model.onnx", (1, 8, 8))
+
+
+def test_a_model_that_fixes_its_batch_size_is_refused_with_advice(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(2, -1)
+
+    with pytest.raises(ExportError, match="dynamic_batch=False"):
+        export_onnx(Fixed(), tmp_path / "model.onnx", SHAPE)
+
+
+@pytest.mark.parametrize("opset", [0, 17, 1000])
+def test_an_opset_out_of_range_is_refused(make: Maker, tmp_path: Path, opset: int) -> None:
+    with pytest.raises(ExportError, match="must lie between 18 and"):
+        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, opset=opset)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 8, 8), (0, 3, 8, 8), (3, 8, 8)])
+def test_a_sample_of_another_shape_is_refused(make: Maker, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ExportError, match="sample has the shape"):
+        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, sample=torch.zeros(shape))
+
+
+def test_metadata_that_is_no_text_is_refused(make: Maker, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="strings to strings"):
+        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, metadata={"plan": {"a": 1}})  # type: ignore[dict-item]
+
+
+def test_a_model_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.cached = model.weight * 2  # a tensor with a graph behind it
+    with pytest.raises(ExportError, match="cannot be copied"):
+        export_onnx(model, tmp_path / "model.onnx", (3,))
+
+
+def test_a_path_that_cannot_be_written_is_refused(make: Maker, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot write"):
+        export_onnx(make("plain"), tmp_path / "file" / "model.onnx", SHAPE)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+def test_torchvision_networks_are_exported(name: str, tmp_path: Path) -> None:
+    models = pytest.importorskip("torchvision").models
+    torch.manual_seed(0)
+    model = models.get_model(name, weights=None, num_classes=10)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.1)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    result = export_onnx(model, tmp_path / "model.onnx", (3, 64, 64))
+    assert "BatchNormalization" not in result.operators
+    assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, 3, 64, 64)) <= 1e-4

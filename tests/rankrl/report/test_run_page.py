@@ -1,0 +1,167 @@
+"""The page of a run: complete, self-contained, and only of what the run has."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankrl.report import EpisodeRow, LayerRow, ReportError, RunReport, run_page
+from rankrl.training import EpochRow
+
+VOID = {"meta", "br", "path", "use", "rect"}
+
+
+class Outline(HTMLParser):
+    """Headings, table cells and attributes, with a check that elements are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.cells: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def outline(document: str) -> Outline:
+    parser = Outline()
+    parser.feed(document)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.fixture(scope="module")
+def document(whole_run: RunReport) -> str:
+    return run_page(whole_run)
+
+
+def test_a_whole_run_has_every_section(document: str) -> None:
+    expected = ["Before and after", "Search", "Layers", "Fine-tuning", "ONNX file", "Setup"]
+    assert outline(document).headings == expected
+
+
+def test_the_page_needs_nothing_from_outside(document: str) -> None:
+    for name, value in outline(document).attributes:
+        if name in ("src", "href", "xlink:href", "action", "data"):
+            assert value is not None
+            assert value.startswith("#")
+    assert not re.search(r"https?:|@import|<script|<link", document)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", document))
+
+
+def test_every_id_is_used_once_and_every_reference_has_its_target(document: str) -> None:
+    attributes = outline(document).attributes
+    identifiers = [value for name, value in attributes if name == "id"]
+    assert len(identifiers) == len(set(identifiers))
+    labelled = [value for name, value in attributes if name == "aria-labelledby"]
+    targets = re.findall(r"url\(#([^)]*)\)", document) + re.findall(r'href="#([^"]*)"', document)
+    assert set(labelled + targets) <= set(identifiers)
+
+
+def test_figures_take_their_colours_from_the_theme(document: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", document, re.DOTALL)
+    assert len(drawings) == 6  # three figures, each for wide and for narrow windows
+    assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
+    assert all('role="img" aria-label="' in drawing for drawing in drawings)
+
+
+def test_the_table_shows_each_stage_and_the_change(document: str) -> None:
+    cells = [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in outline(document).cells]
+    start = cells.index("Test accuracy")
+    assert cells[start : start + 20] == [
+        *("Test accuracy", "91.73 %", "74.12 %", "90.56 %", "−1.17 points"),
+        *("Parameters", "269,722", "107,689", "107,689", "2.50× fewer"),
+        *("MACs", "40.55 M", "19.46 M", "19.46 M", "2.08× fewer"),
+        *("Latency", "23.1 ms", "–", "17.6 ms", "1.31× faster"),
+    ]
+
+
+def test_every_layer_has_its_row(document: str, layers: Sequence[LayerRow]) -> None:
+    cells = outline(document).cells
+    for layer in layers:
+        start = cells.index(layer.name)
+        assert cells[start + 1] == "×".join(map(str, layer.shape))
+        assert cells[start + 2] == (", ".join(map(str, layer.ranks)) or "–")
+        assert cells[start + 3 : start + 5] == [f"{layer.params_before:,}", f"{layer.params_after:,}"]
+        assert cells[start + 9] == layer.reason
+
+
+@pytest.mark.parametrize(
+    ("missing", "gone"),
+    [
+        ({"episodes": ()}, "Search"),
+        ({"epochs": ()}, "Fine-tuning"),
+        ({"layers": ()}, "Layers"),
+        ({"setup": {}}, "Setup"),
+        ({"metrics": {"model": "resnet20"}}, "Before and after"),
+        ({"metrics": {"model": "resnet20"}}, "ONNX file"),
+    ],
+)
+def test_what_a_run_has_not_is_left_out(
+    missing: dict[str, Any], gone: str, whole_run: RunReport, document: str
+) -> None:
+    without = outline(run_page(dataclasses.replace(whole_run, **missing))).headings
+    assert set(outline(document).headings) - set(without) >= {gone}
+
+
+def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[str, Any]) -> None:
+    row = LayerRow("conv", (8, 3, 3, 3), (), 216, 108, 9000, 4500)
+    cells = outline(run_page(RunReport(metrics, [row]))).cells
+    assert "Parameters before" in cells
+    assert not {"Ranks", "Relative error", "Left dense because"} & set(cells)
+
+
+def test_a_slower_model_is_called_slower(metrics: dict[str, Any]) -> None:
+    metrics["ratios"]["latency"] = 0.8
+    assert "1.25× slower" in run_page(RunReport(metrics))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.9", True, [0.9]])
+def test_a_metric_that_is_no_number_is_refused(metrics: dict[str, Any], value: object) -> None:
+    metrics["compressed"]["accuracy"] = value
+    with pytest.raises(ReportError, match=r"compressed\.accuracy is .*finite number"):
+        run_page(RunReport(metrics))
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_text_from_the_run_is_never_markup(text: str) -> None:
+    hostile = f"<script>{text}</script>"
+    metrics = {"model": hostile, "decomposition": hostile, "baseline": {"accuracy": 0.5}}
+    document = run_page(RunReport(metrics, setup={hostile: hostile}))
+    assert "<script" not in document
+    assert outline(document).headings == ["Before and after", "Setup"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_any_number_of_rows_can_be_drawn(
+    count: int, metrics: Mapping[str, Any], episodes: Sequence[EpisodeRow], epochs: Sequence[EpochRow]
+) -> None:
+    layers = [LayerRow(f"layer{i}", (4, 4, 3, 3), (2, 3), 144, 90, 1000, 900) for i in range(count)]
+    outline(run_page(RunReport(metrics, layers, episodes[:count], epochs[:count])))
