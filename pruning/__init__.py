@@ -1,0 +1,51 @@
+"""Channel pruning: learn or compute which channels matter, then remove them physically.
+
+    masked = MaskedNetwork(model, example_input, GroupLassoMask)
+    train_masks(masked, batches, loss, MaskTrainingOptions(), cost=macs, target=0.5)
+    smaller = masked.removed()
+
+What goes together (`groups`), what matters (`importance`, the masks) and the surgery (`removal`) are
+independent: the surgery takes a plain mapping from layer names to kept output channels, wherever it comes
+from.
+"""
+
+from pruning.errors import PruningError
+from pruning.group_lasso import GroupLassoMask
+from pruning.groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
+from pruning.hard_concrete import HardConcreteMask
+from pruning.importance import Criterion
+from pruning.masked_network import MaskedNetwork
+from pruning.masks import ChannelMask
+from pruning.registry import Pruner, get_pruner, list_pruners, register_pruner
+from pruning.removal import remove_channels
+from pruning.schedule import PushPull, StrengthController
+from pruning.selection import keep_share, keep_within
+from pruning.training import train_masks
+from pruning.training_options import MaskEpoch, MaskTrainingOptions, MaskTrainingResult, QualityJump
+
+__all__ = [
+    "ChannelGroup",
+    "ChannelMask",
+    "Criterion",
+    "GroupLassoMask",
+    "HardConcreteMask",
+    "KeptChannels",
+    "MaskEpoch",
+    "MaskTrainingOptions",
+    "MaskTrainingResult",
+    "MaskedNetwork",
+    "Pruner",
+    "PruningError",
+    "PushPull",
+    "QualityJump",
+    "StrengthController",
+    "channel_groups",
+    "get_pruner",
+    "keep_share",
+    "keep_within",
+    "list_pruners",
+    "register_pruner",
+    "removable_groups",
+    "remove_channels",
+    "train_masks",
+]

@@ -1,0 +1,68 @@
+"""The registry of pruners: learned masks and criteria, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pruning.errors import PruningError
+from pruning.masks import ChannelMask
+
+Definition = TypeVar("Definition", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """A way to choose channels.
+
+    Attributes:
+        name: what it is called in configurations.
+        description: one line for listings.
+        definition: a `ChannelMask` class (trained by `train_masks`), or a criterion, a function that scores
+            the units of a group (see `pruning.importance`).
+    """
+
+    name: str
+    description: str
+    definition: Callable[..., Any]
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the pruner is a mask to be trained, not a criterion to be computed."""
+        return isinstance(self.definition, type) and issubclass(self.definition, ChannelMask)
+
+
+_PRUNERS: dict[str, Pruner] = {}
+
+
+def register_pruner(name: str, description: str) -> Callable[[Definition], Definition]:
+    """Register the decorated mask class or criterion under `name`.
+
+    Raises:
+        PruningError: if the name is taken.
+    """
+
+    def register(definition: Definition) -> Definition:
+        if name in _PRUNERS:
+            raise PruningError(f"a pruner named {name!r} is registered already")
+        _PRUNERS[name] = Pruner(name, description, definition)
+        return definition
+
+    return register
+
+
+def get_pruner(name: str) -> Pruner:
+    """Return the pruner registered under `name`.
+
+    Raises:
+        PruningError: if there is none.
+    """
+    if name not in _PRUNERS:
+        raise PruningError(f"unknown pruner {name!r}; choose among {', '.join(sorted(_PRUNERS))}")
+    return _PRUNERS[name]
+
+
+def list_pruners() -> list[Pruner]:
+    """Return all registered pruners, sorted by name."""
+    return [_PRUNERS[name] for name in sorted(_PRUNERS)]

@@ -1,0 +1,165 @@
+"""The surgery: channels cut out of every layer that makes, carries or reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from pruning.errors import PruningError
+from pruning.groups import ChannelGroup, KeptChannels, find_group, groups_of_walk
+from pruning.labels import Labels
+from pruning.operations import pad_arguments
+from pruning.tracing import ChannelWalk, walk_channels
+
+
+def remove_channels(
+    model: nn.Module, kept: Mapping[str, Sequence[int]], example_input: torch.Tensor
+) -> nn.Module:
+    """Return a smaller copy of a network that holds only the kept channels.
+
+    The copy computes what the network computes when every layer that reads a removed channel receives zero in
+    its place. Convolutions, linear layers and batch norms of the copy are cut in place and keep their names;
+    a module that pads channels (an option-A shortcut) is replaced by one with the new widths. The model is
+    left as it is.
+
+    Args:
+        model: a network of one tensor input that torch.fx can trace.
+        kept: the sorted output channels to keep of each layer, as `ChannelGroup.kept` returns them. Layers
+            that are not named keep all their channels; coupled layers must be named together.
+        example_input: a batch that the network accepts, channels on axis 1.
+
+    Raises:
+        PruningError: if a layer is unknown or cannot be pruned, if its channels are not a sorted, non-empty
+            list of distinct channel numbers, or if coupled layers disagree.
+    """
+    walk = walk_channels(model, example_input)
+    return cut(model, walk, validate_kept(kept, groups_of_walk(walk)))
+
+
+def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGroup]) -> KeptChannels:
+    """Check a mapping of kept channels against the groups of a network and return it for every layer.
+
+    Raises:
+        PruningError: see `remove_channels`.
+    """
+    for name, channels in kept.items():
+        _validate_channels(name, channels, len(find_group(groups, name).layers[name]))
+    complete: KeptChannels = {}
+    for group in groups:
+        rows = {name: list(kept.get(name, range(len(row)))) for name, row in group.layers.items()}
+        if all(len(rows[name]) == len(row) for name, row in group.layers.items()):
+            complete.update(rows)
+            continue
+        if group.obstacle is not None:
+            raise PruningError(f"layer {group.name!r} cannot be pruned: {group.obstacle}")
+        closed = torch.zeros(group.units, dtype=torch.bool)
+        for name, row in group.layers.items():
+            remaining = set(rows[name])
+            closed[[unit for channel, unit in enumerate(row) if channel not in remaining]] = True
+        agreed = group.kept(~closed)
+        for name, channels in agreed.items():
+            if channels != rows[name]:
+                others = ", ".join(repr(other) for other in group.layers if other != name) or "itself"
+                raise PruningError(
+                    f"layer {name!r} keeps channels {rows[name]}, but it is coupled with {others}, "
+                    f"which leave it {channels}; take the channels of the whole group from ChannelGroup.kept"
+                )
+        complete.update(agreed)
+    return complete
+
+
+def cut(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> nn.Module:
+    """Cut the validated `kept` channels out of a copy of `model`, whose channel walk is `walk`."""
+    gone: set[int] = set()
+    for name, labels in walk.producers.items():
+        remaining = set(kept[name])
+        gone.update(
+            walk.labels.root(label) for channel, label in enumerate(labels) if channel not in remaining
+        )
+
+    def staying(labels: Labels) -> list[int]:
+        return [position for position, label in enumerate(labels) if walk.labels.root(label) not in gone]
+
+    smaller = copy.deepcopy(model)
+    for name, outputs in walk.producers.items():
+        inputs = walk.readers[name]
+        if len(staying(inputs)) < len(inputs) or len(kept[name]) < len(outputs):
+            _cut_layer(smaller.get_submodule(name), kept[name], staying(inputs))
+    for name, labels in walk.batch_norms.items():
+        _cut_batch_norm(smaller.get_submodule(name), staying(labels))
+    for name, (entering, leaving) in walk.depthwise.items():
+        _cut_depthwise(smaller.get_submodule(name), staying(leaving), len(staying(entering)))
+    for name, pad in walk.pads.items():
+        before, after = len(staying(pad.before)), len(staying(pad.after))
+        if (before, after) != (len(pad.before), len(pad.after)):
+            smaller.set_submodule(name, _repad(smaller.get_submodule(name), before, after))
+    return smaller
+
+
+def _validate_channels(name: str, channels: Sequence[int], available: int) -> None:
+    advice = f"give a sorted list of distinct channel numbers from 0 to {available - 1}"
+    if any(not isinstance(c, int) or isinstance(c, bool) for c in channels):
+        raise PruningError(f"kept channels of layer {name!r} are {channels!r}; {advice}")
+    if not channels:
+        raise PruningError(f"layer {name!r} would lose all of its {available} channels; keep at least one")
+    if list(channels) != sorted(set(channels)) or channels[0] < 0 or channels[-1] >= available:
+        raise PruningError(f"kept channels of layer {name!r} are {list(channels)}; {advice}")
+
+
+def _parameter(old: torch.Tensor, new: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad)
+
+
+def _cut_layer(layer: nn.Module, outputs: list[int], inputs: list[int]) -> None:
+    """Keep some rows and columns of a convolution or linear layer."""
+    if not isinstance(layer.weight, torch.Tensor):
+        raise TypeError(f"{type(layer).__name__} has no weight")
+    layer.weight = _parameter(layer.weight, layer.weight[outputs][:, inputs])
+    if isinstance(layer.bias, torch.Tensor):
+        layer.bias = _parameter(layer.bias, layer.bias[outputs])
+    if isinstance(layer, nn.Linear):
+        layer.in_features, layer.out_features = len(inputs), len(outputs)
+    else:
+        layer.in_channels, layer.out_channels = len(inputs), len(outputs)  # type: ignore[assignment]
+
+
+def _cut_batch_norm(layer: nn.Module, channels: list[int]) -> None:
+    """Keep some channels of a batch norm, running statistics included."""
+    layer.num_features = len(channels)  # type: ignore[assignment]
+    for name, parameter in list(layer._parameters.items()):
+        if parameter is not None:
+            setattr(layer, name, _parameter(parameter, parameter[channels]))
+    for name, buffer in list(layer._buffers.items()):
+        if buffer is not None and buffer.ndim == 1:
+            setattr(layer, name, buffer[channels].clone())
+
+
+def _cut_depthwise(layer: nn.Module, outputs: list[int], inputs: int) -> None:
+    """Keep some filters of a depthwise convolution: `inputs` groups of equally many filters."""
+    if not isinstance(layer.weight, torch.Tensor):
+        raise TypeError(f"{type(layer).__name__} has no weight")
+    layer.weight = _parameter(layer.weight, layer.weight[outputs])
+    if isinstance(layer.bias, torch.Tensor):
+        layer.bias = _parameter(layer.bias, layer.bias[outputs])
+    layer.groups = layer.in_channels = inputs  # type: ignore[assignment]
+    layer.out_channels = len(outputs)  # type: ignore[assignment]
+
+
+def _repad(owner: nn.Module, before: int, after: int) -> nn.Module:
+    """Rewrite a parameter-free module that pads channels so that it pads `before` and `after` of them."""
+    graph = fx.Tracer().trace(owner)
+    for node in graph.nodes:
+        if node.target is not F.pad:
+            continue
+        widths, _, _ = pad_arguments(node)
+        # The last pair is the channels': the walk accepts no padding of the batch axis.
+        widths[-2:] = [before, after]
+        if "pad" in node.kwargs:
+            node.update_kwarg("pad", tuple(widths))
+        else:
+            node.update_arg(1, tuple(widths))
+    return fx.GraphModule(owner, graph, class_name=type(owner).__name__)

@@ -1,0 +1,139 @@
+"""From scores to kept channels: a share of every group, or as many as a cost allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from pruning.errors import PruningError
+from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk
+from pruning.removal import cut, remove_channels, validate_kept
+from pruning.tracing import walk_channels
+
+Scope = Literal["uniform", "global"]
+Cost = Callable[[nn.Module], float]
+"""The cost of a network, such as its parameters or its MACs; it must shrink as channels go."""
+
+
+def keep_share(
+    groups: Sequence[ChannelGroup], scores: Mapping[str, torch.Tensor], share: float, scope: Scope = "uniform"
+) -> KeptChannels:
+    """Keep the best units.
+
+    Args:
+        groups: the groups to prune.
+        scores: for each group's name the scores of its units, shape (units,), higher is better.
+        share: of the units to keep, in [0, 1]; every layer keeps a channel even at 0.
+        scope: take the share of every group (`uniform`), or of all units ranked together (`global`).
+
+    Raises:
+        PruningError: if the share or the scope is not allowed, or a score is missing, misshapen or not a
+            number.
+    """
+    if not 0 <= share <= 1:
+        raise PruningError(f"the share of kept units must lie in [0, 1], got {share}")
+    if scope not in ("uniform", "global"):
+        raise PruningError(f"scope is {scope!r}; choose uniform or global")
+    rows = [_checked(group, scores) for group in groups]
+    if scope == "uniform":
+        opened = [_best(row, round(share * len(row))) for row in rows]
+    else:
+        together = torch.cat(rows)
+        opened = list(_best(together, round(share * len(together))).split([len(row) for row in rows]))
+    kept: KeptChannels = {}
+    for group, units, row in zip(groups, opened, rows, strict=True):
+        kept.update(group.kept(group.spare(units, row)))
+    return kept
+
+
+def keep_within(
+    model: nn.Module,
+    example_input: torch.Tensor,
+    groups: Sequence[ChannelGroup],
+    scores: Mapping[str, torch.Tensor],
+    cost: Cost,
+    fraction: float,
+    scope: Scope = "uniform",
+) -> KeptChannels:
+    """Keep as many of the best units as a cost allows.
+
+    Args:
+        model: the network to prune, left as it is.
+        example_input: a batch that it accepts, channels on axis 1.
+        groups: the groups to prune.
+        scores: for each group's name the scores of its units, shape (units,), higher is better.
+        cost: the cost of a network.
+        fraction: of the model's cost that may remain, in (0, 1].
+        scope: see `keep_share`.
+
+    Raises:
+        PruningError: if the target cannot be reached, with the smallest fraction that can.
+    """
+    if not 0 < fraction <= 1:
+        raise PruningError(f"the fraction of the cost to keep must lie in (0, 1], got {fraction}")
+    walk = walk_channels(model, example_input)
+    every = groups_of_walk(walk)
+    allowed = fraction * cost(model)
+
+    def kept_at(share: float) -> tuple[KeptChannels, float]:
+        kept = keep_share(groups, scores, share, scope)
+        return kept, cost(cut(model, walk, validate_kept(kept, every)))
+
+    best, spent = kept_at(1.0)
+    if spent <= allowed:
+        return best
+    require_reachable(model, example_input, groups, cost, fraction)
+    best, _ = kept_at(0.0)
+    low, high = 0.0, 1.0
+    for _ in range(math.ceil(math.log2(sum(group.units for group in groups))) + 1):
+        middle = (low + high) / 2
+        kept, spent = kept_at(middle)
+        if spent <= allowed:
+            low, best = middle, kept
+        else:
+            high = middle
+    return best
+
+
+def require_reachable(
+    model: nn.Module,
+    example_input: torch.Tensor,
+    groups: Sequence[ChannelGroup],
+    cost: Cost,
+    fraction: float,
+) -> None:
+    """Check that a network with one channel per pruned layer costs no more than `fraction` of the whole one.
+
+    Raises:
+        PruningError: if it does, with the smallest fraction that can be reached.
+    """
+    scores = {group.name: torch.zeros(group.units) for group in groups}
+    smallest = cost(remove_channels(model, keep_share(groups, scores, 0.0), example_input)) / cost(model)
+    if smallest > fraction:
+        raise PruningError(
+            f"a cost of {fraction:.3g} of the network's cannot be reached: with one channel per layer in "
+            f"{', '.join(group.name for group in groups)} it is still {smallest:.3g}; "
+            "prune more layers or raise the target"
+        )
+
+
+def _checked(group: ChannelGroup, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    row = scores.get(group.name)
+    if row is None or row.shape != (group.units,) or row.isnan().any():
+        found = (
+            "none"
+            if row is None
+            else f"shape {tuple(row.shape)}, {int(row.isnan().sum())} of them not numbers"
+        )
+        raise PruningError(f"group {group.name!r} needs {group.units} scores, got {found}")
+    return row.detach().cpu()
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    units = torch.zeros(len(scores), dtype=torch.bool)
+    units[scores.argsort(descending=True, stable=True)[:count]] = True
+    return units

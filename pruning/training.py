@@ -1,0 +1,240 @@
+"""Training a masked network until its masks have chosen the channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from pruning.errors import PruningError
+from pruning.hard_concrete import HardConcreteMask
+from pruning.masked_network import MaskedNetwork
+from pruning.masks import ChannelMask
+from pruning.schedule import StrengthController, linear
+from pruning.selection import Cost, keep_within, require_reachable
+from pruning.training_options import MaskEpoch, MaskTrainingOptions, MaskTrainingResult, QualityJump
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Evaluation = Callable[[nn.Module], float]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Batches(Protocol):
+    """One epoch of (inputs, targets) every time it is iterated, such as a DataLoader or a list."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return an iterator over the batches of an epoch."""
+
+
+def adam(learning_rate: float) -> MakeOptimizer:
+    """Return a maker of Adam optimizers without weight decay."""
+    return lambda parameters: torch.optim.Adam(parameters, lr=learning_rate)
+
+
+def train_masks(
+    masked: MaskedNetwork,
+    batches: Batches,
+    loss: Loss,
+    options: MaskTrainingOptions,
+    *,
+    network_optimizer: MakeOptimizer | None = None,
+    mask_optimizer: MakeOptimizer | None = None,
+    cost: Cost | None = None,
+    target: float | None = None,
+    evaluate: Evaluation | None = None,
+    on_epoch: Callable[[MaskEpoch], None] | None = None,
+) -> MaskTrainingResult:
+    """Train network and masks, then fix the masks.
+
+    With a target, the strength of the penalty adapts so that the cost of the network falls to it during the
+    pruning phase, and the masks are fixed as soon as it is reached. If it is not reached in time, the weakest
+    units over all groups are closed until it is. `masked.removed()` is the smaller network afterwards, to be
+    fine-tuned.
+
+    Args:
+        masked: the network, changed in place.
+        batches: an epoch of (inputs, targets) every time it is iterated.
+        loss: the task loss of outputs and targets, a scalar.
+        options: the schedule.
+        network_optimizer: makes the optimizer of the network's parameters; Adam at 0.001 if None.
+        mask_optimizer: makes the optimizer of the masks' parameters; Adam at each mask's
+            own learning rate if None.
+        cost: the cost of a plain network, such as its MACs.
+        target: the fraction of the cost to keep, in (0, 1); needs `cost`.
+        evaluate: the quality of a network, measured before and after the masks are fixed.
+        on_epoch: is called after every epoch.
+
+    Raises:
+        PruningError: if the target cannot be reached, the loss or a gate is not finite, or there is no batch.
+    """
+    if len(batches) == 0:
+        raise PruningError("there are no batches to train the masks on")
+    if target is not None and (cost is None or not 0 < target < 1):
+        raise PruningError(f"the target is a fraction of `cost` in (0, 1), got {target} of {cost}")
+    if target is not None and cost is not None:
+        require_reachable(masked.folded(), masked.example_input, masked.groups, cost, target)
+    if options.unit_norm:
+        masked.constrain_norms()
+    training = _MaskTraining(masked, loss, options, cost, target, evaluate)
+    training.network_optimizer = (network_optimizer or adam(1e-3))(masked.network_parameters())
+    training.mask_optimizer = (
+        mask_optimizer(masked.mask_parameters()) if mask_optimizer is not None else _adam_of_masks(masked)
+    )
+    history = []
+    for epoch in range(options.epochs + options.settling_epochs):
+        mean_loss = training.run_epoch(batches, epoch)
+        if epoch + 1 >= options.epochs:
+            training.fix()
+        record = MaskEpoch(
+            epoch, mean_loss, training.strength, masked.open_fraction(), training.cost_fraction()
+        )
+        history.append(record)
+        if on_epoch is not None:
+            on_epoch(record)
+    return MaskTrainingResult(history, training.jump)
+
+
+def _adam_of_masks(masked: MaskedNetwork) -> torch.optim.Optimizer:
+    masks = [mask for mask in masked.masks if isinstance(mask, ChannelMask)]
+    return torch.optim.Adam([{"params": list(m.parameters()), "lr": m.learning_rate} for m in masks])
+
+
+class _MaskTraining:
+    """The state of one mask training."""
+
+    network_optimizer: torch.optim.Optimizer
+    mask_optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        masked: MaskedNetwork,
+        loss: Loss,
+        options: MaskTrainingOptions,
+        cost: Cost | None,
+        target: float | None,
+        evaluate: Evaluation | None,
+    ) -> None:
+        self.masked, self.loss, self.options = masked, loss, options
+        self.cost, self.target, self.evaluate = cost, target, evaluate
+        self.full_cost = cost(masked.folded()) if cost is not None else None
+        self.controller = StrengthController(options.strength) if target is not None else None
+        self.strength = options.strength
+        self.full_penalty = float(masked.penalty().detach())
+        self.jump: QualityJump | None = None
+        self.fixed = False
+        self.step = 0
+        # Matrices and kernels: biases and batch norms are not what rescales around a mask.
+        self.weights = [parameter for parameter in masked.network_parameters() if parameter.ndim > 1]
+
+    def run_epoch(self, batches: Batches, epoch: int) -> float:
+        """Train for one epoch and return the mean task loss."""
+        total = 0.0
+        for number, (inputs, targets) in enumerate(batches):
+            progress = (epoch + number / len(batches)) / self.options.epochs
+            total += self.train_step(inputs, targets, progress)
+            checks = self.options.checks_per_epoch
+            if (number + 1) * checks // len(batches) > number * checks // len(batches):
+                self.check()
+        return total / len(batches)
+
+    def train_step(self, inputs: torch.Tensor, targets: torch.Tensor, progress: float) -> float:
+        """Take one step of the network, of the masks, or of both, and return the task loss."""
+        masked, options = self.masked, self.options
+        network_turn, mask_turn = (True, False) if self.fixed else options.push_pull.turns(self.step)
+        self.step += 1
+        if mask_turn and self.controller is not None:
+            openness = float(self.masked.penalty().detach()) / self.full_penalty
+            self.strength = self.controller.update(openness, progress)
+        self._set_temperature(linear(*options.temperature, progress))
+        masked.train()
+        task_loss = self.loss(masked(inputs), targets)
+        if not torch.isfinite(task_loss):
+            raise PruningError(
+                f"the loss is {float(task_loss.detach())} in step {self.step}; lower the learning rates"
+            )
+        objective = task_loss
+        if network_turn:
+            objective = objective + self._weight_penalty()
+        if mask_turn:
+            objective = objective + self.strength * masked.penalty(options.strengths)
+        masked.zero_grad(set_to_none=True)
+        objective.backward()
+        if network_turn:
+            self.network_optimizer.step()
+        if mask_turn:
+            self.mask_optimizer.step()
+        if not self.fixed:
+            if options.unit_norm:
+                masked.project_norms()
+            if mask_turn and options.trap_threshold is not None:
+                masked.trap(options.trap_threshold)
+        return float(task_loss.detach())
+
+    def check(self) -> None:
+        """Fix the masks if the cost has reached the target."""
+        if self.fixed or self.target is None:
+            return
+        fraction = self.cost_fraction()
+        if fraction is not None and fraction <= self.target:
+            self.fix()
+
+    def fix(self) -> None:
+        """Close what the target and the limit demand, freeze the masks and measure the jump in quality."""
+        if self.fixed:
+            return
+        masked = self.masked
+        sampled = deterministic = None
+        if self.evaluate is not None:
+            with masked.sampled_gates():
+                sampled = self.evaluate(masked)
+            deterministic = self.evaluate(masked)
+        if self.options.limit is not None:
+            masked.limit(self.options.limit)
+        fraction = self.cost_fraction()
+        if (
+            self.cost is not None
+            and self.target is not None
+            and fraction is not None
+            and fraction > self.target
+        ):
+            kept = keep_within(
+                masked.folded(),
+                masked.example_input,
+                masked.groups,
+                masked.scores(),
+                self.cost,
+                self.target,
+                scope="global",
+            )
+            masked.keep({group.name: group.units_of(kept) for group in masked.groups})
+        masked.freeze()
+        self.fixed = True
+        self.strength = 0.0
+        if self.evaluate is not None and sampled is not None and deterministic is not None:
+            self.jump = QualityJump(sampled, deterministic, self.evaluate(masked))
+
+    def cost_fraction(self) -> float | None:
+        """Return the share of the cost that the open channels make up, None without a cost."""
+        if self.cost is None or self.full_cost is None:
+            return None
+        return self.cost(self.masked.removed()) / self.full_cost
+
+    def _set_temperature(self, temperature: float) -> None:
+        for mask in self.masked.masks:
+            if isinstance(mask, HardConcreteMask):
+                mask.set_temperature(temperature)
+
+    def _weight_penalty(self) -> torch.Tensor:
+        penalty = self.weights[0].new_zeros(())
+        for weight in self.weights:
+            if self.options.l1 > 0:
+                penalty = penalty + self.options.l1 * weight.abs().sum()
+            if self.options.l2 > 0:
+                penalty = penalty + self.options.l2 * weight.square().sum()
+        return penalty

@@ -1,0 +1,202 @@
+"""Small networks of every shape that channel pruning must understand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class LambdaLayer(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class BasicBlock(nn.Module):
+    """The block of the classic CIFAR ResNet implementation, with shortcuts of type A or B."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int, option: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_planes, planes, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.shortcut: nn.Module = nn.Sequential()
+        if stride != 1 or in_planes != planes:
+            if option == "A":
+                self.shortcut = LambdaLayer(
+                    lambda x: F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, planes // 4, planes // 4), "constant", 0)
+                )
+            else:
+                self.shortcut = nn.Sequential(
+                    nn.Conv2d(in_planes, planes, 1, stride, bias=False), nn.BatchNorm2d(planes)
+                )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += self.shortcut(x)
+        return F.relu(out)
+
+
+class CifarResNet(nn.Module):
+    def __init__(self, option: str = "A", blocks: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        planes = width
+        for stage in range(3):
+            layers = []
+            for block in range(blocks):
+                out = width * 2**stage
+                layers.append(BasicBlock(planes, out, 2 if stage and not block else 1, option))
+                planes = out
+            setattr(self, f"layer{stage + 1}", nn.Sequential(*layers))
+        self.linear = nn.Linear(planes, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.layer3(self.layer2(self.layer1(out)))
+        out = F.avg_pool2d(out, out.size()[3])
+        return self.linear(out.view(out.size(0), -1))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, channels: int, growth: int) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(channels)
+        self.conv = nn.Conv2d(channels, growth, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.conv(F.relu(self.bn(x)))], 1)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = nn.Conv2d(3, 8, 3, padding=1)
+        self.squeeze = nn.Conv2d(8, 4, 1)
+        self.excite = nn.Conv2d(4, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.expand(x))
+        scale = torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3), keepdim=True)))))
+        return self.head((x * scale).mean([2, 3]))
+
+
+class DoubledStream(nn.Module):
+    """Concatenates a stream with a silent copy of itself, another parameter-free shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1)
+        self.conv2 = nn.Conv2d(4, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv1(x)
+        return self.head((self.conv2(F.relu(x)) + torch.cat((x, x.mul(0)), dim=1)).mean((2, 3)))
+
+
+def plain_chain() -> nn.Module:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(3, 6, 3, padding=1),
+            bn1=nn.BatchNorm2d(6),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(6, 8, 3, bias=False),
+            bn2=nn.BatchNorm2d(8, affine=False),
+            relu2=nn.ReLU(),
+            pool2=nn.AvgPool2d(2),
+            flatten=nn.Flatten(),
+            dropout=nn.Dropout(0.5),
+            dense1=nn.Linear(8 * 3 * 3, 10),
+            relu3=nn.ReLU(),
+            dense2=nn.Linear(10, 5),
+        )
+    )
+
+
+def depthwise() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 1),
+        nn.ReLU6(),
+        nn.Conv2d(6, 12, 3, padding=1, groups=6),
+        nn.BatchNorm2d(12),
+        nn.ReLU6(),
+        nn.Conv2d(12, 7, 1),
+        nn.BatchNorm2d(7),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(7, 5),
+    )
+
+
+def densenet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 5, 3, padding=1),
+        DenseLayer(5, 4),
+        DenseLayer(9, 3),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(12 * 16, 5),
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "plain_chain": plain_chain,
+    "resnet_option_a": lambda: CifarResNet("A"),
+    "resnet_option_b": lambda: CifarResNet("B"),
+    "densenet": densenet,
+    "depthwise": depthwise,
+    "squeeze_excite": SqueezeExcite,
+    "doubled_stream": DoubledStream,
+}
+
+
+def randomised(network: nn.Module, seed: int = 0) -> nn.Module:
+    """Give batch norms statistics and parameters that do not leave a silent channel silent by themselves."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.5, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+            if module.affine:
+                module.weight.data.uniform_(0.5, 1.5, generator=generator)
+                module.bias.data.normal_(0, 0.5, generator=generator)
+    return network.eval()
+
+
+@pytest.fixture
+def build() -> Callable[[str], nn.Module]:
+    """Build one of the networks by name, in evaluation mode, with batch norms that are not trivial."""
+
+    def make(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return randomised(NETWORKS[name]())
+
+    return make
+
+
+@pytest.fixture(params=sorted(NETWORKS))
+def network(request: pytest.FixtureRequest, build: Callable[[str], nn.Module]) -> nn.Module:
+    """Every network in turn."""
+    return build(request.param)
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    """A batch of inputs that all of them accept."""
+    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))

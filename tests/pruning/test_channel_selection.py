@@ -1,0 +1,98 @@
+"""From scores to kept channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pruning import PruningError, channel_groups, keep_share, keep_within, removable_groups, remove_channels
+
+Build = Callable[[str], nn.Module]
+SCOPES = ["uniform", "global"]
+
+
+def parameters(network: nn.Module) -> float:
+    return float(sum(parameter.numel() for parameter in network.parameters()))
+
+
+def random_scores(network: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    groups = removable_groups(channel_groups(network, images))
+    return {group.name: torch.rand(group.units, generator=generator) for group in groups}
+
+
+def test_a_uniform_share_is_taken_of_every_group_best_first(build: Build, images: torch.Tensor) -> None:
+    groups = removable_groups(channel_groups(build("plain_chain"), images))
+    scores = {g.name: torch.arange(g.units).remainder(2).float() for g in groups}
+    kept = keep_share(groups, scores, 0.5)
+    assert kept == {"conv1": [1, 3, 5], "conv2": [1, 3, 5, 7], "dense1": [1, 3, 5, 7, 9]}
+
+
+def test_a_global_share_ranks_all_units_together_but_empties_no_layer(
+    build: Build, images: torch.Tensor
+) -> None:
+    groups = removable_groups(channel_groups(build("plain_chain"), images))
+    scores = {g.name: torch.full((g.units,), float(g.units)) for g in groups}
+    kept = keep_share(groups, scores, 18 / 24, "global")
+    assert [len(kept[name]) for name in ("conv1", "conv2", "dense1")] == [1, 8, 10]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@given(fraction=st.floats(0.25, 1))
+def test_the_cost_target_is_met_and_nearly_used_up(
+    build: Build, images: torch.Tensor, scope: Literal["uniform", "global"], fraction: float
+) -> None:
+    network = build("plain_chain")
+    groups = removable_groups(channel_groups(network, images))
+    scores = random_scores(network, images)
+    kept = keep_within(network, images, groups, scores, parameters, fraction, scope)
+    share = parameters(remove_channels(network, kept, images)) / parameters(network)
+    # The step between two plans is what one more channel costs, in each group or in one.
+    assert fraction - 0.3 <= share <= fraction
+
+
+def test_everything_is_kept_if_the_cost_allows_it(build: Build, images: torch.Tensor) -> None:
+    network = build("resnet_option_a")
+    groups = removable_groups(channel_groups(network, images))
+    kept = keep_within(network, images, groups, random_scores(network, images), parameters, 1.0)
+    assert all(len(kept[name]) == len(row) for group in groups for name, row in group.layers.items())
+
+
+def test_a_target_out_of_reach_names_the_smallest_that_is_not(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    groups = removable_groups(channel_groups(network, images), ["dense1"])
+    scores = random_scores(network, images)
+    with pytest.raises(
+        PruningError, match=r"0.1 of the network's cannot be reached.* in dense1 it is still 0\.\d+"
+    ):
+        keep_within(network, images, groups, scores, parameters, 0.1)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
+def test_targets_outside_their_range_are_refused(build: Build, images: torch.Tensor, fraction: float) -> None:
+    network = build("plain_chain")
+    groups = removable_groups(channel_groups(network, images))
+    with pytest.raises(PruningError, match=r"must lie in \(0, 1\]"):
+        keep_within(network, images, groups, random_scores(network, images), parameters, fraction)
+
+
+def test_shares_scopes_and_scores_are_validated(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    groups = removable_groups(channel_groups(network, images))
+    scores = random_scores(network, images)
+    with pytest.raises(PruningError, match=r"must lie in \[0, 1\], got 1.5"):
+        keep_share(groups, scores, 1.5)
+    with pytest.raises(PruningError, match="choose uniform or global"):
+        keep_share(groups, scores, 0.5, "local")
+    with pytest.raises(PruningError, match="'conv1' needs 6 scores, got none"):
+        keep_share(groups, {}, 0.5)
+    with pytest.raises(
+        PruningError, match="'conv2' needs 8 scores, got shape \\(8,\\), 1 of them not numbers"
+    ):
+        keep_share(groups, {**scores, "conv2": torch.tensor([float("nan"), *[1.0] * 7])}, 0.5)

@@ -1,0 +1,249 @@
+"""Masks that learn: on data in which few channels say anything, the others close."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pruning import (
+    ChannelMask,
+    GroupLassoMask,
+    HardConcreteMask,
+    MaskedNetwork,
+    MaskEpoch,
+    MaskTrainingOptions,
+    PruningError,
+    PushPull,
+    train_masks,
+)
+from pruning.training import adam
+
+INFORMATIVE = [1, 4]
+MASKS: dict[str, Callable[[int], ChannelMask]] = {
+    "group_lasso": GroupLassoMask,
+    "hard_concrete": HardConcreteMask,
+    "hard_concrete_alpha": partial(HardConcreteMask, parametrisation="alpha"),
+    "hard_concrete_hard_sigmoid": partial(HardConcreteMask, penalty_function="hard_sigmoid"),
+}
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def batches(count: int = 24, seed: int = 0) -> Batches:
+    """Images of six channels; the class shifts the brightness of two of them."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(count):
+        labels = torch.randint(0, 4, (32,), generator=generator)
+        images = torch.rand(32, 6, 4, 4, generator=generator)
+        images[:, 1] += (labels % 2).float().view(-1, 1, 1)
+        images[:, 4] += (labels // 2).float().view(-1, 1, 1)
+        result.append((images, labels))
+    return result
+
+
+def network() -> nn.Module:
+    """A first layer that hands the six channels on, and a head that has learned to read them."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(6, 6, 1)
+    first.weight.data = torch.eye(6).view(6, 6, 1, 1)
+    first.bias.data.zero_()
+    first.requires_grad_(False)
+    model = nn.Sequential(first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+    optimizer = torch.optim.Adam(model[-1].parameters(), lr=0.05)
+    for images, labels in batches() * 4:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model
+
+
+def accuracy(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        hits = [(model(images).argmax(1) == labels).float().mean() for images, labels in batches(8, seed=1)]
+    return float(torch.stack(hits).mean())
+
+
+def parameters(model: nn.Module) -> float:
+    return float(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def masked_network(mask: str) -> MaskedNetwork:
+    return MaskedNetwork(network(), batches(1)[0][0], MASKS[mask])
+
+
+@pytest.mark.parametrize("unit_norm", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_uninformative_channels_close_and_the_others_stay(mask: str, unit_norm: bool) -> None:
+    masked = masked_network(mask)
+    before = accuracy(masked.folded())
+    # An open gate costs less than the loss that an informative channel saves (log 2), and more than nothing.
+    options = MaskTrainingOptions(epochs=16, settling_epochs=2, strength=0.3, l2=1e-3, unit_norm=unit_norm)
+    # The head must unlearn the other channels as fast as their gates close.
+    mask_optimizer = adam({"group_lasso": 0.02, "hard_concrete_alpha": 0.3}.get(mask, 0.1))
+    train_masks(
+        masked,
+        batches(),
+        F.cross_entropy,
+        options,
+        network_optimizer=adam(0.02),
+        mask_optimizer=mask_optimizer,
+    )
+    assert masked.kept_channels() == {"0": INFORMATIVE}
+    smaller = masked.removed()
+    assert parameters(smaller) < parameters(network()) / 2
+    assert accuracy(smaller) > before - 0.02
+
+
+@pytest.mark.parametrize(("strength", "push_pull"), [(1e-5, PushPull()), (1e-1, PushPull(2, 1))])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_target_is_reached_without_tuning_the_strength(
+    mask: str, strength: float, push_pull: PushPull
+) -> None:
+    masked = masked_network(mask)
+    options = MaskTrainingOptions(epochs=12, settling_epochs=4, strength=strength, push_pull=push_pull)
+    result = train_masks(
+        masked,
+        batches(),
+        F.cross_entropy,
+        options,
+        network_optimizer=adam(0.02),
+        cost=parameters,
+        target=0.6,
+    )
+    assert result.epochs[-1].cost_fraction <= 0.6
+    assert parameters(masked.removed()) <= 0.6 * parameters(network())
+    # Chance is 0.25. Gates without noise choose well in so few steps, sampled ones less so.
+    assert accuracy(masked.removed()) > (0.95 if mask == "group_lasso" else 0.4)
+
+
+def test_the_masks_are_fixed_at_the_end_and_removed_networks_agree() -> None:
+    masked = masked_network("hard_concrete")
+    options = MaskTrainingOptions(epochs=2, settling_epochs=1, strength=0.1)
+    train_masks(masked, batches(), F.cross_entropy, options)
+    assert not any(parameter.requires_grad for parameter in masked.mask_parameters())
+    images = batches(1)[0][0]
+    masked.eval()
+    torch.testing.assert_close(masked.removed()(images), masked(images), atol=1e-5, rtol=1e-5)
+
+
+def test_the_history_is_reported_epoch_by_epoch() -> None:
+    masked, seen = masked_network("group_lasso"), list[MaskEpoch]()
+    options = MaskTrainingOptions(epochs=2, settling_epochs=2)
+    result = train_masks(masked, batches(4), F.cross_entropy, options, cost=parameters, on_epoch=seen.append)
+    assert result.epochs == seen
+    assert [epoch.epoch for epoch in seen] == [0, 1, 2, 3]
+    assert [epoch.strength for epoch in seen] == [options.strength, 0.0, 0.0, 0.0]
+    assert all(math.isfinite(epoch.loss) and epoch.cost_fraction == 1.0 for epoch in seen)
+
+
+def test_the_quality_jump_of_fixing_the_masks_is_measured() -> None:
+    masked = masked_network("hard_concrete")
+    options = MaskTrainingOptions(epochs=6, strength=0.03)
+    jump = train_masks(masked, batches(), F.cross_entropy, options, evaluate=accuracy).jump
+    assert jump is not None
+    assert jump.fixed == pytest.approx(accuracy(masked.removed()))
+    assert 0 <= jump.sampled <= 1
+    assert 0 <= jump.deterministic <= 1
+
+
+def test_a_hard_limit_holds_without_any_penalty() -> None:
+    masked = masked_network("group_lasso")
+    options = MaskTrainingOptions(epochs=1, strength=0.0, limit=0.5)
+    train_masks(masked, batches(), F.cross_entropy, options)
+    assert len(masked.kept_channels()["0"]) == 3
+
+
+def test_the_temperature_is_annealed_linearly() -> None:
+    masked = masked_network("hard_concrete")
+    temperatures = []
+    masked.register_forward_pre_hook(lambda module, inputs: temperatures.append(module.masks[0].temperature))
+    options = MaskTrainingOptions(epochs=2, temperature=(0.4, 0.1))
+    train_masks(masked, batches(4), F.cross_entropy, options)
+    assert temperatures == pytest.approx([0.4 - 0.3 * step / 8 for step in range(8)])
+
+
+def test_push_pull_moves_one_side_at_a_time() -> None:
+    masked = masked_network("group_lasso")
+    options = MaskTrainingOptions(epochs=1, push_pull=PushPull(3, 1), unit_norm=False)
+    gates = masked.masks[0].weight.clone()
+    train_masks(masked, batches(3), F.cross_entropy, options)
+    assert torch.equal(masked.masks[0].weight, gates)
+
+
+def test_the_weights_are_regularised_without_the_masks() -> None:
+    norms = {}
+    for l1, l2 in ((0.0, 0.0), (0.01, 0.0), (0.0, 0.01)):
+        masked = masked_network("group_lasso")
+        options = MaskTrainingOptions(epochs=2, strength=0.0, l1=l1, l2=l2, unit_norm=False)
+        train_masks(masked, batches(), F.cross_entropy, options)
+        norms[l1, l2] = float(masked.network[-1].weight.detach().norm())
+        assert masked.open_fraction() == 1
+    assert norms[0.01, 0.0] < norms[0.0, 0.0] > norms[0.0, 0.01]
+
+
+def test_diverging_training_is_an_error() -> None:
+    masked = masked_network("group_lasso")
+    masked.network[-1].weight.data.fill_(float("nan"))
+    with pytest.raises(PruningError, match="the loss is nan in step 1; lower the learning rates"):
+        train_masks(masked, batches(1), F.cross_entropy, MaskTrainingOptions(epochs=1, unit_norm=False))
+
+
+def test_a_target_out_of_reach_is_an_error_before_any_training() -> None:
+    masked, epochs = masked_network("group_lasso"), list[MaskEpoch]()
+    with pytest.raises(PruningError, match=r"0.01 of the network's cannot be reached"):
+        train_masks(
+            masked,
+            batches(2),
+            F.cross_entropy,
+            MaskTrainingOptions(epochs=1),
+            cost=parameters,
+            target=0.01,
+            on_epoch=epochs.append,
+        )
+    assert not epochs
+
+
+@pytest.mark.parametrize(("cost", "target"), [(None, 0.5), (parameters, 0.0), (parameters, 1.0)])
+def test_targets_that_make_no_sense_are_refused(
+    cost: Callable[[nn.Module], float] | None, target: float
+) -> None:
+    with pytest.raises(PruningError, match="target is a fraction"):
+        train_masks(
+            masked_network("group_lasso"),
+            batches(1),
+            F.cross_entropy,
+            MaskTrainingOptions(),
+            cost=cost,
+            target=target,
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epochs": 0},
+        {"settling_epochs": -1},
+        {"strength": -1.0},
+        {"l2": math.nan},
+        {"checks_per_epoch": 0},
+        {"trap_threshold": math.nan},
+        {"limit": 0.0},
+        {"temperature": (0.0, 0.1)},
+    ],
+)
+def test_options_outside_their_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PruningError, match=next(iter(options))):
+        MaskTrainingOptions(**options)
+
+
+def test_training_needs_batches() -> None:
+    with pytest.raises(PruningError, match="no batches"):
+        train_masks(masked_network("group_lasso"), [], F.cross_entropy, MaskTrainingOptions())

@@ -1,0 +1,227 @@
+"""A network under masks: where gates act, how they close, and the way back to a plain network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pruning import GroupLassoMask, HardConcreteMask, MaskedNetwork, PruningError
+from pruning.masks import ChannelMask
+
+Build = Callable[[str], nn.Module]
+MASKS: list[type[ChannelMask]] = [GroupLassoMask, HardConcreteMask]
+
+
+def with_random_gates(network: nn.Module, images: torch.Tensor, mask: type[ChannelMask]) -> MaskedNetwork:
+    """Gates of every sign and size, about a third of them closed."""
+    masked = MaskedNetwork(network, images, mask).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in masked.mask_parameters():
+        parameter.data.normal_(0.5, 1.5, generator=generator)
+    masked.trap(0.4)
+    return masked
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masked_folded_and_removed_networks_agree(
+    network: nn.Module, images: torch.Tensor, mask: type[ChannelMask]
+) -> None:
+    masked = with_random_gates(network, images, mask)
+    with torch.no_grad():
+        expected = masked(images)
+        torch.testing.assert_close(masked.folded()(images), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(masked.removed()(images), expected, atol=1e-5, rtol=1e-5)
+    assert masked.open_fraction() < 1
+
+
+def test_fresh_group_lasso_masks_change_nothing(network: nn.Module, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(network, images, GroupLassoMask).eval()
+    assert torch.equal(masked(images), network(images))
+
+
+def test_the_folded_network_has_the_state_and_types_of_the_original(
+    network: nn.Module, images: torch.Tensor
+) -> None:
+    folded = with_random_gates(network, images, GroupLassoMask).folded()
+    assert type(folded) is type(network)
+    assert list(folded.state_dict()) == list(network.state_dict())
+    assert not any(module._forward_pre_hooks for module in folded.modules())
+
+
+def test_the_model_is_copied(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    before = copy.deepcopy(network.state_dict())
+    masked = MaskedNetwork(network, images, GroupLassoMask)
+    masked.constrain_norms()
+    for parameter in masked.parameters():
+        parameter.data.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in network.modules())
+
+
+def test_gates_come_after_batch_norm_activation_and_pooling(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("plain_chain"), images, GroupLassoMask).eval()
+    masked.keep({group.name: torch.arange(group.units) > 0 for group in masked.groups})
+    received = {}
+    for name in ("conv2", "dense1", "dense2"):
+        masked.network.get_submodule(name).register_forward_pre_hook(
+            lambda module, inputs, name=name: received.update({name: inputs[0]})
+        )
+    masked(images)
+    assert not received["conv2"][:, 0].any()
+    assert not received["dense1"][:, :9].any()
+    assert not received["dense2"][:, 0].any()
+    assert received["conv2"][:, 1:].any()
+
+
+def test_all_readers_of_a_group_see_the_same_draw(build: Build, images: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    masked = MaskedNetwork(build("resnet_option_a"), images, HardConcreteMask).train()
+    scales: dict[str, torch.Tensor] = {}
+    for name, gate in masked._readers.items():
+        masked.network.get_submodule(name).register_forward_pre_hook(
+            lambda module, inputs, name=name, gate=gate: scales.update({name: gate.scale})
+        )
+    masked(images)
+    stream = masked.groups[0]
+    draw = dict(zip(stream.readers["linear"], scales["linear"].tolist(), strict=True))
+    for name, row in stream.readers.items():
+        assert scales[name].tolist() == [draw[unit] for unit in row]
+
+
+def test_parameters_are_divided_between_network_and_masks(network: nn.Module, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(network, images, HardConcreteMask)
+    ours, theirs = set(map(id, masked.mask_parameters())), set(map(id, masked.network_parameters()))
+    assert not ours & theirs
+    assert ours | theirs == set(map(id, masked.parameters()))
+
+
+def test_masks_learn_through_the_network(network: nn.Module, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(network, images, GroupLassoMask)
+    masked(images).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in masked.mask_parameters())
+
+
+def test_a_copy_has_gates_of_its_own(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("plain_chain"), images, GroupLassoMask).eval()
+    other = copy.deepcopy(masked)
+    for parameter in other.mask_parameters():
+        parameter.data.zero_()
+    assert not torch.equal(masked(images), other(images))
+
+
+def test_state_survives_saving(build: Build, images: torch.Tensor) -> None:
+    masked = with_random_gates(build("resnet_option_b"), images, GroupLassoMask)
+    other = MaskedNetwork(build("resnet_option_b"), images, GroupLassoMask).eval()
+    other.load_state_dict(masked.state_dict())
+    assert torch.equal(masked(images), other(images))
+
+
+def test_the_inner_network_cannot_be_called_by_mistake(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("plain_chain"), images, GroupLassoMask)
+    with pytest.raises(PruningError, match="call the MaskedNetwork"):
+        masked.network(images)
+
+
+def test_only_the_groups_of_named_layers_get_a_mask(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("resnet_option_a"), images, GroupLassoMask, ["layer1.0.conv1"])
+    assert list(masked.kept_channels()) == ["layer1.0.conv1"]
+    with pytest.raises(
+        PruningError, match="'linear' cannot be pruned: its channels are the network's output"
+    ):
+        MaskedNetwork(build("resnet_option_a"), images, GroupLassoMask, ["linear"])
+
+
+def test_the_penalty_is_the_weighted_sum_over_the_groups(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("plain_chain"), images, GroupLassoMask)
+    assert float(masked.penalty().detach()) == 6 + 8 + 10
+    assert float(masked.penalty({"conv1": 2.0, "dense1": 0.0}).detach()) == 12 + 8
+    for strengths in ({"conv9": 1.0}, {"conv1": -1.0}, {"conv1": float("nan")}):
+        with pytest.raises(PruningError, match="give a factor of at least 0 for one of conv1, conv2, dense1"):
+            masked.penalty(strengths)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_never_all_channels_of_a_layer_close(
+    network: nn.Module, images: torch.Tensor, mask: type[ChannelMask]
+) -> None:
+    masked = MaskedNetwork(network, images, mask).eval()
+    for parameter in masked.mask_parameters():
+        parameter.data.fill_(-9.0 if mask is HardConcreteMask else 0.0)
+    masked.trap(0.1)
+    assert all(len(channels) >= 1 for channels in masked.kept_channels().values())
+    assert masked.removed()(images).shape == (3, 5)
+    for masks in masked.masks:
+        assert masks.deterministic_gates().any()
+
+
+def test_trapped_units_stay_closed(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("plain_chain"), images, GroupLassoMask)
+    masked.masks[0].weight.data[:2] = torch.tensor([0.01, -0.01])
+    masked.trap(0.05)
+    masked.masks[0].weight.data.fill_(1.0)
+    assert masked.kept_channels()["conv1"] == [2, 3, 4, 5]
+
+
+def test_a_limit_keeps_the_best_units(build: Build, images: torch.Tensor) -> None:
+    masked = MaskedNetwork(build("plain_chain"), images, GroupLassoMask)
+    masked.masks[0].weight.data = torch.tensor([0.1, -5.0, 0.2, 4.0, 3.0, 0.3])
+    masked.limit(0.5)
+    kept = masked.kept_channels()
+    assert kept["conv1"] == [1, 3, 4]
+    assert [len(kept[name]) for name in ("conv2", "dense1")] == [4, 5]
+    with pytest.raises(PruningError, match=r"limit on kept channels must lie in \(0, 1\]"):
+        masked.limit(0.0)
+
+
+def test_freezing_binarises_hard_concrete_gates(build: Build, images: torch.Tensor) -> None:
+    masked = with_random_gates(build("plain_chain"), images, HardConcreteMask)
+    masked.freeze()
+    assert all(set(mask.gates().tolist()) <= {0.0, 1.0} for mask in masked.train().masks)
+    assert torch.equal(masked(images), masked(images)) is False  # dropout still draws
+    masked.eval()
+    torch.testing.assert_close(masked.removed()(images), masked(images), atol=1e-5, rtol=1e-5)
+
+
+def test_gates_can_be_sampled_at_evaluation(build: Build, images: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    masked = MaskedNetwork(build("plain_chain"), images, HardConcreteMask).eval()
+    for parameter in masked.mask_parameters():
+        parameter.data.zero_()
+    assert torch.equal(masked(images), masked(images))
+    with masked.sampled_gates():
+        assert not torch.equal(masked(images), masked(images))
+    assert torch.equal(masked(images), masked(images))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_constraining_norms_keeps_the_function(
+    network: nn.Module, images: torch.Tensor, mask: type[ChannelMask]
+) -> None:
+    masked = MaskedNetwork(network, images, mask).eval()
+    expected = masked(images)
+    masked.constrain_norms()
+    torch.testing.assert_close(masked(images), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_norms_are_projected_back_and_group_lasso_penalises_them(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    norms = network.conv2.weight.detach().transpose(0, 1).flatten(1).norm(dim=1)
+    masked = MaskedNetwork(network, images, GroupLassoMask)
+    masked.constrain_norms()
+    # The factors are the norms of the columns: their L1 norm is the group LASSO on the reading weights.
+    root_mean_square = norms.square().mean().sqrt()
+    torch.testing.assert_close(masked.masks[0].weight.detach(), norms / root_mean_square)
+    masked.network.conv2.weight.data.mul_(torch.rand(1, 6, 1, 1) + 0.5)
+    masked.project_norms()
+    held = masked.network.conv2.weight.detach().transpose(0, 1).flatten(1).norm(dim=1)
+    torch.testing.assert_close(held, root_mean_square.expand(6))
+
+
+def test_projecting_needs_fixed_norms(build: Build, images: torch.Tensor) -> None:
+    with pytest.raises(PruningError, match="call constrain_norms first"):
+        MaskedNetwork(build("plain_chain"), images, GroupLassoMask).project_norms()

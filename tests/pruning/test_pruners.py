@@ -1,0 +1,134 @@
+"""Everything that the registry holds, and the criteria one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pruning import (
+    ChannelMask,
+    PruningError,
+    channel_groups,
+    get_pruner,
+    keep_share,
+    list_pruners,
+    register_pruner,
+    removable_groups,
+    remove_channels,
+)
+
+Build = Callable[[str], nn.Module]
+MASKS = [pruner.name for pruner in list_pruners() if pruner.is_mask]
+CRITERIA = [pruner.name for pruner in list_pruners() if not pruner.is_mask]
+
+
+def score(name: str, network: nn.Module, images: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    groups = removable_groups(channel_groups(network, images))
+    return {g.name: get_pruner(name).definition(network, g, images, generator) for g in groups}
+
+
+def test_the_registry_holds_the_pruners_of_the_field() -> None:
+    assert [pruner.name for pruner in list_pruners()] == [
+        "apoz",
+        "first_k",
+        "group_lasso",
+        "hard_concrete",
+        "magnitude",
+        "random",
+    ]
+    assert MASKS == ["group_lasso", "hard_concrete"]
+    assert all(pruner.description for pruner in list_pruners())
+
+
+def test_unknown_and_taken_names_are_refused() -> None:
+    with pytest.raises(PruningError, match="unknown pruner 'l1'; choose among apoz, first_k"):
+        get_pruner("l1")
+    with pytest.raises(PruningError, match="'random' is registered already"):
+        register_pruner("random", "again")(lambda: None)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_keeps_the_contract(name: str) -> None:
+    mask = get_pruner(name).definition(5)
+    assert isinstance(mask, ChannelMask)
+    features = torch.randn(2, 5, 3, 3)
+    assert mask(features).shape == features.shape
+    for row in (mask.gates(), mask.deterministic_gates(), mask.penalty(), mask.scores(), mask.open_units()):
+        assert row.shape == (5,)
+    closing = torch.tensor([True, False, True, False, False])
+    mask.close(closing)
+    for row in (mask.gates(), mask.deterministic_gates(), mask.penalty(), mask.scores()):
+        assert not row[closing].any()
+    assert mask.open_units().tolist() == (~closing).tolist()
+    mask.freeze()
+    assert not any(parameter.requires_grad for parameter in mask.parameters())
+    assert torch.equal(mask.train()(features), mask.eval()(features))
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_every_criterion_prunes_every_network(name: str, network: nn.Module, images: torch.Tensor) -> None:
+    network.train()
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    scores = score(name, network, images)
+    assert network.training
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    groups = removable_groups(channel_groups(network, images))
+    assert all(scores[group.name].shape == (group.units,) for group in groups)
+    smaller = remove_channels(network, keep_share(groups, scores, 0.5), images).eval()
+    assert smaller(images).shape == (3, 5)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_every_criterion_is_deterministic_for_a_seed(name: str, build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    first, second = score(name, network, images, 3), score(name, network, images, 3)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_first_k_removes_the_first_channels(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    groups = removable_groups(channel_groups(network, images))
+    kept = keep_share(groups, score("first_k", network, images), 0.5)
+    assert kept == {"conv1": [3, 4, 5], "conv2": [4, 5, 6, 7], "dense1": [5, 6, 7, 8, 9]}
+
+
+def test_random_depends_on_the_seed(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    assert not torch.equal(
+        score("random", network, images, 0)["conv1"], score("random", network, images, 1)["conv1"]
+    )
+
+
+def test_magnitude_is_the_relative_l1_norm_of_the_filters(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    norms = network.conv2.weight.detach().abs().sum((1, 2, 3))
+    torch.testing.assert_close(score("magnitude", network, images)["conv2"], norms / norms.mean())
+
+
+def test_magnitude_of_a_stream_is_the_mean_over_its_layers(build: Build, images: torch.Tensor) -> None:
+    network = build("resnet_option_b")
+    layers = [network.conv1, network.layer1[0].conv2, network.layer1[1].conv2]
+    norms = [layer.weight.detach().abs().sum((1, 2, 3)) for layer in layers]
+    expected = torch.stack([row / row.mean() for row in norms]).mean(0)
+    torch.testing.assert_close(score("magnitude", network, images)["conv1"], expected)
+
+
+def test_apoz_counts_activations_that_are_not_zero() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.ReLU(), nn.Conv2d(3, 2, 1))
+    network[0].weight.data = torch.eye(3).view(3, 3, 1, 1)
+    images = torch.ones(2, 3, 4, 4)
+    images[:, 1] = -1  # never active
+    images[0, 2] = -1  # active in half of the images
+    torch.testing.assert_close(score("apoz", network, images)["0"], torch.tensor([1.0, 0.0, 0.5]))
+
+
+def test_apoz_needs_calibration_inputs(build: Build, images: torch.Tensor) -> None:
+    network = build("plain_chain")
+    group = removable_groups(channel_groups(network, images))[0]
+    for calibration in (None, images[:0]):
+        with pytest.raises(PruningError, match="needs calibration inputs"):
+            get_pruner("apoz").definition(network, group, calibration, None)
