@@ -101,6 +101,10 @@ def fit_weight(
     if problem.vanishes:
         shapes = tensor_format.core_shapes(modes, ranks)
         return Fit([torch.zeros(shape, dtype=torch.float64) for shape in shapes], 0.0)
+    if modes.kernel == 1 and modes.plain:
+        cores = problem.low_rank(ranks)
+        error = max(0.0, float(problem.squared_error(cores))) ** 0.5
+        return Fit(_balance(problem.unscale(cores)), error)
     starts = _starting_points(problem, ranks, options)
     if len(starts) > 1:  # a short race picks the start that is worth the long run
         short = replace(options, iterations=min(options.iterations, 30))
@@ -155,6 +159,21 @@ class _Problem:
     def unscale(self, cores: Cores) -> Cores:
         """Undo the scaling of the weight."""
         return [cores[0] * self.scale, *cores[1:]]
+
+    def low_rank(self, ranks: Ranks) -> Cores:
+        """Solve a matrix without kernel in closed form; every format is a product of two matrices then.
+
+        The best approximation of a rank keeps the outputs' leading directions: V = U U' W with U the leading
+        eigenvectors of W S W' (reduced-rank regression; Izenman 1975).
+        """
+        features = self.format.halves(
+            [torch.zeros(s, dtype=torch.float64) for s in self.format.core_shapes(self.modes, ranks)],
+            self.modes,
+        )[1].shape[0]
+        outputs = self.target @ self.matrix.T
+        leading = torch.linalg.eigh((outputs + outputs.T) / 2).eigenvectors[:, -features:]
+        projected = leading @ (leading.T @ self.matrix)
+        return self.format.start(projected.reshape_as(self.weight), self.modes, ranks)
 
     def minimise(self, cores: Cores, options: FitOptions, penalty: float = _LEAST_PENALTY) -> Cores:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""

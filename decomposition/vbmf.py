@@ -51,7 +51,7 @@ def matrix_rank(matrix: torch.Tensor) -> MatrixRank:
     if not bool(torch.isfinite(matrix).all()):
         raise DecompositionError("EVBMF needs finite values; the matrix holds NaN or infinite ones")
     short, long = sorted(matrix.shape)
-    singular = torch.linalg.svdvals(matrix.double().cpu())
+    singular = torch.linalg.svdvals(matrix.detach().double().cpu())
     largest = float(singular[0])
     if largest == 0:
         return MatrixRank(0, 0.0)
@@ -93,7 +93,7 @@ def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: flo
         x = squares / (long * np.exp(log_variance)[..., None])
         # Below the threshold tau is not used; the bound keeps its square root real.
         middle = np.maximum(x - (1 + alpha), 2 * math.sqrt(alpha))
-        tau = (middle + np.sqrt(middle**2 - 4 * alpha)) / 2
+        tau = (middle + np.sqrt(np.maximum(middle**2 - 4 * alpha, 0))) / 2
         kept = x - tau + np.log((tau + 1) / x) + alpha * np.log(tau / alpha + 1)
         return np.where(x > threshold, kept, x - np.log(x)).sum(-1)
 

@@ -1,0 +1,252 @@
+"""Plans are carried out on any model, or refused with the model untouched."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from decomposition import (
+    CompressionPlan,
+    DecompositionError,
+    LayerPlan,
+    PlanError,
+    apply_plan,
+    build_structure,
+    count_macs,
+    count_parameters,
+    factorised_layers,
+    inspect_layers,
+    list_formats,
+    load_compressed,
+    make_plan,
+    reestimate_batch_norm,
+    save_compressed,
+)
+from decomposition.fitting import FitOptions
+
+QUICK = FitOptions(iterations=30)
+
+
+class SmallNet(nn.Module):
+    """A residual network with batch norm, a shared module, a nested Sequential and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU())
+        self.shared = nn.Conv2d(12, 12, 3, padding=1)
+        self.body = nn.Sequential(nn.Sequential(nn.Conv2d(12, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + F.relu(self.shared(x))
+        x = x + F.relu(self.shared(x))
+        return self.head(F.relu(self.body(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    network = SmallNet()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return network.eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(48, 3, 10, 10, generator=torch.Generator().manual_seed(1))
+
+
+def relative_error(model: nn.Module, other: nn.Module, images: torch.Tensor) -> float:
+    with torch.no_grad():
+        expected, got = model(images), other(images)
+    return float((expected - got).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", list_formats())
+@pytest.mark.parametrize("sequential", [True, False])
+def test_network_of_exactly_the_planned_ranks_is_reproduced(
+    model: nn.Module, images: torch.Tensor, name: str, sequential: bool
+) -> None:
+    plan = make_plan(model, (3, 10, 10), name, 2)
+    for layer_name, layer in factorised_layers(build_structure(model, plan)).items():
+        for core in layer.cores():
+            nn.init.normal_(core)
+        dense = layer.to_dense()
+        original = dict(model.named_modules())[layer_name]
+        original.weight.data = dense.weight.data / dense.weight.data.std()  # type: ignore[union-attr]
+    compressed = apply_plan(model, plan, images, sequential=sequential)
+    assert relative_error(model, compressed, images) < 1e-2
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_costs_of_the_result_are_those_of_the_plan(model: nn.Module, images: torch.Tensor, name: str) -> None:
+    plan = make_plan(model, (3, 10, 10), name, 2)
+    compressed = apply_plan(model, plan, images, options=QUICK)
+    specs = {spec.name: spec for spec in inspect_layers(model, (3, 10, 10))}
+    change = sum(layer.params(specs[layer.name]) - specs[layer.name].params for layer in plan)
+    assert count_parameters(compressed) == count_parameters(model) + change
+    assert count_macs(compressed, (3, 10, 10)) == sum(layer.macs(specs[layer.name]) for layer in plan)
+    assert set(factorised_layers(compressed)) == {layer.name for layer in plan if layer.format}
+
+
+def test_model_is_left_untouched(model: nn.Module, images: torch.Tensor) -> None:
+    before = copy.deepcopy(model.state_dict())
+    kinds = [type(m) for m in model.modules()]
+    apply_plan(model, make_plan(model, (3, 10, 10), "tensor_ring", 2), images, options=QUICK)
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_data_fits_reproduce_outputs_better_than_weight_fits(model: nn.Module, images: torch.Tensor) -> None:
+    mixing = torch.randn(3, 3, generator=torch.Generator().manual_seed(2)) * torch.tensor([4.0, 1.0, 0.1])
+    images = torch.einsum("nchw,cd->ndhw", images, mixing)
+    plan = make_plan(model, (3, 10, 10), "tucker", 3)
+    to_weights = relative_error(model, apply_plan(model, plan, None), images)
+    to_data = relative_error(model, apply_plan(model, plan, images, sequential=False), images)
+    sequential = relative_error(model, apply_plan(model, plan, images, sequential=True), images)
+    assert to_data < to_weights
+    assert sequential < to_weights
+
+
+def test_sequential_refit_undoes_the_errors_of_earlier_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12)).eval()
+    images = torch.randn(4000, 12) @ torch.randn(12, 12)
+    plan = make_plan(model, (12,), "tucker", {"0": 5, "1": 5})
+    plain = relative_error(model, apply_plan(model, plan, images, sequential=False), images)
+    sequential = relative_error(model, apply_plan(model, plan, images, sequential=True), images)
+    assert sequential <= plain * 1.001
+
+
+def test_mean_output_is_corrected(model: nn.Module, images: torch.Tensor) -> None:
+    images = images + 3.0
+    plan = make_plan(model, (3, 10, 10), "tensor_ring", {"shared": 1, "body.0.0": 1})
+    compressed = apply_plan(model, plan, images, sequential=False, options=QUICK)
+    seen: dict[str, list[torch.Tensor]] = {"dense": [], "compressed": []}
+    for key, network in (("dense", model), ("compressed", compressed)):
+        layer = dict(network.named_modules())["shared"]
+        handle = layer.register_forward_hook(lambda _, __, y, key=key: seen[key].append(y.mean((0, 2, 3))))
+        with torch.no_grad():
+            network(images)
+        handle.remove()
+    first = slice(0, 1)
+    torch.testing.assert_close(
+        torch.stack(seen["compressed"][first]), torch.stack(seen["dense"][first]), rtol=0.2, atol=0.1
+    )
+
+
+def test_same_seed_gives_the_same_model(model: nn.Module, images: torch.Tensor) -> None:
+    plan = make_plan(model, (3, 10, 10), "cp", 3)
+    first = apply_plan(model, plan, images, options=QUICK, max_patches=500, seed=3).state_dict()
+    second = apply_plan(model, plan, images, options=QUICK, max_patches=500, seed=3).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_batch_norm_reestimation_matches_the_calibration_set(model: nn.Module, images: torch.Tensor) -> None:
+    reestimate_batch_norm(model, images)
+    norm = model.stem[1]  # type: ignore[index]
+    entering = model.stem[0](images)  # type: ignore[index]
+    torch.testing.assert_close(norm.running_mean, entering.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert norm.momentum == 0.1
+    assert not model.training
+
+
+def test_layer_that_would_grow_stays_dense_with_the_reason(model: nn.Module) -> None:
+    plan = make_plan(model, (3, 10, 10), "tensor_ring", 12)
+    assert plan["head"].format is None
+    assert "no fewer than the dense" in (plan["head"].reason or "")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({"shared": 0}, "outside 1"),
+        ({"shared": 10_000}, "outside 1"),
+        ({"shared": 2.5}, "must be integers"),
+        ({"shared": (2, 2)}, "takes 1 or 3 ranks"),
+        ({"nowhere": 2}, "no compressible layer"),
+    ],
+)
+def test_bad_ranks_are_refused_by_layer(model: nn.Module, ranks: dict[str, int], message: str) -> None:
+    with pytest.raises(DecompositionError, match=message):
+        make_plan(model, (3, 10, 10), "tensor_ring", ranks)
+
+
+def test_plan_for_another_model_is_refused(model: nn.Module) -> None:
+    plan = make_plan(nn.Sequential(nn.Conv2d(3, 8, 3)), (3, 10, 10), "cp", 2)
+    with pytest.raises(PlanError, match="does not have"):
+        apply_plan(model, plan)
+    other = copy.deepcopy(model)
+    other.head = nn.Linear(16, 7)
+    with pytest.raises(PlanError, match="fingerprint"):
+        apply_plan(other, make_plan(model, (3, 10, 10), "cp", 2))
+
+
+def test_plan_for_a_grouped_layer_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))
+    fingerprint = make_plan(model, (4, 8, 8), "cp", 1).fingerprint
+    plan = CompressionPlan((LayerPlan("0", "cp", (1,)),), fingerprint, (4, 8, 8))
+    with pytest.raises(PlanError, match="'0' cannot be decomposed: grouped convolution"):
+        apply_plan(model, plan)
+
+
+def test_non_finite_weights_and_empty_calibration_are_refused(model: nn.Module, images: torch.Tensor) -> None:
+    plan = make_plan(model, (3, 10, 10), "cp", 2)
+    with pytest.raises(DecompositionError, match="calibration set is empty"):
+        apply_plan(model, plan, images[:0])
+    with pytest.raises(DecompositionError, match="calibration set holds NaN"):
+        apply_plan(model, plan, images * float("nan"))
+    with torch.no_grad():
+        model.shared.weight[0, 0, 0, 0] = float("inf")  # type: ignore[union-attr, index]
+    with pytest.raises(DecompositionError, match="'shared': its weight holds NaN"):
+        apply_plan(model, plan, images)
+
+
+def test_model_that_mixes_its_batch_is_refused_sequentially(images: torch.Tensor) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layer(x).mean((2, 3))
+            return y + 10 * y.flip(0)
+
+    model = Mixing()
+    plan = make_plan(model, (3, 10, 10), "tucker", 2)
+    with pytest.raises(DecompositionError, match="sequential=False"):
+        apply_plan(model, plan, images, options=QUICK)
+    apply_plan(model, plan, images, options=QUICK, sequential=False)
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_saved_model_loads_to_the_same_outputs(
+    model: nn.Module, images: torch.Tensor, name: str, tmp_path: Path
+) -> None:
+    plan = make_plan(model, (3, 10, 10), name, 2)
+    compressed = apply_plan(model, plan, images, options=QUICK)
+    save_compressed(compressed, plan, tmp_path / "small.safetensors")
+    loaded, stored = load_compressed(SmallNet(), tmp_path / "small.safetensors")
+    assert stored == plan
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(images), compressed(images), rtol=0, atol=0)
+    assert list(tmp_path.iterdir()) == [tmp_path / "small.safetensors"]
+
+
+def test_saved_model_is_refused_by_another_architecture(model: nn.Module, tmp_path: Path) -> None:
+    plan = make_plan(model, (3, 10, 10), "cp", 2)
+    save_compressed(build_structure(model, plan), plan, tmp_path / "small.safetensors")
+    with pytest.raises(PlanError, match="another model"):
+        load_compressed(nn.Sequential(nn.Conv2d(3, 8, 3)), tmp_path / "small.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(PlanError, match="cannot be read"):
+        load_compressed(model, tmp_path / "broken.safetensors")
