@@ -1,0 +1,51 @@
+"""Networks and optimizers of a stable-baselines3 model as named tensors, without pickling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from stable_baselines3 import SAC, TD3
+from torch import Tensor
+from torch.optim import Optimizer
+
+Algorithm = TD3 | SAC
+"""Every algorithm here is one of these; DDPG is a TD3."""
+
+
+def model_tensors(model: Algorithm) -> dict[str, Tensor]:
+    """Return all that training changes in a model but its replay buffer and counters, by name."""
+    tensors = {f"policy.{key}": value for key, value in model.policy.state_dict().items()}
+    for name, optimizer in _optimizers(model).items():
+        for index, entries in optimizer.state_dict()["state"].items():
+            tensors |= {f"{name}.{index}.{key}": torch.as_tensor(value) for key, value in entries.items()}
+    if isinstance(model, SAC) and model.log_ent_coef is not None:
+        tensors["log_ent_coef"] = model.log_ent_coef.detach()
+    return tensors
+
+
+def restore_model(model: Algorithm, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `model_tensors` returned from a model of the same shape."""
+    policy = {key.removeprefix("policy."): v for key, v in tensors.items() if key.startswith("policy.")}
+    model.policy.load_state_dict(policy)
+    for name, optimizer in _optimizers(model).items():
+        entries: dict[int, dict[str, Any]] = {}
+        for key, value in tensors.items():
+            if key.startswith(f"{name}."):
+                _, index, entry = key.split(".")
+                entries.setdefault(int(index), {})[entry] = value.clone()
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+    if isinstance(model, SAC) and model.log_ent_coef is not None:
+        with torch.no_grad():
+            model.log_ent_coef.copy_(tensors["log_ent_coef"])
+
+
+def _optimizers(model: Algorithm) -> dict[str, Optimizer]:
+    found: dict[str, Optimizer] = {
+        "actor_optimizer": model.actor.optimizer,
+        "critic_optimizer": model.critic.optimizer,
+    }
+    if isinstance(model, SAC) and model.ent_coef_optimizer is not None:
+        found["entropy_optimizer"] = model.ent_coef_optimizer
+    return found

@@ -1,0 +1,319 @@
+"""Scoring plans on held-out images: the reward's raw numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decomposition.library import FitLibrary
+from decomposition.plan import CompressionPlan
+from rankrl.data import Augmentation, Images, augmented_copy, batches
+from rankrl.device import Precision, inference_precision
+from rankrl.errors import ConfigError, DataError, NonFiniteError
+from rankrl.search.problem import RanksKey, SearchProblem
+from rankrl.search.scoring_network import CACHE_BYTES, ScoringNetwork
+
+Term = Literal["accuracy", "agreement", "soft_agreement"]
+Statistics = Literal["corrected", "reestimated"]
+
+# Small batches keep the feature maps in the processor's cache; a GPU wants large ones.
+_BATCH_SIZE = {"cpu": 125, "cuda": 1000}
+_FOLDING_EXAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is known of one scored plan.
+
+    Attributes:
+        score: The accuracy term that the reward uses, 0 to 1 (see `EvaluatorOptions.term`).
+        accuracy: Fraction of the scored held-out images that are classified correctly.
+        params: Parameters of the whole compressed network.
+        macs: Multiply-accumulates of the whole compressed network for one input.
+        params_kept: `params` / those of the dense network.
+        macs_kept: `macs` / those of the dense network.
+        images: How many images were scored; fewer than all when successive halving dropped the plan.
+        seconds: Wall time of the scoring; 0 for a plan that had been scored before.
+        cached: Whether an equal plan had been scored before.
+    """
+
+    score: float
+    accuracy: float
+    params: int
+    macs: int
+    params_kept: float
+    macs_kept: float
+    images: int
+    seconds: float
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving with two rounds (Jamieson & Talwalkar, AISTATS 2016).
+
+    Attributes:
+        fraction: Share of the images in the first round, in (0, 1).
+        keep: Share of plans that go on to all images: those whose first score is among the best `keep` of
+            the first scores so far. The others are scored on the first round alone.
+    """
+
+    fraction: float = 0.25
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, value in (("fraction", self.fraction), ("keep", self.keep)):
+            if not 0 < value < 1:
+                raise ConfigError(f"search.halving.{name} must lie between 0 and 1, got {value}")
+
+
+@dataclass(frozen=True)
+class EvaluatorOptions:
+    """How plans are scored.
+
+    Attributes:
+        term: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense
+            network choose the same class; `soft_agreement`, the mean overlap sum_k min(p_k, q_k) of their
+            class probabilities, which moves with every change of the weights.
+        augmented: Score one fixed augmented copy of the held-out images: a network that has seen them in its
+            training has not seen them like this.
+        statistics: `corrected` moves biases and batch-norm means analytically; `reestimated` measures all
+            batch-norm statistics anew for every plan (dearer by one forward pass over those images).
+        reestimation_images: Held-out images that `reestimated` measures on.
+        halving: Score unpromising plans on a part of the images only; None scores all on all.
+        seed: Seed of the augmented copy.
+        batch_size: Images in a batch; None for what suits the device.
+        cache_bytes: Memory for reconstructed weights.
+    """
+
+    term: Term = "accuracy"
+    augmented: bool = False
+    statistics: Statistics = "corrected"
+    reestimation_images: int = 500
+    halving: Halving | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    cache_bytes: int = CACHE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.term not in get_args(Term):
+            raise ConfigError(f"reward.term must be one of {', '.join(get_args(Term))}, got {self.term!r}")
+        if self.statistics not in get_args(Statistics):
+            raise ConfigError(
+                f"search.statistics must be one of {', '.join(get_args(Statistics))}, got {self.statistics!r}"
+            )
+        if self.reestimation_images < 1 or (self.batch_size is not None and self.batch_size < 1):
+            raise ConfigError(
+                "search.reestimation_images and search.batch_size must be at least 1, got "
+                f"{self.reestimation_images} and {self.batch_size}"
+            )
+
+
+class Evaluator(Protocol):
+    """What a search needs of a scorer of plans, in this process or in many."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what scores depend on beside the plan."""
+
+    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+        """Score plans, in order."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what scores depend on that changes during a search, as plain values."""
+
+    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
+        """Take over a state, and the evaluations of the plans scored so far."""
+
+
+class PlanEvaluator:
+    """Scores compression plans of one network on images held out of its training set.
+
+    Images are normalised once; a plan costs the writing of the weights that differ from the last plan's and
+    one forward pass. Equal plans are scored once.
+
+    Args:
+        model: The dense network; it is copied.
+        library: The fits of its layers.
+        problem: The search problem made of them.
+        images: Held-out images; test images are refused by type and at run time.
+        mean: Per-channel mean for pixels in [0, 1].
+        std: Per-channel standard deviation for pixels in [0, 1].
+        augmentation: Crops and flips for `options.augmented`.
+        options: How plans are scored.
+        precision: Device and precision; the fastest safe one when omitted.
+
+    Raises:
+        TypeError: `images` is not `Images` (test images choose nothing).
+        DataError: There are no images.
+        ConfigError: `options.augmented` without an augmentation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        images: Images,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augmentation: Augmentation | None = None,
+        options: EvaluatorOptions | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        if not isinstance(images, Images):
+            raise TypeError(
+                f"plans are scored on held-out Images, got {type(images).__name__}; "
+                "test images choose nothing"
+            )
+        if len(images) == 0:
+            raise DataError("plans cannot be scored on no images; hold some out (dataset.heldout)")
+        self.options = EvaluatorOptions() if options is None else options
+        if self.options.augmented and augmentation is None:
+            raise ConfigError("scoring on augmented images needs an augmentation; pass the dataset's own")
+        self.problem = problem
+        self.precision = inference_precision() if precision is None else precision
+        if self.options.augmented and augmentation is not None:
+            images = augmented_copy(images, augmentation, self.options.seed)
+        self._digest = _digest(images)
+        example = next(iter(batches(images, _FOLDING_EXAMPLES, mean=mean, std=std)))[0]
+        self.network = ScoringNetwork(
+            model,
+            library,
+            self.precision,
+            example,
+            fold=self.options.statistics == "corrected",
+            cache_bytes=self.options.cache_bytes,
+        )
+        size = self.options.batch_size or _BATCH_SIZE.get(self.precision.device.type, 125)
+        self._x, self._y = self._load(images, size, mean, std)
+        measured = min(self.options.reestimation_images, len(images))
+        self._calibration = (
+            self._load(images.subset(torch.arange(measured)), size, mean, std)[0]
+            if self.options.statistics == "reestimated"
+            else []
+        )
+        self._first_round = len(self._x)
+        if self.options.halving is not None:
+            self._first_round = max(1, round(self.options.halving.fraction * len(self._x)))
+        self._known: dict[RanksKey, Evaluation] = {}
+        self._first_scores: list[float] = []
+        self._dense_logits = self.network.logits(self._x)
+        self._check(self._dense_logits, "the dense network")
+        self._dense_probabilities = self._dense_logits.softmax(1)
+        self.dense_accuracy = float((self._dense_logits.argmax(1) == self._y).float().mean())
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the images and options, for telling whether two searches score alike."""
+        text = f"{self._digest} {asdict(self.options)} {self.precision.dtype} {self.precision.device.type}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def scored(self) -> int:
+        """Number of different plans scored so far."""
+        return len(self._known)
+
+    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+        """Score plans, one after the other; see `__call__`."""
+        return [self(plan) for plan in plans]
+
+    def __call__(self, plan: CompressionPlan) -> Evaluation:
+        """Score a plan.
+
+        Raises:
+            NonFiniteError: The network's class scores are NaN or infinite under this plan.
+        """
+        key = self.problem.ranks(plan)
+        if key in self._known:
+            return replace(self._known[key], seconds=0.0, cached=True)
+        start = time.perf_counter()
+        self.network.write(dict(zip(self.problem.layer_names, key, strict=True)))
+        if self.options.statistics == "reestimated":
+            self.network.reestimate(self._calibration)
+        score, accuracy, images = self._score(plan)
+        params, macs = self.problem.cost(plan)
+        evaluation = Evaluation(
+            score=score,
+            accuracy=accuracy,
+            params=params,
+            macs=macs,
+            params_kept=params / self.problem.params,
+            macs_kept=macs / self.problem.macs,
+            images=images,
+            seconds=time.perf_counter() - start,
+        )
+        self._known[key] = evaluation
+        return evaluation
+
+    def state(self) -> dict[str, Any]:
+        """Return what scoring depends on beside its options, as plain values."""
+        return {"first_scores": list(self._first_scores)}
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        known: Mapping[RanksKey, Evaluation],
+    ) -> None:
+        """Take over a state, and the evaluations of the plans scored so far."""
+        self._first_scores = [float(value) for value in state["first_scores"]]
+        self._known = dict(known)
+
+    def _load(
+        self, images: Images, size: int, mean: Sequence[float], std: Sequence[float]
+    ) -> tuple[list[Tensor], Tensor]:
+        loaded = list(batches(images, size, mean=mean, std=std, device=self.precision.device))
+        x = [batch.to(self.precision.dtype) for batch, _ in loaded]
+        return x, torch.cat([labels for _, labels in loaded])
+
+    def _score(self, plan: CompressionPlan) -> tuple[float, float, int]:
+        """Return accuracy term, accuracy and number of images."""
+        logits = self.network.logits(self._x[: self._first_round])
+        self._check(logits, plan)
+        halving = self.options.halving
+        if halving is not None:
+            first = self._terms(logits)[0]
+            self._first_scores.append(first)
+            if first < float(np.quantile(self._first_scores, 1 - halving.keep)):
+                return (*self._terms(logits), len(logits))
+        if self._first_round < len(self._x):
+            rest = self.network.logits(self._x[self._first_round :])
+            self._check(rest, plan)
+            logits = torch.cat([logits, rest])
+        return (*self._terms(logits), len(logits))
+
+    def _terms(self, logits: Tensor) -> tuple[float, float]:
+        count = len(logits)
+        predictions = logits.argmax(1)
+        accuracy = int((predictions == self._y[:count]).sum()) / count
+        if self.options.term == "agreement":
+            return int((predictions == self._dense_logits[:count].argmax(1)).sum()) / count, accuracy
+        if self.options.term == "soft_agreement":
+            overlap = torch.minimum(logits.softmax(1), self._dense_probabilities[:count]).sum(1)
+            return float(overlap.mean(dtype=torch.float64)), accuracy
+        return accuracy, accuracy
+
+    def _check(self, logits: Tensor, plan: CompressionPlan | str) -> None:
+        if bool(torch.isfinite(logits).all()):
+            return
+        name = plan
+        if isinstance(plan, CompressionPlan):
+            ranks = {layer.name: list(layer.ranks) for layer in plan.layers if layer.format is not None}
+            name = f"the plan chosen by {plan.chosen_by} with ranks {ranks}"
+        raise NonFiniteError(
+            f"class scores are NaN or infinite for {name}; check the checkpoint and the calibration images"
+        )
+
+
+def _digest(images: Images) -> str:
+    digest = hashlib.sha256(images.x.cpu().contiguous().numpy().tobytes())
+    digest.update(images.y.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

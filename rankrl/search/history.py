@@ -1,0 +1,131 @@
+"""The record of a search: one row for every plan, as a table and as `episodes.csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rankrl.errors import StorageError
+from rankrl.files import write_atomically
+from rankrl.search.evaluator import Evaluation
+from rankrl.search.problem import RanksKey, SearchProblem
+
+EPISODES_FILE = "episodes.csv"
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """One scored plan.
+
+    Attributes:
+        episode: Number of the plan, from 1 on.
+        reward: Its reward.
+        score: The accuracy term of the reward, 0 to 1.
+        accuracy: Fraction of the scored held-out images classified correctly.
+        params_kept: Fraction of the network's parameters that the plan keeps.
+        macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.
+        best_reward: Best reward up to and including this plan.
+        images: Held-out images that were scored.
+        cached: Whether an equal plan had been scored before.
+        seconds: Wall time of the scoring.
+        phase: What the selector was doing.
+        ranks: JSON list of each compressible layer's ranks in forward order, `[]` where it stays dense.
+    """
+
+    episode: int
+    reward: float
+    score: float
+    accuracy: float
+    params_kept: float
+    macs_kept: float
+    best_reward: float
+    images: int
+    cached: bool
+    seconds: float
+    phase: str
+    ranks: str
+
+    @property
+    def ranks_key(self) -> RanksKey:
+        """The ranks of each compressible layer."""
+        return tuple(tuple(ranks) for ranks in json.loads(self.ranks))
+
+
+def make_row(
+    previous: EpisodeRow | None, ranks: RanksKey, phase: str, evaluation: Evaluation, reward: float
+) -> EpisodeRow:
+    """Return the row that follows `previous`, or the first one."""
+    return EpisodeRow(
+        episode=1 if previous is None else previous.episode + 1,
+        reward=reward,
+        score=evaluation.score,
+        accuracy=evaluation.accuracy,
+        params_kept=evaluation.params_kept,
+        macs_kept=evaluation.macs_kept,
+        best_reward=reward if previous is None else max(reward, previous.best_reward),
+        images=evaluation.images,
+        cached=evaluation.cached,
+        seconds=evaluation.seconds,
+        phase=phase,
+        ranks=json.dumps([list(each) for each in ranks], separators=(",", ":")),
+    )
+
+
+def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[RanksKey, Evaluation]:
+    """Return the evaluations that the rows record, by ranks."""
+    return {
+        row.ranks_key: Evaluation(
+            score=row.score,
+            accuracy=row.accuracy,
+            params=round(row.params_kept * problem.params),
+            macs=round(row.macs_kept * problem.macs),
+            params_kept=row.params_kept,
+            macs_kept=row.macs_kept,
+            images=row.images,
+            seconds=row.seconds,
+        )
+        for row in rows
+        if not row.cached
+    }
+
+
+class EpisodesFile:
+    """`episodes.csv`: grows by a line an episode, and is made whole again when a search is resumed.
+
+    Args:
+        path: The file; it is replaced.
+        rows: What it holds from the start.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[EpisodeRow]) -> None:
+        self.path = path
+        header = ",".join(field.name for field in fields(EpisodeRow)) + "\r\n"
+        write_atomically(path, header + _lines(rows))
+
+    def append(self, rows: Sequence[EpisodeRow]) -> None:
+        """Add rows.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8", newline="") as file:
+                file.write(_lines(rows))
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.path}: {error.strerror or error}. Make room on the disk and resume the "
+                "search"
+            ) from error
+
+
+def _lines(rows: Sequence[EpisodeRow]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(list(vars(row).values()) for row in rows)
+    return text.getvalue()

@@ -1,0 +1,193 @@
+"""The search loop: propose, score, observe, save; stopped by count, time, patience or Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from decomposition.plan import CompressionPlan
+from rankrl.errors import ConfigError
+from rankrl.search.evaluator import Evaluator
+from rankrl.search.history import EPISODES_FILE, EpisodeRow, EpisodesFile, known_evaluations, make_row
+from rankrl.search.interrupt import FinishOnInterrupt
+from rankrl.search.problem import SearchProblem
+from rankrl.search.rewards import Reward, create_reward
+from rankrl.search.state import STATE_FILE, SearchState
+from rankrl.selectors.base import Selector, SelectorState
+
+StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        plan: The plan with the best reward; the first of equals.
+        best: Its row.
+        rows: Every scored plan, in order.
+        seconds: Wall time of the whole search, interruptions left out.
+        stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
+            `interrupt`, or the `selector`, which had nothing more to try.
+    """
+
+    plan: CompressionPlan
+    best: EpisodeRow
+    rows: tuple[EpisodeRow, ...]
+    seconds: float
+    stopped_by: StoppedBy
+
+    @property
+    def evaluations(self) -> int:
+        """Number of different plans that were scored."""
+        return sum(not row.cached for row in self.rows)
+
+
+def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
+    """Return the rows of the `count` best different plans, best first, the earlier first among equals."""
+    ordered = sorted((row for row in rows if not row.cached), key=lambda row: (-row.reward, row.episode))
+    return ordered[:count]
+
+
+def run_search(
+    problem: SearchProblem,
+    evaluator: Evaluator,
+    selector: Selector,
+    *,
+    episodes: int,
+    reward: Reward | None = None,
+    seconds: float | None = None,
+    patience: int | None = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    on_episode: Callable[[EpisodeRow], None] | None = None,
+) -> SearchResult:
+    """Let a selector look for the plan with the best reward.
+
+    With a folder, the state is written atomically after every step, and a search that was killed at any
+    moment goes on, with `resume`, to the same result, bit for bit.
+
+    Args:
+        problem: What to choose for.
+        evaluator: Scores plans.
+        selector: Chooses plans; made for the same problem, and new (its memory comes from the folder).
+        episodes: Plans to score at most, equal plans counted.
+        reward: From scores to rewards; the accuracy term under the budget when omitted.
+        seconds: Wall time after which no step is begun, those of a resumed search counted; None for no limit.
+        patience: Stop when the best reward has not improved for so many episodes; None for never.
+        folder: Where the state and `episodes.csv` are kept; None keeps nothing.
+        resume: Go on from the state in the folder; without one, begin.
+        on_episode: Called with the row of every newly scored plan.
+
+    Returns:
+        The best plan and the record. After Ctrl-C the step at hand is finished and saved, and
+        `stopped_by == "interrupt"`.
+
+    Raises:
+        ConfigError: Limits are out of range, or the folder holds a search already and `resume` is off.
+        CheckpointError: The folder's state is damaged or belongs to another search.
+        StorageError: The state cannot be written; the one of the step before is still there.
+        NonFiniteError: A plan's class scores or reward are NaN or infinite.
+    """
+    _check_limits(episodes, seconds, patience)
+    reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward
+    identity = _identity(problem, evaluator, selector, reward, episodes)
+    rows: list[EpisodeRow] = []
+    spent = 0.0
+    path = None if folder is None else folder / STATE_FILE
+    if path is not None and path.exists():
+        if not resume:
+            raise ConfigError(
+                f"{folder} holds a search already; resume it, or choose another folder for a new one"
+            )
+        state = SearchState.load(path)
+        state.check(identity, path)
+        rows, spent = list(state.rows), state.seconds
+        selector.restore(SelectorState(state.tensors, state.values))
+        evaluator.restore(state.evaluator, known_evaluations(problem, rows))
+    table = None if folder is None else EpisodesFile(folder / EPISODES_FILE, rows)
+
+    start = time.perf_counter() - spent
+    stopped_by: StoppedBy | None = None
+    with FinishOnInterrupt() as interrupt:
+        while stopped_by is None:
+            stopped_by = _limit(rows, episodes, seconds, patience, time.perf_counter() - start)
+            if stopped_by is not None:
+                break
+            proposals = selector.propose()[: episodes - len(rows)]
+            if not proposals:
+                stopped_by = "selector"
+                break
+            evaluations = evaluator.evaluate([proposal.plan for proposal in proposals])
+            rewards = [reward(evaluation) for evaluation in evaluations]
+            first = len(rows)
+            for proposal, evaluation, value in zip(proposals, evaluations, rewards, strict=True):
+                previous = rows[-1] if rows else None
+                ranks = problem.ranks(proposal.plan)
+                rows.append(make_row(previous, ranks, proposal.phase, evaluation, value))
+            fresh = rows[first:]
+            selector.observe(proposals, rewards)
+            if path is not None and table is not None:
+                memory = selector.state()
+                SearchState(
+                    identity,
+                    tuple(rows),
+                    time.perf_counter() - start,
+                    memory.tensors,
+                    memory.values,
+                    evaluator.state(),
+                ).save(path)
+                table.append(fresh)
+            for row in fresh:
+                if on_episode is not None:
+                    on_episode(row)
+            if interrupt.requested:
+                stopped_by = "interrupt"
+    if not rows:
+        raise ConfigError(f"selector {selector.name!r} proposed no plan; check its options")
+    best = best_rows(rows, 1)[0]
+    return SearchResult(
+        plan=problem.plan_from_ranks(best.ranks_key, selector.name),
+        best=best,
+        rows=tuple(rows),
+        seconds=time.perf_counter() - start,
+        stopped_by=stopped_by,
+    )
+
+
+def _identity(
+    problem: SearchProblem, evaluator: Evaluator, selector: Selector, reward: Reward, episodes: int
+) -> dict[str, Any]:
+    return {
+        "problem": problem.fingerprint,
+        "evaluator": evaluator.fingerprint,
+        "selector": selector.name,
+        "selector options": dict(selector.options),
+        "seed": selector.seed,
+        "reward": [reward.name, dict(reward.options)],
+        "episodes": episodes,  # schedules span them
+    }
+
+
+def _check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:
+    for name, value in (("episodes", episodes), ("seconds", seconds), ("patience", patience)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"search.{name} must be positive, got {value}; null means no limit")
+
+
+def _limit(
+    rows: Sequence[EpisodeRow], episodes: int, seconds: float | None, patience: int | None, spent: float
+) -> StoppedBy | None:
+    """Return which limit has been reached, if any."""
+    if len(rows) >= episodes:
+        return "episodes"
+    if seconds is not None and spent >= seconds:
+        return "seconds"
+    if patience is not None and rows:
+        improved = next(row.episode for row in rows if row.reward == rows[-1].best_reward)
+        if len(rows) - improved >= patience:
+            return "patience"
+    return None

@@ -1,0 +1,108 @@
+"""Scoring plans with a user's own function, for tasks that are no classification."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decomposition import CompressionPlan, FitLibrary
+from rankrl.device import Precision, model_device
+from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.search.evaluator import Evaluation
+from rankrl.search.problem import RanksKey, SearchProblem
+from rankrl.search.scoring_network import ScoringNetwork
+
+Score = Callable[[nn.Module], float]
+
+
+class ScoreEvaluator:
+    """Scores plans by a function from a network to a number; equal plans are scored once.
+
+    The function is handed one static network with the plan's weights written into it, in evaluation mode and
+    float32; it must not change or keep it.
+
+    Args:
+        model: The dense network; it is copied and stays on its device.
+        library: The fits of its layers.
+        problem: The search problem made of them.
+        score: Higher is better; rewards that combine it with size expect 0 to 1.
+        example: A few model inputs (N, ...), on any device.
+
+    Attributes:
+        dense_score: The dense network's score.
+    """
+
+    def __init__(
+        self, model: nn.Module, library: FitLibrary, problem: SearchProblem, score: Score, example: Tensor
+    ) -> None:
+        self.problem = problem
+        self.score = score
+        self.network = ScoringNetwork(model, library, Precision(model_device(model), torch.float32), example)
+        self._known: dict[RanksKey, Evaluation] = {}
+        self._count = len(example)
+        self.network.write({})
+        self.dense_score = self._scored("the dense network")
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the function's name, for telling whether two searches score alike."""
+        name = getattr(self.score, "__qualname__", type(self.score).__qualname__)
+        return hashlib.sha256(f"{getattr(self.score, '__module__', '')}.{name}".encode()).hexdigest()[:16]
+
+    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+        """Score plans one after the other.
+
+        Raises:
+            ConfigError: The function returned no number.
+            NonFiniteError: It returned NaN or an infinity.
+        """
+        return [self._evaluate(plan) for plan in plans]
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: a score depends on its plan alone."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
+        """Take over the evaluations of the plans scored so far."""
+        self._known = dict(known)
+
+    def _evaluate(self, plan: CompressionPlan) -> Evaluation:
+        key = self.problem.ranks(plan)
+        if key in self._known:
+            return replace(self._known[key], seconds=0.0, cached=True)
+        start = time.perf_counter()
+        self.network.write(dict(zip(self.problem.layer_names, key, strict=True)))
+        score = self._scored(f"the plan with ranks {list(key)}")
+        params, macs = self.problem.cost(plan)
+        evaluation = Evaluation(
+            score=score,
+            accuracy=score,
+            params=params,
+            macs=macs,
+            params_kept=params / self.problem.params,
+            macs_kept=macs / self.problem.macs,
+            images=self._count,
+            seconds=time.perf_counter() - start,
+        )
+        self._known[key] = evaluation
+        return evaluation
+
+    def _scored(self, what: str) -> float:
+        with torch.no_grad():
+            value = self.score(self.network.model)
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"score returned a {type(value).__name__} for {what}; it must return one number"
+            ) from error
+        if not math.isfinite(number):
+            raise NonFiniteError(f"score returned {number} for {what}; it must return a finite number")
+        return number

@@ -1,0 +1,219 @@
+"""One static dense network into which reconstructed weights are written, so that no plan rebuilds modules."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from decomposition.formats import Ranks
+from decomposition.layers import DecomposableModule, is_decomposable_module
+from decomposition.library import FitLibrary
+from rankrl.device import Precision, deterministic_kernels
+
+CACHE_BYTES = 512 * 2**20
+"""Reconstructed weights kept in memory; the least recently used ones are dropped beyond it."""
+
+# Folding reorders float32 sums, which shows in the sixth digit; a batch norm with other inputs, in the first.
+_FOLDING_TOLERANCE = 1e-3
+
+_BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+
+
+@dataclass
+class _Site:
+    """A compressible layer in the network, and where the mean of its output is corrected.
+
+    Attributes:
+        layer: The convolution or linear layer.
+        norm: The batch norm behind it; None when there is none, it is folded, or it serves several layers.
+        scale: What a folded batch norm multiplies each output channel by, else None.
+    """
+
+    layer: DecomposableModule
+    norm: _BatchNorm | None
+    scale: Tensor | None = None
+
+    @property
+    def shift(self) -> Tensor | None:
+        """The tensor that moves the mean of the layer's output, if there is one."""
+        return self.layer.bias if self.norm is None else self.norm.running_mean
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What a layer takes on: its weight in compute precision, and its bias or batch norm's running mean."""
+
+    weight: Tensor
+    shift: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.shift is None else self.shift.nbytes)
+
+
+class ScoringNetwork:
+    """A copy of the dense network that takes on the weights of any plan.
+
+    The approximation V of a weight W changes the mean of the layer's output by (W - V) E[x]; that is given
+    back in the layer's bias, or in the running mean of the batch norm behind it. Layers that have neither
+    stay uncorrected, and so does everything without input moments.
+
+    Batch norms are folded into the layers before them (one pass less over every feature map) when the folded
+    network gives the same class scores; a network whose batch norms cannot be folded runs as it is.
+
+    Args:
+        model: The dense network; it is copied.
+        library: The fits of its layers.
+        precision: Device and precision to run in.
+        example: Normalised images (N, C, H, W), float32, to check the folding on.
+        fold: Whether to fold batch norms; not for networks whose statistics are re-estimated.
+        cache_bytes: Memory for reconstructed weights, about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        precision: Precision,
+        example: Tensor,
+        *,
+        fold: bool = True,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self.library = library
+        self.precision = precision
+        self.cache_bytes = cache_bytes
+        self._cache: OrderedDict[tuple[str, Ranks], _Weight] = OrderedDict()
+        self._cached = 0
+        self.model, self._sites = self._copy(model)
+        self.folded = fold and self._fold(model, example)
+        self._dense = {name: self._keep(site) for name, site in self._sites.items()}
+        self._written: dict[str, Ranks] = dict.fromkeys(self._sites, ())
+
+    def write(self, ranks: Mapping[str, Ranks]) -> None:
+        """Take on the weights of a plan; layers that have them already are not touched.
+
+        Args:
+            ranks: Ranks by layer name, `()` for dense; a compressible layer that is left out becomes dense.
+        """
+        for name, site in self._sites.items():
+            wanted = ranks.get(name, ())
+            if self._written[name] == wanted:
+                continue
+            entry = self._reconstructed(name, wanted) if wanted else self._dense[name]
+            with torch.no_grad():
+                site.layer.weight.copy_(entry.weight)
+                if site.shift is not None and entry.shift is not None:
+                    site.shift.copy_(entry.shift)
+            self._written[name] = wanted
+
+    def logits(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return the class scores of batches, concatenated, (N, classes) float32."""
+        with torch.inference_mode(), self.precision.autocast(), deterministic_kernels():
+            return torch.cat([self.model(batch).float() for batch in batches])
+
+    def reestimate(self, batches: Sequence[Tensor]) -> None:
+        """Replace every batch norm's statistics by those of the given batches (their plain average)."""
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a cumulative average
+            norm.train()
+        try:
+            self.logits(batches)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+                norm.eval()
+        # Running means were replaced: every correction has to be written again by the next plan.
+        self._written = dict.fromkeys(self._written, (-1,))
+
+    def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, _Site]]:
+        network = copy.deepcopy(model).to(self.precision.device).eval().requires_grad_(False)
+        if any(parameter.ndim == 4 for parameter in network.parameters()):
+            network = network.to(memory_format=torch.channels_last)
+        modules = dict(network.named_modules())
+        serves = Counter(spec.batch_norm for spec in self.library.specs.values())
+        sites = {}
+        for name, spec in self.library.specs.items():
+            layer = modules[name]
+            norm = modules[spec.batch_norm] if spec.batch_norm and serves[spec.batch_norm] == 1 else None
+            if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+                norm = None
+            if not is_decomposable_module(layer):
+                raise TypeError(f"layer {name!r} is a {type(layer).__name__}; the library fits another model")
+            sites[name] = _Site(layer, norm)
+        return network, sites
+
+    def _fold(self, model: nn.Module, example: Tensor) -> bool:
+        """Fold every batch norm into its layer, unless that changes what the network computes."""
+        if all(site.norm is None for site in self._sites.values()):
+            return False
+        network, sites = self._copy(model)
+        for name, site in sites.items():
+            batch_norm = self.library.specs[name].batch_norm
+            if site.norm is None or batch_norm is None:
+                continue
+            site.scale, shift = _affine(site.norm)
+            layer = site.layer
+            layer.weight.mul_(site.scale.view(-1, *[1] * (layer.weight.ndim - 1)))
+            bias = shift if layer.bias is None else layer.bias * site.scale + shift
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+            site.norm = None
+            parent, _, child = batch_norm.rpartition(".")
+            setattr(network.get_submodule(parent), child, nn.Identity())
+        batch = example.to(self.precision.device)
+        with torch.inference_mode():
+            before, after = self.model(batch), network(batch)
+        if not torch.allclose(before, after, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE):
+            return False
+        self.model, self._sites = network, sites
+        return True
+
+    def _keep(self, site: _Site) -> _Weight:
+        """Remember a layer's dense weight, and put its weight into compute precision from now on."""
+        weight = site.layer.weight.detach().to(self.precision.dtype)
+        shift = None if site.shift is None else site.shift.detach().clone()
+        site.layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        return _Weight(weight, shift)
+
+    def _reconstructed(self, name: str, ranks: Ranks) -> _Weight:
+        key = (name, ranks)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        entry = self._cache[key] = self._reconstruct(name, ranks)
+        self._cached += entry.nbytes
+        while self._cached > self.cache_bytes and len(self._cache) > 1:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
+        return entry
+
+    def _reconstruct(self, name: str, ranks: Ranks) -> _Weight:
+        site, dense = self._sites[name], self._dense[name]
+        weight, shift = self.library.weight(name, ranks), dense.shift
+        scale = None if site.scale is None else site.scale.double().cpu()
+        if self.library.moments is not None and shift is not None:
+            lost = (self.library.weights[name] - weight).flatten(1) @ self.library.moments[name].mean
+            lost = -lost if site.norm is not None else lost if scale is None else lost * scale
+            shift = (shift.double() + lost.to(shift.device)).to(shift.dtype)
+        if scale is not None:
+            weight = weight * scale[:, None, None]
+        written = torch.empty_like(dense.weight).copy_(weight.reshape(dense.weight.shape))
+        return _Weight(written, shift)
+
+
+def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """Return scale and shift, y = scale * x + shift, of a batch norm in evaluation mode."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise TypeError("a batch norm without running statistics is no affine map")
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else shift + norm.bias

@@ -1,0 +1,108 @@
+"""The state of a search between two episodes, in one file, so that a killed search goes on exactly.
+
+One .safetensors file holds the selector's arrays, and as JSON in its metadata everything else: the rows, the
+states of the random generators, and a description of the search to which it belongs. It is replaced
+atomically, so it never is half of one episode and half of the next; nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rankrl.errors import CheckpointError
+from rankrl.files import write_atomically
+from rankrl.search.history import EpisodeRow
+
+STATE_FILE = "search.safetensors"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """What a search has come to.
+
+    Attributes:
+        identity: Plain values that must be equal for a resumed search to be the same search.
+        rows: The plans scored so far.
+        seconds: Wall time spent so far.
+        tensors: The selector's arrays.
+        values: The selector's plain values.
+        evaluator: The evaluator's plain values.
+    """
+
+    identity: Mapping[str, Any]
+    rows: tuple[EpisodeRow, ...]
+    seconds: float
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    evaluator: Mapping[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Write the state, atomically.
+
+        Raises:
+            StorageError: The file cannot be written; it is as it was before.
+        """
+        content = {
+            "version": _VERSION,
+            "identity": dict(self.identity),
+            "rows": [vars(row) for row in self.rows],
+            "seconds": self.seconds,
+            "values": dict(self.values),
+            "evaluator": dict(self.evaluator),
+        }
+        tensors = {key: value.detach().cpu().contiguous() for key, value in self.tensors.items()}
+        write_atomically(path, safetensors.torch.save(tensors, metadata={"rankrl": json.dumps(content)}))
+
+    @classmethod
+    def load(cls, path: Path) -> SearchState:
+        """Read a state.
+
+        Raises:
+            CheckpointError: The file is missing, damaged or of another version.
+        """
+        if not path.is_file():
+            raise CheckpointError(f"there is no search state {path} to resume from")
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                metadata = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            content = json.loads(metadata["rankrl"])
+            if content["version"] != _VERSION:
+                raise CheckpointError(
+                    f"{path} has the version {content['version']}, this program reads version {_VERSION}; "
+                    "start without resuming"
+                )
+            rows = tuple(EpisodeRow(**row) for row in content["rows"])
+            return cls(
+                content["identity"],
+                rows,
+                float(content["seconds"]),
+                tensors,
+                content["values"],
+                content["evaluator"],
+            )
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged or no search state: {error}") from error
+
+    def check(self, identity: Mapping[str, Any], path: Path) -> None:
+        """Refuse to go on with a search that is not the one of `identity`.
+
+        Raises:
+            CheckpointError: Naming what differs.
+        """
+        now = json.loads(json.dumps(dict(identity)))
+        for key in sorted(set(now) | set(self.identity)):
+            if now.get(key) != self.identity.get(key):
+                raise CheckpointError(
+                    f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
+                    f"{now.get(key)!r}. Use the same settings to resume, or start without resuming."
+                )

@@ -1,0 +1,35 @@
+"""Choosers of ranks by name: `create_selector`, `list_selectors`."""
+
+from __future__ import annotations
+
+from rankrl.selectors import (  # registers the selectors
+    local_changes,
+    one_shot,
+    random_plans,
+    reinforcement,
+    tpe,
+)
+from rankrl.selectors.base import Proposal, Selector, SelectorState
+from rankrl.selectors.registry import (
+    create_selector,
+    list_selectors,
+    register_selector,
+    selector_description,
+    selector_options,
+)
+
+__all__ = [
+    "Proposal",
+    "Selector",
+    "SelectorState",
+    "create_selector",
+    "list_selectors",
+    "local_changes",
+    "one_shot",
+    "random_plans",
+    "register_selector",
+    "reinforcement",
+    "selector_description",
+    "selector_options",
+    "tpe",
+]

@@ -1,0 +1,101 @@
+"""What a selector is: it proposes plans, and is told how good they were."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from decomposition.plan import CompressionPlan
+from rankrl.search.problem import SearchProblem
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that a selector wants scored.
+
+    Attributes:
+        plan: The plan; it keeps the problem's budget.
+        phase: What the selector was doing, for the record: `preset`, `warm-up`, `policy`, `random`, ...
+    """
+
+    plan: CompressionPlan
+    phase: str
+
+
+@dataclass(frozen=True)
+class SelectorState:
+    """All that a selector remembers, ready to be written without pickling.
+
+    Attributes:
+        tensors: Arrays by name.
+        values: Plain JSON values by name.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Selector(ABC):
+    """Chooses plans, one step after the other: `propose`, scoring by the caller, `observe`.
+
+    The two halves are apart so that the caller can score the plans of one step in parallel and save the state
+    between steps. Equal problems, seeds, options and rewards bring equal proposals.
+
+    Attributes:
+        name: Name in the registry, in plans and on the command line.
+        description: One line for listings.
+        options: The options it was made with; part of a search's identity when it is resumed.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
+        self.problem = problem
+        self.seed = seed
+        self.episodes = episodes
+        self.options: Mapping[str, Any] = {}
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Return the names of the selector's own options."""
+        given = {"self", "problem", "seed", "episodes"}
+        return [name for name in inspect.signature(cls.__init__).parameters if name not in given]
+
+    @abstractmethod
+    def propose(self) -> list[Proposal]:
+        """Return the plans to score next, one or more; none when the selector has nothing more to try."""
+
+    @abstractmethod
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Take note of the rewards of the plans proposed last.
+
+        Args:
+            proposals: The plans that were scored: all that were proposed, or the first of them when the
+                search has come to its end.
+            rewards: Their rewards, in order.
+        """
+
+    @abstractmethod
+    def state(self) -> SelectorState:
+        """Return what it takes to go on from here, between `observe` and `propose`."""
+
+    @abstractmethod
+    def restore(self, state: SelectorState) -> None:
+        """Take over a state that `state` returned under the same problem, seed and options."""
+
+
+def generator_state(generator: np.random.Generator) -> dict[str, Any]:
+    """Return the state of a numpy generator as plain JSON values."""
+    return dict(generator.bit_generator.state)
+
+
+def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
+    """Put a numpy generator into a state that `generator_state` returned."""
+    generator.bit_generator.state = dict(state)

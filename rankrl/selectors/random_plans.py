@@ -1,0 +1,98 @@
+"""Random plans: the baseline that everything must beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rankrl.errors import ConfigError
+from rankrl.search.problem import SearchProblem
+from rankrl.selectors.base import (
+    Proposal,
+    Selector,
+    SelectorState,
+    generator_state,
+    restore_generator,
+)
+from rankrl.selectors.registry import register_selector
+
+
+def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np.ndarray:
+    """Draw candidates that keep the budget and spend it: no layer's next larger candidate would still fit.
+
+    Layers are visited in random order, each drawing evenly among the candidates that leave the others their
+    least; what is left over is then spent in random order. Without a budget all candidates are drawn evenly.
+
+    Args:
+        problem: The search problem.
+        generator: Where randomness comes from.
+
+    Returns:
+        Index of a candidate for every layer, shape (layers,).
+    """
+    count = len(problem.curves)
+    if problem.budget is None:
+        return np.array([generator.integers(len(curve)) for curve in problem.curves])
+    costs = [curve.cost(problem.measure).astype(float) for curve in problem.curves]
+    choices = np.array([int(cost.argmin()) for cost in costs])
+    left = problem.budget.available - sum(cost[j] for cost, j in zip(costs, choices, strict=True))
+    for layer in generator.permutation(count):
+        extra = costs[layer] - costs[layer][choices[layer]]
+        choices[layer] = generator.choice(np.flatnonzero(extra <= left))
+        left -= extra[choices[layer]]
+    for layer in generator.permutation(count):
+        extra = costs[layer] - costs[layer][choices[layer]]
+        fitting = np.flatnonzero(extra <= left)
+        choices[layer] = fitting[extra[fitting].argmax()]
+        left -= extra[choices[layer]]
+    return choices
+
+
+@register_selector
+class RandomSelector(Selector):
+    """Independent random plans that spend the budget.
+
+    Args:
+        problem: What to choose for.
+        seed: Seed of the draws.
+        episodes: Not used; every draw is independent.
+        plans_per_step: Plans proposed at once, for parallel scoring.
+    """
+
+    name = "random"
+    description = "independent random plans that spend the budget"
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, plans_per_step: int = 1) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self.plans_per_step = check_plans_per_step(plans_per_step)
+        self._generator = np.random.default_rng(seed)
+
+    def propose(self) -> list[Proposal]:
+        """Draw plans."""
+        return [
+            Proposal(self.problem.plan(random_choices(self.problem, self._generator), self.name), "random")
+            for _ in range(self.plans_per_step)
+        ]
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Learn nothing."""
+
+    def state(self) -> SelectorState:
+        """Return the generator's state."""
+        return SelectorState(values={"generator": generator_state(self._generator)})
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over the generator's state."""
+        restore_generator(self._generator, state.values["generator"])
+
+
+def check_plans_per_step(value: int) -> int:
+    """Return a number of plans a step.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if value < 1:
+        raise ConfigError(f"selector.plans_per_step must be at least 1, got {value}")
+    return value

@@ -1,0 +1,87 @@
+"""The registry of selectors."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar
+
+from rankrl.errors import ConfigError
+from rankrl.search.problem import SearchProblem
+from rankrl.selectors.base import Selector
+
+_SELECTORS: dict[str, type[Selector]] = {}
+
+_Class = TypeVar("_Class", bound=type[Selector])
+
+
+def register_selector(cls: _Class) -> _Class:
+    """Class decorator: add a selector to the registry under its `name`.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if cls.name in _SELECTORS:
+        raise ConfigError(f"there is a selector {cls.name!r} already; choose another name")
+    _SELECTORS[cls.name] = cls
+    return cls
+
+
+def list_selectors() -> list[str]:
+    """Return the names of all registered selectors."""
+    return sorted(_SELECTORS)
+
+
+def selector_description(name: str) -> str:
+    """Return one line about a selector.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    return _find(name).description
+
+
+def selector_options(name: str) -> list[str]:
+    """Return the names of a selector's own options.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    return _find(name).option_names()
+
+
+def create_selector(
+    name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 300, **options: Any
+) -> Selector:
+    """Make a selector.
+
+    Args:
+        name: A registered name, see `list_selectors`.
+        problem: What to choose for.
+        seed: Seed of everything random in it.
+        episodes: How many plans it will be able to score; schedules span them.
+        **options: The selector's own options.
+
+    Raises:
+        ConfigError: The name or an option is unknown or out of range, or does not fit the problem.
+    """
+    make, allowed = _find(name), selector_options(name)
+    for option in options:
+        if option not in allowed:
+            near = difflib.get_close_matches(option, allowed, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"selector {name!r} has no option {option!r}; it has {', '.join(allowed) or 'none'}.{hint}"
+            )
+    if episodes < 1:
+        raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
+    selector = make(problem, seed=seed, episodes=episodes, **options)
+    selector.options = dict(options)
+    return selector
+
+
+def _find(name: str) -> type[Selector]:
+    if name not in _SELECTORS:
+        near = difflib.get_close_matches(name, _SELECTORS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"there is no selector {name!r}; known are {', '.join(list_selectors())}.{hint}")
+    return _SELECTORS[name]

@@ -1,0 +1,144 @@
+"""Tree-structured Parzen estimators (Bergstra et al., NeurIPS 2011) through Optuna."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankrl.envs.actions import ImportanceMap
+from rankrl.errors import ConfigError, StorageError
+from rankrl.search.problem import SearchProblem
+from rankrl.selectors.base import Proposal, Selector, SelectorState
+from rankrl.selectors.random_plans import check_plans_per_step
+from rankrl.selectors.registry import register_selector
+
+_STUDY = "rankrl"
+
+
+@register_selector
+class TPESelector(Selector):
+    """Optuna's TPE sampler over the agent's own actions, with greedy's plan as its first trial.
+
+    Every trial draws with a seed made of the search's seed and the trial's number, so that the trials told so
+    far are all that it takes to go on exactly: they are in the state, and a study on disk is made anew from
+    them when a search is resumed.
+
+    Args:
+        problem: What to choose for; it needs a budget.
+        seed: Seed of the draws.
+        episodes: Not used.
+        importance_scale: Log-importance of action 1.
+        startup_trials: Random trials before the estimators are used.
+        multivariate: Model the layers jointly.
+        storage: SQLite file of the study, for Optuna's own tools; None keeps it in memory.
+        plans_per_step: Plans proposed at once, for parallel scoring.
+
+    Raises:
+        ConfigError: Optuna is not installed, or the problem has no budget.
+    """
+
+    name = "tpe"
+    description = "tree-structured Parzen estimators (Optuna) over the agent's actions"
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        episodes: int,
+        importance_scale: float = 2.0,
+        startup_trials: int = 10,
+        multivariate: bool = False,
+        storage: str | Path | None = None,
+        plans_per_step: int = 1,
+    ) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        try:
+            self._optuna = importlib.import_module("optuna")
+        except ImportError as error:
+            raise ConfigError(
+                "selector=tpe needs Optuna, which is not installed; `pip install optuna`, or choose another "
+                "selector"
+            ) from error
+        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
+        self.plans_per_step = check_plans_per_step(plans_per_step)
+        self.startup_trials, self.multivariate = startup_trials, multivariate
+        self._map = ImportanceMap(problem, scale=importance_scale)
+        self._names = [f"importance_{name}" for name in problem.layer_names]
+        self._storage = None if storage is None else Path(storage)
+        self._study: Any = None
+        self._pending: list[Any] = []
+        self._told: list[tuple[np.ndarray, float]] = []
+
+    def propose(self) -> list[Proposal]:
+        """Ask for trials."""
+        if self._study is None:
+            self._study = self._make_study()
+        self._pending, proposals = [], []
+        for _ in range(self.plans_per_step if self._told else 1):
+            number = len(self._told) + len(self._pending)
+            self._study.sampler = self._sampler(number)
+            trial = self._study.ask()
+            actions = np.array([trial.suggest_float(name, -1.0, 1.0) for name in self._names])
+            self._pending.append((trial, actions))
+            plan = self.problem.plan(self._map.allocate(actions), self.name)
+            proposals.append(Proposal(plan, "tpe" if number else "preset"))
+        return proposals
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Tell the trials' rewards."""
+        for (trial, actions), reward in zip(self._pending, rewards, strict=False):
+            self._study.tell(trial, reward)
+            self._told.append((actions, reward))
+
+    def state(self) -> SelectorState:
+        """Return the trials told so far."""
+        actions = np.array([actions for actions, _ in self._told]).reshape(-1, len(self._names))
+        rewards = np.array([reward for _, reward in self._told], dtype=float)
+        return SelectorState({"actions": torch.from_numpy(actions), "rewards": torch.from_numpy(rewards)})
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over the trials told so far."""
+        pairs = zip(state.tensors["actions"].numpy(), state.tensors["rewards"].numpy(), strict=True)
+        self._told = [(actions.copy(), float(reward)) for actions, reward in pairs]
+        self._study = None
+
+    def _sampler(self, number: int) -> Any:
+        seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
+        return self._optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=self.startup_trials, multivariate=self.multivariate
+        )
+
+    def _make_study(self) -> Any:
+        """Make a study that holds the trials told so far; one on disk that holds others is replaced."""
+        storage = None
+        if self._storage is not None:
+            try:
+                self._storage.parent.mkdir(parents=True, exist_ok=True)
+                self._storage.unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot replace {self._storage}: {error.strerror or error}; "
+                    "choose another selector.storage"
+                ) from error
+            storage = f"sqlite:///{self._storage}"
+        study = self._optuna.create_study(
+            study_name=_STUDY, storage=storage, direction="maximize", sampler=self._sampler(0)
+        )
+        distribution = self._optuna.distributions.FloatDistribution(-1.0, 1.0)
+        for actions, reward in self._told:
+            study.add_trial(
+                self._optuna.trial.create_trial(
+                    params=dict(zip(self._names, map(float, actions), strict=True)),
+                    distributions=dict.fromkeys(self._names, distribution),
+                    value=reward,
+                )
+            )
+        if not self._told:
+            study.enqueue_trial(dict.fromkeys(self._names, 0.0))
+        return study

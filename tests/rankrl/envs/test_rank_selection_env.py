@@ -1,0 +1,175 @@
+"""The environment keeps Gymnasium's contract, and every plan keeps the budget."""
+
+from __future__ import annotations
+
+import warnings
+from typing import get_args
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import strategies as st
+from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
+
+from decomposition.curves import RankCurve
+from decomposition.formats import list_formats
+from decomposition.library import FitLibrary
+from rankrl.envs import ENVIRONMENT_ID, RankSelectionEnv
+from rankrl.envs.features import Feature
+from rankrl.errors import ConfigError
+from rankrl.search.problem import SearchProblem
+
+MAPS = {
+    "importance": {},
+    "rank": {"action": "rank"},
+    "bonds": {"action": "rank", "per_bond": True},
+}
+
+
+def reward(plan) -> float:
+    return 0.25 + 0.01 * sum(sum(layer.ranks) % 7 for layer in plan.layers)
+
+
+def play(env: gymnasium.Env, actions: np.ndarray, **options):
+    observation, _ = env.reset(**options)
+    trail = [observation]
+    for action in actions:
+        observation, value, terminated, truncated, info = env.step(action)
+        trail.append(observation)
+    return np.stack(trail), value, terminated, truncated, info
+
+
+@pytest.fixture(params=list_formats())
+def format_problem(request: pytest.FixtureRequest, small_network, small_library) -> SearchProblem:
+    library = FitLibrary(
+        small_network, list(small_library.specs.values()), request.param, moments=small_library.moments
+    )
+    curves: list[RankCurve] = library.curves(limit=4)
+    return SearchProblem.from_model(small_network, curves, (1, 8, 8), params=0.55, library=library)
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+def test_both_checkers_pass_for_every_format_and_kind_of_action(format_problem, options) -> None:
+    env = gymnasium.make(ENVIRONMENT_ID, problem=format_problem, reward=reward, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        check_env(env.unwrapped, skip_render_check=True)
+        check_env_for_sb3(env.unwrapped)
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+def test_action_zero_everywhere_is_greedys_plan(format_problem, options) -> None:
+    env = RankSelectionEnv(format_problem, reward, **options)
+    *_, info = play(env, np.zeros((env.layers, *env.action_space.shape), dtype=np.float32))
+    assert format_problem.ranks(info["plan"]) == format_problem.ranks(
+        format_problem.plan(format_problem.preset, "greedy")
+    )
+
+
+@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+@given(seed=st.integers(0, 1000), extreme=st.booleans())
+def test_every_plan_keeps_the_budget(
+    small_network, small_library, small_problem, options, measure, seed, extreme
+):
+    problem = SearchProblem.from_model(
+        small_network, small_problem.curves, (1, 8, 8), **{measure: 0.5}, library=small_library
+    )
+    env = RankSelectionEnv(problem, reward, **options)
+    actions = np.random.default_rng(seed).uniform(-1, 1, (env.layers, *env.action_space.shape))
+    actions = np.sign(actions) if extreme else actions
+    observations, _, terminated, truncated, info = play(env, actions.astype(np.float32))
+    assert problem.keeps_budget(info["plan"])
+    assert terminated
+    assert not truncated
+    assert all(observation in env.observation_space for observation in observations)
+
+
+@pytest.mark.parametrize("feature", get_args(Feature))
+def test_every_feature_stays_in_the_observation_space(small_problem, feature) -> None:
+    env = RankSelectionEnv(small_problem, lambda plan: 7.5, features=(feature,))
+    plain = RankSelectionEnv(small_problem, lambda plan: 7.5)
+    assert env.observation_space.shape[0] > plain.observation_space.shape[0]
+    for _ in range(2):
+        observations, *_ = play(env, np.full((env.layers, 1), 0.7, dtype=np.float32))
+        assert all(observation in env.observation_space for observation in observations)
+
+
+def test_reward_comes_once_and_at_the_end(small_problem) -> None:
+    plans = []
+    env = RankSelectionEnv(small_problem, lambda plan: plans.append(plan) or 0.5)
+    env.reset()
+    rewards = [env.step(np.zeros(1, dtype=np.float32))[1] for _ in range(env.layers)]
+    assert rewards == [0.0] * (env.layers - 1) + [0.5]
+    assert len(plans) == 1
+
+
+def test_without_a_reward_the_plan_is_left_to_the_caller(small_problem) -> None:
+    env = RankSelectionEnv(small_problem, features=("last_reward",))
+    _, value, terminated, _, info = play(env, np.zeros((env.layers, 1)), options={"last_reward": 0.5})
+    assert (value, terminated) == (0.0, True)
+    assert small_problem.keeps_budget(info["plan"])
+
+
+def test_the_next_observation_shows_the_previous_action(small_problem) -> None:
+    env = RankSelectionEnv(small_problem)
+    env.reset()
+    observation, *_ = env.step(np.array([0.5], dtype=np.float32))
+    assert observation[-1] == pytest.approx(0.75)
+
+
+def test_equal_actions_bring_equal_episodes(small_problem) -> None:
+    actions = np.random.default_rng(3).uniform(-1, 1, (len(small_problem.curves), 1)).astype(np.float32)
+    first = play(RankSelectionEnv(small_problem, reward), actions, seed=1)
+    second = play(RankSelectionEnv(small_problem, reward), actions, seed=2)
+    assert np.array_equal(first[0], second[0])
+    assert first[1:] == second[1:]
+
+
+def test_stepping_beyond_the_end_says_to_reset(small_problem) -> None:
+    env = RankSelectionEnv(small_problem, reward)
+    with pytest.raises(gymnasium.error.ResetNeeded, match="reset"):
+        env.step(np.zeros(1))
+
+
+@pytest.mark.parametrize("action", [np.zeros(3), np.array([np.nan]), np.zeros((1, 1))])
+def test_an_action_of_another_shape_or_no_number_is_refused(small_problem, action) -> None:
+    env = RankSelectionEnv(small_problem, reward)
+    env.reset()
+    with pytest.raises(ValueError, match="finite"):
+        env.step(action)
+
+
+def test_options_that_contradict_are_refused(small_problem, small_network) -> None:
+    with pytest.raises(ConfigError, match="per_bond"):
+        RankSelectionEnv(small_problem, action="importance", per_bond=True)
+    with pytest.raises(ConfigError, match="importance, rank"):
+        RankSelectionEnv(small_problem, action="ranks")
+    with pytest.raises(ConfigError, match="curve"):
+        RankSelectionEnv(small_problem, features=("errors",))
+    free = SearchProblem.from_model(small_network, small_problem.curves, (1, 8, 8))
+    with pytest.raises(ConfigError, match="budget"):
+        RankSelectionEnv(free, action="importance")
+
+
+def test_without_a_budget_rank_actions_reach_the_dense_network(small_problem, small_network) -> None:
+    free = SearchProblem.from_model(small_network, small_problem.curves, (1, 8, 8))
+    env = RankSelectionEnv(free, reward)
+    *_, info = play(env, np.ones((env.layers, 1)))
+    assert free.cost(info["plan"]) == (free.params, free.macs)
+    *_, info = play(env, -np.ones((env.layers, 1)))
+    assert free.cost(info["plan"])[0] < free.params / 2
+
+
+def test_more_importance_never_costs_the_layer_parameters(small_problem) -> None:
+    env = RankSelectionEnv(small_problem)
+    for layer, curve in enumerate(small_problem.curves):
+        sizes = []
+        for value in (-1.0, 0.0, 1.0):
+            actions = np.zeros((env.layers, 1))
+            actions[layer] = value
+            *_, info = play(env, actions)
+            sizes.append(info["plan"][curve.spec.name].params(curve.spec))
+        assert sizes[0] <= sizes[2]

@@ -1,0 +1,255 @@
+"""Scores equal those of the network that really has the plan's weights; test images are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decomposition.layers import compressible_layers
+from decomposition.library import FitLibrary
+from rankrl.data import Augmentation, TestImages, augmented_copy, batches
+from rankrl.device import Precision
+from rankrl.errors import ConfigError, DataError, NonFiniteError
+from rankrl.search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.search.problem import SearchProblem
+from rankrl.search.scoring_network import ScoringNetwork
+
+EXACT = Precision(torch.device("cpu"), torch.float32)
+NORMALISATION = {"mean": (0.5,), "std": (0.25,)}
+
+
+def make(network, library, problem, images, precision=EXACT, **options) -> PlanEvaluator:
+    return PlanEvaluator(
+        network,
+        library,
+        problem,
+        images,
+        **NORMALISATION,
+        precision=precision,
+        augmentation=Augmentation(padding=1),
+        options=EvaluatorOptions(**options),
+    )
+
+
+@pytest.fixture
+def evaluator(small_network, small_library, small_problem, small_images) -> PlanEvaluator:
+    return make(small_network, small_library, small_problem, small_images)
+
+
+def rewritten(network: nn.Module, library: FitLibrary, problem: SearchProblem, choices) -> nn.Module:
+    """The oracle: a plain copy of the network with weights and mean corrections set layer by layer."""
+    network = copy.deepcopy(network)
+    modules = dict(network.named_modules())
+    for curve, choice in zip(problem.curves, choices, strict=True):
+        entry, spec = curve.entries[choice], curve.spec
+        if entry.format is None:
+            continue
+        weight = library.weight(spec.name, entry.ranks)
+        lost = (library.weights[spec.name] - weight).flatten(1) @ library.moments[spec.name].mean
+        with torch.no_grad():
+            modules[spec.name].weight.copy_(weight.reshape(modules[spec.name].weight.shape))
+            if spec.batch_norm:
+                modules[spec.batch_norm].running_mean.sub_(lost)
+            elif modules[spec.name].bias is not None:
+                modules[spec.name].bias.add_(lost)
+    return network
+
+
+def logits(network: nn.Module, images) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([network(x) for x, _ in batches(images, 32, **NORMALISATION)])
+
+
+def random_choices(problem: SearchProblem, seed: int) -> list[int]:
+    generator = np.random.default_rng(seed)
+    return [int(generator.integers(len(curve))) for curve in problem.curves]
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_the_static_network_computes_what_the_rewritten_one_does(
+    small_network, small_library, small_problem, small_images, fold
+) -> None:
+    x = next(iter(batches(small_images, len(small_images), **NORMALISATION)))[0]
+    static = ScoringNetwork(small_network, small_library, EXACT, x, fold=fold)
+    assert static.folded is fold
+    for seed in range(5):  # one after the other in the same network, so that leftovers would show
+        choices = random_choices(small_problem, seed)
+        key = small_problem.ranks(small_problem.plan(choices, "test"))
+        static.write(dict(zip(small_problem.layer_names, key, strict=True)))
+        expected = logits(rewritten(small_network, small_library, small_problem, choices), small_images)
+        torch.testing.assert_close(static.logits([x]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tiny_weight_cache_changes_nothing(small_network, small_library, small_problem, small_images):
+    roomy = make(small_network, small_library, small_problem, small_images, term="soft_agreement")
+    tight = make(
+        small_network, small_library, small_problem, small_images, term="soft_agreement", cache_bytes=1
+    )
+    for seed in (0, 1, 0, 2):
+        plan = small_problem.plan(random_choices(small_problem, seed), "test")
+        assert roomy(plan).score == tight(plan).score
+
+
+def test_accuracy_and_agreement_are_those_of_the_rewritten_network(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    choices = random_choices(small_problem, 4)
+    plan = small_problem.plan(choices, "test")
+    scores = logits(rewritten(small_network, small_library, small_problem, choices), small_images)
+    dense = logits(small_network, small_images)
+    expected = {
+        "accuracy": (scores.argmax(1) == small_images.y).double().mean(),
+        "agreement": (scores.argmax(1) == dense.argmax(1)).double().mean(),
+        "soft_agreement": torch.minimum(scores.softmax(1), dense.softmax(1)).sum(1).double().mean(),
+    }
+    for term, value in expected.items():
+        evaluation = make(small_network, small_library, small_problem, small_images, term=term)(plan)
+        assert evaluation.score == pytest.approx(float(value), abs=1e-5)
+        assert evaluation.accuracy == pytest.approx(float(expected["accuracy"]))
+    assert (evaluation.params, evaluation.macs) == small_problem.cost(plan)
+    assert evaluation.params_kept == evaluation.params / small_problem.params
+
+
+@pytest.mark.parametrize("term", ["agreement", "soft_agreement"])
+def test_the_dense_plan_agrees_with_the_dense_network(
+    small_network, small_library, small_problem, small_images, term
+) -> None:
+    dense = small_problem.plan([len(curve) - 1 for curve in small_problem.curves], "test")
+    evaluation = make(small_network, small_library, small_problem, small_images, term=term)(dense)
+    assert evaluation.score == pytest.approx(1.0)
+    assert evaluation.params_kept == 1.0
+
+
+def test_augmented_scores_are_those_of_one_fixed_augmented_copy(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    plan = small_problem.plan(small_problem.preset, "test")
+    copied = augmented_copy(small_images, Augmentation(padding=1), 7)
+    direct = make(small_network, small_library, small_problem, copied, term="soft_agreement")(plan)
+    augmented = make(
+        small_network,
+        small_library,
+        small_problem,
+        small_images,
+        term="soft_agreement",
+        augmented=True,
+        seed=7,
+    )(plan)
+    assert augmented.score == direct.score
+
+
+def test_reestimated_statistics_are_the_batch_statistics(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    evaluator = make(
+        small_network, small_library, small_problem, small_images, statistics="reestimated", batch_size=96
+    )
+    assert not evaluator.network.folded
+    choices = random_choices(small_problem, 1)
+    evaluator(small_problem.plan(choices, "test"))
+    network = rewritten(small_network, small_library, small_problem, choices)
+    x = next(iter(batches(small_images, 96, **NORMALISATION)))[0]
+    with torch.no_grad():
+        expected = network.first(x).mean((0, 2, 3))
+    torch.testing.assert_close(evaluator.network.model.norm.running_mean, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_plans_are_scored_once(evaluator, small_problem) -> None:
+    plan = small_problem.plan(small_problem.preset, "one")
+    first, second = evaluator(plan), evaluator(small_problem.plan(small_problem.preset, "another"))
+    assert (first.cached, second.cached) == (False, True)
+    assert second.score == first.score
+    assert evaluator.scored == 1
+
+
+def test_halving_scores_the_worse_half_on_a_part(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    evaluator = make(
+        small_network,
+        small_library,
+        small_problem,
+        small_images,
+        term="soft_agreement",
+        halving=Halving(fraction=0.25, keep=0.5),
+        batch_size=8,
+    )
+    seen = [evaluator(small_problem.plan(random_choices(small_problem, seed), "test")) for seed in range(20)]
+    parts = [evaluation for evaluation in seen if evaluation.images == 24]
+    whole = [evaluation for evaluation in seen if evaluation.images == 96]
+    assert len(parts) + len(whole) == len(seen)
+    assert parts
+    assert np.mean([e.score for e in whole]) > np.mean([e.score for e in parts])
+
+
+def test_test_images_are_refused(small_network, small_library, small_problem, small_images) -> None:
+    with pytest.raises(TypeError, match="TestImages"):
+        make(small_network, small_library, small_problem, TestImages(small_images))
+
+
+def test_no_images_are_refused(small_network, small_library, small_problem, small_images) -> None:
+    with pytest.raises(DataError, match="no images"):
+        make(small_network, small_library, small_problem, small_images.subset(torch.arange(0)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"term": "loss"}, {"statistics": "moving"}, {"batch_size": 0}, {"reestimation_images": 0}]
+)
+def test_options_out_of_range_are_refused(options) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        EvaluatorOptions(**options)
+
+
+@pytest.mark.parametrize("options", [{"fraction": 1.0}, {"keep": 0.0}])
+def test_halving_out_of_range_is_refused(options) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Halving(**options)
+
+
+def test_scores_that_are_not_finite_name_the_plan(evaluator, small_problem) -> None:
+    with torch.no_grad():
+        evaluator.network.model.last.bias.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=r"chosen by someone .*'second': \["):
+        evaluator(small_problem.plan([0, 0, 0, -1], "someone"))
+
+
+def test_a_batch_norm_with_other_inputs_is_not_folded(small_images) -> None:
+    class Branching(nn.Module):
+        """The convolution's output is also used beside its batch norm."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 6, 3, padding=1)
+            self.norm = nn.BatchNorm2d(6)
+            self.last = nn.Linear(6, 5)
+
+        def forward(self, x):
+            out = self.conv(x)
+            return self.last((self.norm(out) + out).mean((2, 3)))
+
+    network = Branching().eval()
+    with torch.no_grad():
+        network.norm.running_mean.fill_(0.4)
+    library = FitLibrary(network, compressible_layers(network, (1, 8, 8)), "tucker")
+    x = next(iter(batches(small_images, 8, **NORMALISATION)))[0]
+    static = ScoringNetwork(network, library, EXACT, x)
+    assert not static.folded
+    with torch.no_grad():
+        torch.testing.assert_close(static.logits([x]), network(x))
+
+
+def test_fingerprints_tell_images_and_options_apart(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    parts = (small_network, small_library, small_problem)
+    fingerprints = {
+        make(*parts, small_images).fingerprint,
+        make(*parts, small_images, term="agreement").fingerprint,
+        make(*parts, small_images.subset(torch.arange(50))).fingerprint,
+    }
+    assert len(fingerprints) == 3
+    assert make(*parts, small_images).fingerprint in fingerprints

@@ -1,0 +1,207 @@
+"""A search that was stopped at any moment goes on to the same result, bit for bit."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from rankrl.errors import CheckpointError, ConfigError
+from rankrl.search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.search.history import EPISODES_FILE
+from rankrl.search.run import SearchResult, run_search
+from rankrl.search.state import STATE_FILE
+from rankrl.selectors import create_selector, list_selectors
+
+EPISODES = 14
+FAST_AGENT = {"warmup_episodes": 4, "updates_per_episode": 4, "candidates": 8, "batch_size": 8, "critics": 2}
+
+
+def options(name: str) -> dict:
+    return FAST_AGENT if name in ("ddpg", "td3", "sac") else {}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class FragileEvaluator:
+    """Passes plans on to another evaluator, and dies before a given call."""
+
+    def __init__(self, evaluator, dies_at: int) -> None:
+        self.inner, self.dies_at, self.calls = evaluator, dies_at, 0
+        self.fingerprint, self.state, self.restore = evaluator.fingerprint, evaluator.state, evaluator.restore
+
+    def evaluate(self, plans):
+        self.calls += 1
+        if self.calls == self.dies_at:
+            raise Killed
+        return self.inner.evaluate(plans)
+
+
+def search(problem, evaluator, name: str, folder: Path | None, **changes) -> SearchResult:
+    selector_options = {**options(name), **changes.pop("options", {})}
+    seed = changes.pop("seed", 5)
+    selector = create_selector(name, problem, seed=seed, episodes=EPISODES, **selector_options)
+    return run_search(problem, evaluator, selector, folder=folder, **{"episodes": EPISODES, **changes})
+
+
+def lasting(result: SearchResult) -> list:
+    """Everything in the rows but how long scoring took."""
+    return [replace(row, seconds=0.0) for row in result.rows]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / STATE_FILE)
+
+
+@pytest.mark.parametrize("name", list_selectors())
+@pytest.mark.parametrize("plans_per_step", [1, 3])
+def test_every_selector_goes_on_exactly(
+    small_problem, synthetic_evaluator, tmp_path, name, plans_per_step
+) -> None:
+    known = create_selector(name, small_problem).option_names()
+    if plans_per_step > 1 and "plans_per_step" not in known:
+        pytest.skip("proposes a single plan")
+    more = {"options": {"plans_per_step": plans_per_step}} if "plans_per_step" in known else {}
+    whole = search(small_problem, synthetic_evaluator, name, tmp_path / "whole", **more)
+    for dies_at in (1, 2, 4):
+        synthetic_evaluator.restore({}, {})  # what one run knows must not help the other
+        fragile = FragileEvaluator(synthetic_evaluator, dies_at)
+        folder = tmp_path / f"killed-{dies_at}"
+        if len(whole.rows) > 1 or dies_at == 1:
+            with pytest.raises(Killed):
+                search(small_problem, fragile, name, folder, **more)
+        torch.manual_seed(dies_at)  # the surroundings differ
+        resumed = search(small_problem, synthetic_evaluator, name, folder, resume=True, **more)
+        assert lasting(resumed) == lasting(whole)
+        assert resumed.plan == whole.plan
+        expected, found = tensors(tmp_path / "whole"), tensors(folder)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        with (folder / EPISODES_FILE).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["episode"]) for row in rows] == list(range(1, len(whole.rows) + 1))
+        assert [row["ranks"] for row in rows] == [row.ranks for row in whole.rows]
+
+
+def test_a_real_evaluator_with_halving_goes_on_exactly(
+    small_network, small_library, small_problem, small_images, tmp_path
+) -> None:
+    def evaluator() -> PlanEvaluator:
+        return PlanEvaluator(
+            small_network,
+            small_library,
+            small_problem,
+            small_images,
+            mean=(0.5,),
+            std=(0.25,),
+            options=EvaluatorOptions(term="soft_agreement", halving=Halving(), batch_size=16),
+        )
+
+    whole = search(small_problem, evaluator(), "ddpg", tmp_path / "whole")
+    assert {row.images for row in whole.rows} == {32, 96}
+    with pytest.raises(Killed):
+        search(small_problem, FragileEvaluator(evaluator(), 6), "ddpg", tmp_path / "killed")
+    resumed = search(small_problem, evaluator(), "ddpg", tmp_path / "killed", resume=True)
+    assert lasting(resumed) == lasting(whole)
+
+
+@pytest.mark.parametrize("name", list_selectors())
+def test_the_surroundings_random_numbers_neither_matter_nor_change(
+    small_problem, synthetic_evaluator, name
+) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = search(small_problem, synthetic_evaluator, name, None)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    synthetic_evaluator.restore({}, {})
+    assert lasting(search(small_problem, synthetic_evaluator, name, None)) == lasting(first)
+
+
+def test_a_finished_search_is_returned_without_scoring_anything(
+    small_problem, synthetic_evaluator, tmp_path
+) -> None:
+    first = search(small_problem, synthetic_evaluator, "random", tmp_path)
+    calls = synthetic_evaluator.calls
+    again = search(small_problem, synthetic_evaluator, "random", tmp_path, resume=True)
+    assert lasting(again) == lasting(first)
+    assert synthetic_evaluator.calls == calls
+
+
+def test_a_new_search_does_not_overwrite_another(small_problem, synthetic_evaluator, tmp_path) -> None:
+    search(small_problem, synthetic_evaluator, "random", tmp_path)
+    with pytest.raises(ConfigError, match="resume"):
+        search(small_problem, synthetic_evaluator, "random", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"seed": 6}, "seed"), ({"episodes": 20}, "episodes"), ({"name": "local"}, "selector")],
+)
+def test_another_search_is_refused_by_name(
+    small_problem, synthetic_evaluator, tmp_path, changes, what
+) -> None:
+    search(small_problem, synthetic_evaluator, "random", tmp_path)
+    with pytest.raises(CheckpointError, match=what):
+        search(
+            small_problem, synthetic_evaluator, folder=tmp_path, resume=True, **{"name": "random", **changes}
+        )
+
+
+def test_a_damaged_state_is_refused(small_problem, synthetic_evaluator, tmp_path) -> None:
+    search(small_problem, synthetic_evaluator, "random", tmp_path)
+    state = tmp_path / STATE_FILE
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        search(small_problem, synthetic_evaluator, "random", tmp_path, resume=True)
+
+
+def test_a_torn_table_is_made_whole(small_problem, synthetic_evaluator, tmp_path) -> None:
+    first = search(small_problem, synthetic_evaluator, "random", tmp_path)
+    table = tmp_path / EPISODES_FILE
+    whole = table.read_text()
+    table.write_text(whole[: len(whole) // 2] + "garbage")
+    search(small_problem, synthetic_evaluator, "random", tmp_path, resume=True)
+    assert table.read_text() == whole
+    assert len(first.rows) == EPISODES
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_random_moments_goes_on_exactly(tmp_path) -> None:
+    worker = Path(__file__).with_name("resume_worker.py")
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    kills = int(os.environ.get("RANKRL_KILLS", "2"))
+    episodes = 10 * (kills + 1)
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, str(worker), str(folder), "ddpg", str(episodes)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+
+    whole = start(tmp_path / "whole").communicate()[0].partition("{")[2]
+    assert whole
+    chance = random.Random(0)
+    for _ in range(kills):
+        process = start(tmp_path / "killed")
+        assert process.stdout is not None
+        for _ in range(chance.randint(1, 6)):  # some episodes, and then a moment more
+            process.stdout.readline()
+        time.sleep(chance.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    resumed = start(tmp_path / "killed").communicate()[0].partition("{")[2]
+    assert resumed == whole
+    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "killed")
+    assert all(torch.equal(expected[key], found[key]) for key in expected)

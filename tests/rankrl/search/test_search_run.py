@@ -1,0 +1,104 @@
+"""The search loop stops when it should and returns the best plan."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from rankrl.errors import ConfigError, StorageError
+from rankrl.search.run import best_rows, run_search
+from rankrl.search.state import SearchState
+from rankrl.selectors import create_selector
+
+
+def search(problem, evaluator, episodes=12, **options):
+    selector = create_selector("random", problem, seed=1, episodes=episodes)
+    return run_search(problem, evaluator, selector, episodes=episodes, **options)
+
+
+def test_the_best_plan_wins(small_problem, synthetic_evaluator) -> None:
+    result = search(small_problem, synthetic_evaluator)
+    assert len(result.rows) == 12
+    assert result.stopped_by == "episodes"
+    assert result.best.reward == max(row.reward for row in result.rows) == result.rows[-1].best_reward
+    assert small_problem.ranks(result.plan) == result.best.ranks_key
+    assert result.plan.chosen_by == "random"
+    assert small_problem.keeps_budget(result.plan)
+    assert result.evaluations == synthetic_evaluator.calls
+
+
+def test_the_best_rows_are_different_plans_in_order(small_problem, synthetic_evaluator) -> None:
+    rows = search(small_problem, synthetic_evaluator, episodes=30).rows
+    best = best_rows(rows, 5)
+    assert len({row.ranks for row in best}) == 5
+    assert [row.reward for row in best] == sorted((row.reward for row in best), reverse=True)
+
+
+def test_patience_stops_a_search_that_no_longer_improves(small_problem, synthetic_evaluator) -> None:
+    result = search(small_problem, synthetic_evaluator, episodes=500, patience=5)
+    assert result.stopped_by == "patience"
+    assert len(result.rows) == result.best.episode + 5
+
+
+def test_time_stops_a_search(small_problem, synthetic_evaluator) -> None:
+    result = search(small_problem, synthetic_evaluator, episodes=100_000, seconds=0.1)
+    assert result.stopped_by == "seconds"
+    assert result.seconds < 10
+
+
+def test_ctrl_c_finishes_the_episode_and_saves(small_problem, synthetic_evaluator, tmp_path, capsys) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def interrupt(row) -> None:
+        seen.append(row)
+        if row.episode == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    result = search(small_problem, synthetic_evaluator, folder=tmp_path, on_episode=interrupt)
+    assert result.stopped_by == "interrupt"
+    assert len(result.rows) == len(seen) == 3
+    assert "Finishing this episode" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    resumed = search(small_problem, synthetic_evaluator, folder=tmp_path, resume=True)
+    assert resumed.stopped_by == "episodes"
+    assert len(resumed.rows) == 12
+
+
+def test_a_second_ctrl_c_stops_at_once(small_problem, synthetic_evaluator) -> None:
+    def interrupt(row) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(small_problem, synthetic_evaluator, on_episode=interrupt)
+
+
+def test_a_full_disk_keeps_the_state_of_the_step_before(
+    small_problem, synthetic_evaluator, tmp_path, monkeypatch
+) -> None:
+    def full(row) -> None:
+        if row.episode == 4:
+
+            def write(descriptor: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(os, "fsync", write)
+
+    with pytest.raises(StorageError, match="No space left"):
+        search(small_problem, synthetic_evaluator, folder=tmp_path, on_episode=full)
+    monkeypatch.undo()
+    assert len(SearchState.load(tmp_path / "search.safetensors").rows) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["episodes.csv", "search.safetensors"]
+    whole = search(small_problem, synthetic_evaluator)
+    resumed = search(small_problem, synthetic_evaluator, folder=tmp_path, resume=True)
+    assert [row.ranks for row in resumed.rows] == [row.ranks for row in whole.rows]
+
+
+@pytest.mark.parametrize("limits", [{"episodes": 0}, {"seconds": 0.0}, {"patience": -1}])
+def test_limits_out_of_range_are_refused(small_problem, synthetic_evaluator, limits) -> None:
+    selector = create_selector("random", small_problem)
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        run_search(small_problem, synthetic_evaluator, selector, **{"episodes": 3, **limits})
