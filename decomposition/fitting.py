@@ -9,7 +9,8 @@ solution. One step costs features x D^2, independent of the number of images.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from decomposition.modes import WeightModes
 LARGEST_AMPLIFICATION = 30.0
 _LEAST_PENALTY = 1e-12
 _HISTORY = 20
+_COLUMNS_WORTH_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,12 @@ def fit_weight(
         raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
     if metric is not None and not bool(torch.isfinite(metric).all()):
         raise DecompositionError("the input moments hold NaN or infinite values; check the calibration set")
-    problem = _Problem(tensor_format, weight.double(), modes, metric)
+    with _few_threads(modes.columns):
+        return _fit(_Problem(tensor_format, weight.double(), modes, metric), ranks, options)
+
+
+def _fit(problem: _Problem, ranks: Ranks, options: FitOptions) -> Fit:
+    tensor_format, modes = problem.format, problem.modes
     if problem.vanishes:
         shapes = tensor_format.core_shapes(modes, ranks)
         return Fit([torch.zeros(shape, dtype=torch.float64) for shape in shapes], 0.0)
@@ -260,6 +267,24 @@ class _Problem:
         )
         (gradient,) = torch.autograd.grad((output, features), vector, slopes)
         return float(value), gradient
+
+
+@contextmanager
+def _few_threads(columns: int) -> Iterator[None]:
+    """Compute in one thread where matrices are too small to gain from more.
+
+    Threads that wait for one another at every small product cost more than they bring, many times over when
+    the machine is busy with something else.
+    """
+    threads = torch.get_num_threads()
+    if columns > _COLUMNS_WORTH_THREADS:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _StopWhenFlat:

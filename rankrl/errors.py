@@ -39,6 +39,13 @@ class StorageError(RankrlError):
     """A file or folder cannot be read or written (full disk, missing permission, ...)."""
 
 
+class RunStoppedError(RankrlError):
+    """A run that the user stopped with Ctrl-C; everything it needs to go on is saved."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(f"stopped; `rankrl resume={folder}` goes on from here")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near.
 

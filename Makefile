@@ -1,0 +1,27 @@
+# `make run` and `make test` work on a fresh machine that has only Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test lint clean
+
+run: $(INSTALLED)  ## the main job on the embedded default: train, search, rewrite, fine-tune, export, report
+	$(BIN)/rankrl
+
+test: $(INSTALLED)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tpe]"
+	touch $@
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""`rankrl.search`: choose ranks for any network, with any score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decomposition import FitLibrary, FitOptions, collect_moments, compressible_layers
+from rankrl.errors import ConfigError
+from rankrl.search.problem import SearchProblem
+from rankrl.search.rewards import create_reward
+from rankrl.search.run import SearchResult, run_search
+from rankrl.search.score_evaluator import Score, ScoreEvaluator
+from rankrl.selectors import create_selector
+
+_BATCH = 256
+
+
+def search(
+    model: nn.Module,
+    *,
+    score: Score,
+    calibration: Tensor | Iterable[Tensor],
+    decomposition: str = "tensor_ring",
+    params: float | None = None,
+    macs: float | None = None,
+    selector: str = "ddpg",
+    selector_options: Mapping[str, Any] | None = None,
+    episodes: int = 100,
+    candidates: int = 16,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    cache: str | Path | None = None,
+) -> SearchResult:
+    """Choose the rank of every layer so that a score is best within a budget.
+
+    Args:
+        model: The dense network: any module whose forward takes one tensor. It is left untouched.
+        score: Function from a network to a number, higher is better. It must not read test data.
+        calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
+        decomposition: Name of the tensor format.
+        params: Fraction of the parameters to keep at most, in (0, 1].
+        macs: Fraction of the multiply-accumulates to keep at most; give one of the two.
+        selector: Name of the selector.
+        selector_options: Its options.
+        episodes: Plans to score.
+        candidates: Candidate ranks a layer at most.
+        seed: Seed of everything random.
+        folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
+            nothing.
+        cache: Where fits are kept for later searches; None keeps nothing.
+
+    Returns:
+        The best plan, for `decomposition.apply_plan`, and the record of the search.
+
+    Raises:
+        ConfigError: If no budget or two are given, no layer can be decomposed, an option is unknown or out of
+            range, or the score is no number.
+        DecompositionError: If the budget cannot be reached or the calibration inputs are unusable.
+        NonFiniteError: If a score is NaN or infinite.
+    """
+    if params is None and macs is None:
+        raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
+    batches = calibration.split(_BATCH) if isinstance(calibration, Tensor) else list(calibration)
+    if not batches:
+        raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
+    input_shape = tuple(batches[0].shape[1:])
+    specs = compressible_layers(model, input_shape)
+    if not specs:
+        raise ConfigError("the network has no layer that can be decomposed (decomposition.inspect_layers)")
+    library = FitLibrary(
+        model,
+        specs,
+        decomposition,
+        moments=collect_moments(model, specs, batches, seed=seed),
+        options=FitOptions(),
+        folder=None if cache is None else Path(cache),
+    )
+    problem = SearchProblem.from_model(
+        model, library.curves(limit=candidates), input_shape, params=params, macs=macs
+    )
+    evaluator = ScoreEvaluator(model, library, problem, score, torch.cat([b[:2] for b in batches[:4]]))
+    chooser = create_selector(selector, problem, seed=seed, episodes=episodes, **(selector_options or {}))
+    return run_search(
+        problem,
+        evaluator,
+        chooser,
+        episodes=episodes,
+        reward=create_reward("accuracy", budgeted=True),
+        folder=None if folder is None else Path(folder),
+        resume=True,
+    )

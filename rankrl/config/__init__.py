@@ -1,0 +1,1 @@
+"""The configuration: its types, its folder, the command line's overrides, and what becomes of them."""

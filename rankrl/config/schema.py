@@ -1,0 +1,115 @@
+"""The types of the configuration tree; the values and their explanations are in `configs/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DecompositionConfig:
+    """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits."""
+
+    format: str = "tensor_ring"
+    tensorised: bool = False
+    candidates: int = 16
+    iterations: int = 60
+    final_iterations: int = 300
+    final_starts: int = 2
+    sequential: bool = True
+    batch_norm: str = "mean"
+
+
+@dataclass
+class BudgetConfig:
+    """The fraction of the dense network's cost that may be kept; at most one of them."""
+
+    params: float | None = None
+    macs: float | None = None
+
+
+@dataclass
+class CalibrationConfig:
+    """Training images that layers are fitted on."""
+
+    images: int = 768
+
+
+@dataclass
+class SearchConfig:
+    """How long plans are searched and how they are scored."""
+
+    episodes: int = 100
+    seconds: float | None = None
+    patience: int | None = None
+    images: int = 2000
+    term: str = "accuracy"
+    augmented: bool = False
+    statistics: str = "corrected"
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer of fine-tuning."""
+
+    name: str = "onnx_adam"
+    lr: float = 1e-3
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RecipeConfig:
+    """A training recipe but for its optimizer."""
+
+    epochs: int = 10
+    batch_size: int = 128
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    label_smoothing: float = 0.0
+    gradient_clip: float | None = None
+    ema_decay: float | None = None
+    distillation: float = 0.0
+    temperature: float = 4.0
+    augment: bool = True
+    early_stop_patience: int | None = None
+    restore_best: bool = True
+
+
+@dataclass
+class TrainConfig(RecipeConfig):
+    """The recipe with which a network is trained from scratch."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class ExportConfig:
+    """The ONNX file and how its latency is measured."""
+
+    opset: int | None = None
+    batch: int = 64
+    threads: int = 1
+    runs: int = 30
+
+
+@dataclass
+class AppConfig:
+    """The whole configuration."""
+
+    task: str = "pipeline"
+    seed: int = 0
+    resume: str | None = None
+    plan: str | None = None
+    weights: str | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    decomposition: DecompositionConfig = field(default_factory=DecompositionConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    selector: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=dict)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    finetune: RecipeConfig = field(default_factory=RecipeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

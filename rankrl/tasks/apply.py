@@ -1,0 +1,30 @@
+"""`task=apply`: carry out a plan."""
+
+from __future__ import annotations
+
+from decomposition import CompressionPlan, inspect_layers, save_compressed
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.errors import ConfigError
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.measure import layer_rows, network_numbers
+from rankrl.workflow.run_folder import RunFolder
+
+
+@register_task("apply", "rewrite the network under plan=PATH, without fine-tuning")
+def apply(config: AppConfig, folder: RunFolder) -> None:
+    """Write the compressed network as `model.safetensors`."""
+    if not config.plan:
+        raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
+    plan = CompressionPlan.load(config.plan)
+    data = options.dataset(config)
+    dense = steps.dense_network(config, data, folder)
+    compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data))
+    save_compressed(compressed, plan, folder.model)
+    plan.save(folder.plan)
+    before, after = network_numbers(dense, data), network_numbers(compressed, data)
+    ratios = {measure: before[measure] / after[measure] for measure in ("params", "macs")}
+    metrics = {**steps.head(config, data), "baseline": before, "compressed": after, "ratios": ratios}
+    rows = layer_rows(plan, inspect_layers(dense, data.input_shape), compressed)
+    steps.finish(folder, metrics, seed=config.seed, layers=rows)

@@ -1,0 +1,27 @@
+"""`task=export`: a compressed network as a verified ONNX file."""
+
+from __future__ import annotations
+
+import json
+
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.measure import export_numbers, network_numbers
+from rankrl.workflow.run_folder import RunFolder
+
+
+@register_task("export", "write the compressed network weights=PATH as a verified ONNX file")
+def export(config: AppConfig, folder: RunFolder) -> None:
+    """Write `model.onnx`, compare it with PyTorch and time it beside the dense network."""
+    export_options = options.export_options(config)
+    data = options.dataset(config)
+    network, dense, plan = steps.compressed_from(config, data)
+    metrics = {**steps.head(config, data), "compressed": network_numbers(network, data)}
+    metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
+    metrics["onnx"], latency = export_numbers(
+        network, dense, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state
+    )
+    metrics["ratios"] = {"latency": latency}
+    steps.finish(folder, metrics, seed=config.seed)

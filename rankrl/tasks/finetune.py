@@ -1,0 +1,32 @@
+"""`task=finetune`: train a compressed network further."""
+
+from __future__ import annotations
+
+from decomposition import save_compressed
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.errors import ConfigError
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.measure import network_numbers, test_accuracy
+from rankrl.workflow.run_folder import RunFolder
+
+
+@register_task("finetune", "train the compressed network weights=PATH further, the dense one as teacher")
+def finetune(config: AppConfig, folder: RunFolder) -> None:
+    """Write the fine-tuned network as `model.safetensors`."""
+    recipe = options.finetuning_recipe(config)
+    data = options.dataset(config)
+    network, dense, plan = steps.compressed_from(config, data)
+    if recipe.distillation > 0 and not config.model.get("checkpoint"):
+        raise ConfigError(
+            "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH, or "
+            "set finetune.distillation=0"
+        )
+    compressed = network_numbers(network, data)
+    epochs = steps.finetuned(config, data, network, dense, folder)
+    save_compressed(network, plan, folder.model)
+    plan.save(folder.plan)
+    accuracy = test_accuracy(network, data)
+    metrics = {**steps.head(config, data), "compressed": compressed, "finetuned": {"accuracy": accuracy}}
+    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)

@@ -1,0 +1,62 @@
+"""`task=inspect`: what the layers are, what they cost, and what they would lose."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from decomposition import FitLibrary, LayerSpec, RankCurve, inspect_layers
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.choose import fit_candidates
+from rankrl.workflow.network import build_network
+from rankrl.workflow.run_folder import RunFolder, cache_folder
+
+_SHOWN_RANKS = 3
+
+
+@register_task("inspect", "list the layers: shape, cost, feasible ranks and their errors, or why not")
+def inspect(config: AppConfig, folder: RunFolder) -> None:
+    """Print one row a layer; errors are relative output errors on training images."""
+    candidates = options.candidate_options(config)
+    data = options.dataset(config)
+    network = build_network(config.model, data, seed=config.seed)
+    images = steps.calibration(config, data)
+    library = fit_candidates(
+        network, data, images, candidates, cache=cache_folder() / "fits", seed=config.seed
+    )
+    specs = inspect_layers(network, data.input_shape)
+    params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
+    table = Table(title=f"{config.model['architecture']} as {config.decomposition.format}")
+    for column in ("layer", "weight"):
+        table.add_column(column)
+    for column in ("params", "share", "MACs", "share", "ranks"):
+        table.add_column(column, justify="right")
+    table.add_column("rank: params, error")
+    for spec in specs:
+        curve = library.curve(spec.name, limit=_SHOWN_RANKS) if spec.refusal is None else None
+        table.add_row(
+            spec.name,
+            "x".join(map(str, spec.weight_shape)),
+            f"{spec.params:,}",
+            f"{spec.params / params:.1%}",
+            f"{spec.macs:,}",
+            f"{spec.macs / macs:.1%}",
+            "" if curve is None else _range(library, spec),
+            spec.refusal if curve is None else _examples(curve),
+        )
+    Console().print(table)
+
+
+def _range(library: FitLibrary, spec: LayerSpec) -> str:
+    return f"1-{library.format.max_rank(library.modes[spec.name])}"
+
+
+def _examples(curve: RankCurve) -> str:
+    shown = [
+        f"{max(entry.ranks)}: {params:,}, {error:.1%}"
+        for entry, params, error in zip(curve.entries[:-1], curve.params, curve.errors, strict=False)
+    ]
+    return "; ".join(shown) or "no rank makes it smaller"

@@ -1,0 +1,52 @@
+"""`task=pipeline`: a trained network in, a smaller one out, with proof."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+from decomposition import save_compressed
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.measure import export_numbers, layer_rows, network_numbers, test_accuracy
+from rankrl.workflow.run_folder import RunFolder
+
+
+@register_task("pipeline", "choose ranks, rewrite, fine-tune, export and report")
+def pipeline(config: AppConfig, folder: RunFolder) -> None:
+    """Run all steps; each finished step is reused when the run is resumed."""
+    options.check(config)
+    data = options.dataset(config)
+    dense = steps.dense_network(config, data, folder)
+    images = steps.calibration(config, data)
+    choice = steps.chosen_plan(config, data, dense, images, folder)
+    plan = choice.result.plan
+    compressed = steps.applied_plan(config, plan, dense, images)
+    rows = layer_rows(plan, choice.problem.specs, compressed)
+    finetuned = copy.deepcopy(compressed)
+    epochs = steps.finetuned(config, data, finetuned, dense, folder)
+    save_compressed(finetuned, plan, folder.model)
+
+    metrics = {
+        **steps.head(config, data),
+        "baseline": network_numbers(dense, data),
+        "compressed": network_numbers(compressed, data),
+        "finetuned": {"accuracy": test_accuracy(finetuned, data)},
+        "search": steps.search_numbers(choice.result),
+    }
+    metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
+    metrics["onnx"], latency = export_numbers(
+        finetuned,
+        dense,
+        data,
+        folder.onnx,
+        options.export_options(config),
+        metadata=metadata,
+        scratch=folder.state,
+    )
+    before, after = metrics["baseline"], metrics["compressed"]
+    ratios = {measure: before[measure] / after[measure] for measure in ("params", "macs")}
+    metrics["ratios"] = {**ratios, "latency": latency}
+    steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)

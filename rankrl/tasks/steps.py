@@ -1,0 +1,152 @@
+"""Steps that several tasks share: they read the configuration and call the workflow."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor, nn
+
+from decomposition import CompressionPlan, apply_plan, load_compressed
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.files import write_json
+from rankrl.models import save_checkpoint
+from rankrl.report import LayerRow, collect_setup, summary_table, write_report
+from rankrl.search.run import SearchResult
+from rankrl.training import EpochRow
+from rankrl.workflow.choose import Choice, calibration_images, choose_plan, fit_candidates
+from rankrl.workflow.network import build_network, run_training
+from rankrl.workflow.run_folder import RunFolder, cache_folder
+
+log = logging.getLogger(__name__)
+
+
+def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.Module:
+    """Return the dense network: from its checkpoint, or trained here."""
+    recipe = options.training_recipe(config)
+    network = build_network(config.model, data, seed=config.seed)
+    if not config.model.get("checkpoint"):
+        run_training("train", network, data, recipe, state_file=folder.state / "train.safetensors")
+        save_checkpoint(network, folder.dense)
+    return network
+
+
+def calibration(config: AppConfig, data: ImageData) -> Tensor:
+    """Return the images that layers are fitted on."""
+    return calibration_images(data, config.calibration.images, seed=config.seed)
+
+
+def chosen_plan(
+    config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor, folder: RunFolder
+) -> Choice:
+    """Search for a plan and write it.
+
+    Raises:
+        RunStoppedError: If the user stopped the search.
+    """
+    candidates = options.candidate_options(config)
+    library = fit_candidates(dense, data, images, candidates, cache=cache_folder() / "fits", seed=config.seed)
+    choice = choose_plan(
+        dense,
+        data,
+        library,
+        options.search_options(config),
+        candidates=candidates.candidates,
+        folder=folder.path,
+        seed=config.seed,
+    )
+    if choice.result.stopped_by == "interrupt":
+        raise RunStoppedError(folder.path)
+    choice.result.plan.save(folder.plan)
+    return choice
+
+
+def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
+    """Return the compressed network."""
+    log.info("rewriting the network, layer by layer")
+    return apply_plan(
+        dense,
+        plan,
+        images,
+        sequential=config.decomposition.sequential,
+        batch_norm=options.batch_norm_correction(config),
+        options=options.final_fit(config),
+        seed=config.seed,
+    )
+
+
+def finetuned(
+    config: AppConfig, data: ImageData, network: nn.Module, dense: nn.Module, folder: RunFolder
+) -> Sequence[EpochRow]:
+    """Fine-tune a compressed network in place with the dense one as teacher; return the epochs."""
+    recipe = options.finetuning_recipe(config)
+    state = folder.state / "finetune.safetensors"
+    return run_training("fine-tune", network, data, recipe, state_file=state, teacher=dense).history
+
+
+def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
+    """Return the compressed network that `weights` names, the dense architecture, and the plan.
+
+    Raises:
+        ConfigError: If `weights` is not given.
+    """
+    if not config.weights:
+        raise ConfigError(
+            f"task={config.task} needs weights=RUN/model.safetensors, the compressed network of an "
+            "earlier run"
+        )
+    dense = build_network(config.model, data, seed=config.seed)
+    network, plan = load_compressed(dense, Path(config.weights))
+    return network.eval(), dense, plan
+
+
+def head(config: AppConfig, data: ImageData) -> dict[str, Any]:
+    """Return what metrics.json says of the run itself."""
+    return {
+        "task": config.task,
+        "model": config.model.get("name") or config.model.get("_target_") or config.model["architecture"],
+        "dataset": data.name,
+        "decomposition": config.decomposition.format,
+        "selector": config.selector["name"],
+        "seed": config.seed,
+    }
+
+
+def search_numbers(result: SearchResult) -> dict[str, Any]:
+    """Return the section `search` of metrics.json."""
+    return {
+        "episodes": len(result.rows),
+        "evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "best_reward": result.best.reward,
+        "stopped_by": result.stopped_by,
+    }
+
+
+def finish(
+    folder: RunFolder,
+    metrics: dict[str, Any],
+    *,
+    seed: int,
+    layers: Sequence[LayerRow] = (),
+    epochs: Sequence[EpochRow] = (),
+) -> None:
+    """Write metrics.json and the report, and print the final table."""
+    if epochs:
+        metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
+    write_json(folder.metrics, metrics)
+    setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
+    page = write_report(folder.path, layers=layers, epochs=epochs, setup=setup)
+    console = Console()
+    table = summary_table(metrics)
+    if table.row_count:
+        console.print(table)
+    console.print(f"report: {page}", soft_wrap=True)

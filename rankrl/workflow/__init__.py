@@ -1,0 +1,1 @@
+"""The steps that tasks are made of, with plain typed arguments."""

@@ -1,0 +1,136 @@
+"""The numbers that a run reports; the only place that reads test images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    LayerSpec,
+    count_macs,
+    count_parameters,
+    factorised_layers,
+)
+from rankrl.data import ImageData, batches
+from rankrl.device import select_device
+from rankrl.export import compare_latency, export_onnx, onnx_accuracy, verify_onnx
+from rankrl.report import LayerRow
+from rankrl.training import report_accuracy
+
+ONNX_TEST_BATCH = 500
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The ONNX file and how its latency is measured.
+
+    Attributes:
+        opset: ONNX operator set; None for the exporter's default.
+        batch: Images a timed batch.
+        threads: Threads of onnxruntime.
+        runs: Timed runs of each network.
+    """
+
+    opset: int | None = None
+    batch: int = 64
+    threads: int = 1
+    runs: int = 30
+
+
+def network_numbers(network: nn.Module, data: ImageData) -> dict[str, Any]:
+    """Return test accuracy, parameters and multiply-accumulates of a network."""
+    return {
+        "accuracy": test_accuracy(network, data),
+        "params": count_parameters(network),
+        "macs": count_macs(network, data.input_shape),
+    }
+
+
+def test_accuracy(network: nn.Module, data: ImageData) -> float:
+    """Return the accuracy on the test set in float32; the network goes back to the CPU."""
+    device = select_device()
+    try:
+        return report_accuracy(network.to(device), data.test, mean=data.mean, std=data.std)
+    finally:
+        network.to("cpu")
+
+
+def export_numbers(
+    network: nn.Module,
+    dense: nn.Module,
+    data: ImageData,
+    path: Path,
+    options: ExportOptions,
+    *,
+    metadata: Mapping[str, str],
+    scratch: Path,
+) -> tuple[dict[str, Any], float]:
+    """Export a network, verify the file on real images, and time it beside the dense network.
+
+    Args:
+        network: The network to export.
+        dense: The dense network it came from.
+        data: The dataset.
+        path: The ONNX file to write.
+        options: Opset and timing.
+        metadata: Text to store in the file.
+        scratch: Folder for the dense network's ONNX file, needed for timing only.
+
+    Returns:
+        The section `onnx` of metrics.json, and the latency ratio dense / compressed.
+    """
+    shape = data.input_shape
+    written = export_onnx(network, path, shape, opset=options.opset, metadata=metadata)
+    images = data.heldout.subset(torch.arange(min(64, len(data.heldout))))
+    inputs = next(iter(batches(images, len(images), mean=data.mean, std=data.std)))[0]
+    difference = verify_onnx(network, path, inputs)
+    test = batches(data.test.for_report(), ONNX_TEST_BATCH, mean=data.mean, std=data.std)
+    accuracy = onnx_accuracy(path, test)
+    baseline = scratch / "dense.onnx"
+    export_onnx(dense, baseline, shape, opset=options.opset)
+    latency = compare_latency(baseline, path, batch=options.batch, threads=options.threads, runs=options.runs)
+    section = {
+        "max_abs_difference": difference,
+        "accuracy": accuracy,
+        "latency_ms": latency.compressed.median_ms,
+        "latency_low_ms": latency.compressed.low_ms,
+        "latency_high_ms": latency.compressed.high_ms,
+        "baseline_latency_ms": latency.baseline.median_ms,
+        "baseline_latency_low_ms": latency.baseline.low_ms,
+        "baseline_latency_high_ms": latency.baseline.high_ms,
+        "batch": options.batch,
+        "threads": options.threads,
+        "file_bytes": written.file_bytes,
+        "opset": written.opset,
+    }
+    return section, latency.ratio
+
+
+def layer_rows(plan: CompressionPlan, specs: Sequence[LayerSpec], network: nn.Module) -> list[LayerRow]:
+    """Return the report's row of every layer, with the fit's error as `network` records it."""
+    fitted = factorised_layers(network)
+    by_name = {spec.name: spec for spec in specs}
+    rows = []
+    for layer in plan:
+        spec = by_name[layer.name]
+        module = fitted.get(layer.name)
+        rows.append(
+            LayerRow(
+                name=layer.name,
+                shape=spec.weight_shape,
+                ranks=tuple(layer.ranks),
+                params_before=spec.params,
+                params_after=layer.params(spec),
+                macs_before=spec.macs,
+                macs_after=layer.macs(spec),
+                error=0.0 if layer.format is None else None if module is None else module.error,
+                reason=layer.reason or "",
+            )
+        )
+    return rows

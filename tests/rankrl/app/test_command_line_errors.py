@@ -1,0 +1,149 @@
+"""Bad input gets one paragraph and exit code 2, and leaves no run that looks finished."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rankrl.models import create_model, save_checkpoint
+
+Refused = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serch.episodes=3",), "Did you mean 'search.episodes'"),
+        (("search.episods=3",), "Did you mean 'search.episodes'"),
+        (("selector=ddgp",), "Did you mean 'ddpg'"),
+        (("model=resnet21",), "choose from"),
+        (("task=piepline",), "Did you mean 'pipeline'"),
+        (("search.episodes=many",), "search.episodes"),
+        (("seed=",), "seed"),
+        (("budget.params=[",), "cannot be parsed"),
+        (("nonsense",), "cannot be parsed"),
+        (("selector.hiden=[8]",), "selector.hiden"),
+        (("resume=nowhere",), "no rankrl run in that folder"),
+    ],
+)
+def test_options_are_refused_with_the_nearest_one(
+    refused: Refused, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("budget.params=0",), r"budget.params=0.0 is outside (0, 1]"),
+        (("budget.params=1.5",), r"outside (0, 1]"),
+        (("budget.macs=-1",), r"outside (0, 1]"),
+        (("finetune.epochs=0",), "epochs must be a whole number >= 1"),
+        (("finetune.schedule=cosin",), "Did you mean 'cosine'"),
+        (("optim.lr=-1",), "lr must be positive"),
+        (("search.term=acuracy",), "term must be one of"),
+        (("export.batch=0",), "export.batch must be at least 1"),
+        (("decomposition.batch_norm=men",), "Did you mean 'mean'"),
+        (("calibration.images=0",), "calibration.images must be at least 1"),
+        (("dataset.heldout=100000",), "held"),
+        (("model.checkpoint=missing.th",), "no checkpoint file missing.th"),
+        (("task=apply",), "needs plan="),
+        (("task=apply", "plan=missing.json"), "cannot be read"),
+        (("task=evaluate",), "needs a trained network"),
+        (("task=export",), "needs weights="),
+        (("task=finetune", "weights=missing.safetensors"), "cannot be read"),
+        (("dataset=cifar10",), "cifar10"),
+    ],
+)
+def test_values_are_refused(
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    expected: str,
+) -> None:
+    monkeypatch.setenv("RANKRL_DATA", str(tmp_path / "no-data"))
+    monkeypatch.setattr("torchvision.datasets.utils.download_url", _no_network)
+    quick = ("train.epochs=1", "model=conv4") if "=cifar10" not in str(arguments) else ()
+    assert expected in refused(*quick, *arguments)
+    assert not list(tmp_path.rglob("metrics.json"))
+
+
+def _no_network(*_: object, **__: object) -> None:
+    raise OSError("no network in tests")
+
+
+def test_unreachable_budget_says_the_least(refused: Refused) -> None:
+    message = refused("model=conv4", "train.epochs=1", "calibration.images=32", "budget.params=0.0001")
+    assert "the least is 0." in message
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda path: path.write_bytes(b"\x00garbage"), "damaged"),
+        (lambda path: torch.save([1, 2], path), "not a state_dict"),
+        (lambda path: torch.save({"state_dict": {"x": 1}}, path), "state_dict"),
+        (lambda path: torch.save(torch.nn.Linear(2, 2), path), "refused"),
+        (lambda path: torch.save(_state("resnet32", 10), path), "another architecture"),
+        (lambda path: torch.save(_state("resnet20", 7), path), "7 classes"),
+    ],
+)
+def test_bad_checkpoints_are_refused(
+    refused: Refused, tmp_path: Path, make: Callable[[Path], None], expected: str
+) -> None:
+    path = tmp_path / "weights.th"
+    make(path)
+    assert expected in refused("task=evaluate", f"model.checkpoint={path}")
+
+
+def _state(name: str, classes: int) -> dict[str, torch.Tensor]:
+    return create_model(name, input_shape=(1, 8, 8), num_classes=classes).state_dict()
+
+
+def test_damaged_dataset_is_refused(refused: Refused, tmp_path: Path) -> None:
+    path = tmp_path / "broken.npz"
+    path.write_bytes(b"PK\x03\x04 no archive")
+    assert "broken.npz" in refused("dataset=npz", f"dataset.path={path}")
+    np.savez(path, x_train=np.zeros((8, 8, 8, 1), np.uint8), y_train=np.zeros(8, np.int64))
+    assert "x_test" in refused("dataset=npz", f"dataset.path={path}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_run_folder_is_refused(refused: Refused, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    (locked / "run").mkdir(parents=True)
+    (locked / "run").chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert "cannot be written" in refused("task=evaluate", f"hydra.run.dir={locked / 'run'}")
+
+
+def test_full_disk_is_reported(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    network = create_model("conv4", input_shape=(1, 8, 8), num_classes=10)
+    save_checkpoint(network, tmp_path / "w.safetensors")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rankrl.files.os.replace", full)
+    message = refused("task=evaluate", "model=conv4", f"model.checkpoint={tmp_path / 'w.safetensors'}")
+    assert "No space left on device" in message
+    assert not list(tmp_path.rglob("metrics.json"))
+
+
+def test_nan_in_a_checkpoint_is_named(refused: Refused, tmp_path: Path) -> None:
+    state = _state("resnet20", 10)
+    state["layer1.0.conv1.weight"][0, 0, 0, 0] = float("nan")
+    torch.save(state, tmp_path / "nan.th")
+    message = refused("task=evaluate", f"model.checkpoint={tmp_path / 'nan.th'}")
+    assert "layer1.0.conv1.weight" in message
+
+
+def test_diverging_training_is_named(refused: Refused) -> None:
+    message = refused("task=train", "model=conv4", "train.epochs=2", "train.optim.lr=1e30")
+    assert "epoch 1" in message

@@ -1,0 +1,105 @@
+"""A small network with fits, and a synthetic search problem, for everything that chooses ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decomposition.layers import compressible_layers
+from decomposition.library import FitLibrary
+from decomposition.moments import collect_moments
+from rankrl.data import Images
+from rankrl.search.evaluator import Evaluation
+from rankrl.search.problem import SearchProblem
+
+SHAPE = (1, 8, 8)
+
+
+class SmallNetwork(nn.Module):
+    """Three convolutions, with and without batch norm and bias, and a linear layer; 5 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 12, 3, stride=2, padding=1)
+        self.third = nn.Conv2d(12, 12, 3, padding=1, bias=False)
+        self.last = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.second(x))
+        return self.last(torch.relu(self.third(x)).mean((2, 3)))
+
+
+class SyntheticEvaluator:
+    """Scores a plan by a fixed smooth function of its ranks; no network, no images."""
+
+    fingerprint = "synthetic"
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
+        self.calls = 0
+        self._known: dict[object, Evaluation] = {}
+
+    def evaluate(self, plans: list) -> list[Evaluation]:
+        return [self._evaluate(plan) for plan in plans]
+
+    def _evaluate(self, plan: object) -> Evaluation:
+        key = self.problem.ranks(plan)
+        cached = key in self._known
+        if not cached:
+            self.calls += 1
+            sizes = np.array([sum(ranks) or 40 for ranks in key], dtype=float)
+            weights = np.cos(np.arange(len(sizes)) * 2.4) + 1.2
+            score = float(np.tanh((weights * np.sqrt(sizes)).sum() / (4 * len(sizes))))
+            params, macs = self.problem.cost(plan)
+            self._known[key] = Evaluation(
+                score, score, params, macs, params / self.problem.params, macs / self.problem.macs, 1, 0.0
+            )
+        evaluation = self._known[key]
+        return Evaluation(**{**vars(evaluation), "cached": cached})
+
+    def state(self) -> dict:
+        return {}
+
+    def restore(self, state: dict, known: dict) -> None:
+        self._known = dict(known)
+
+
+@pytest.fixture(scope="session")
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    network = SmallNetwork()
+    for _ in range(3):  # batch norm statistics that are not trivial
+        network(torch.randn(32, *SHAPE) * 1.5 + 0.3)
+    return network.eval()
+
+
+@pytest.fixture(scope="session")
+def small_images() -> Images:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(256, (96, *SHAPE), generator=generator, dtype=torch.uint8)
+    return Images(x, torch.randint(5, (96,), generator=generator))
+
+
+@pytest.fixture(scope="session")
+def small_library(small_network: nn.Module) -> FitLibrary:
+    generator = torch.Generator().manual_seed(2)
+    layers = compressible_layers(small_network, SHAPE)
+    inputs = torch.randn(64, *SHAPE, generator=generator)
+    moments = collect_moments(small_network, layers, inputs)
+    return FitLibrary(small_network, layers, "tucker", moments=moments)
+
+
+@pytest.fixture(scope="session")
+def small_problem(small_network: nn.Module, small_library: FitLibrary) -> SearchProblem:
+    curves = small_library.curves(limit=16)
+    return SearchProblem.from_model(small_network, curves, SHAPE, params=0.5, library=small_library)
+
+
+@pytest.fixture
+def synthetic_evaluator(small_problem: SearchProblem) -> SyntheticEvaluator:
+    return SyntheticEvaluator(small_problem)
