@@ -18,12 +18,20 @@ from decomposition.errors import DecompositionError, PlanError
 from decomposition.factorised import FactorisedLayer
 from decomposition.fitting import Fit, FitOptions, fit_weight
 from decomposition.formats import TensorFormat, get_format, list_formats, register_format
+from decomposition.heuristics import (
+    Heuristic,
+    get_heuristic,
+    list_heuristics,
+    plan_by_heuristic,
+    register_heuristic,
+)
 from decomposition.layers import LayerSpec, compressible_layers, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, collect_moments
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from decomposition.saving import load_compressed, save_compressed
+from decomposition.vbmf import MatrixRank, matrix_rank
 
 __all__ = [
     "Budget",
@@ -33,9 +41,11 @@ __all__ = [
     "Fit",
     "FitLibrary",
     "FitOptions",
+    "Heuristic",
     "InputMoments",
     "LayerPlan",
     "LayerSpec",
+    "MatrixRank",
     "PlanError",
     "RankCurve",
     "TensorFormat",
@@ -54,12 +64,17 @@ __all__ = [
     "fingerprint",
     "fit_weight",
     "get_format",
+    "get_heuristic",
     "inspect_layers",
     "list_formats",
+    "list_heuristics",
     "load_compressed",
     "make_plan",
+    "matrix_rank",
+    "plan_by_heuristic",
     "plan_from_choices",
     "reestimate_batch_norm",
     "register_format",
+    "register_heuristic",
     "save_compressed",
 ]

@@ -19,15 +19,15 @@ class Budget:
 
     Attributes:
         fraction: Kept fraction in (0, 1].
-        measure: `params` or `macs`.
+        measure: `params`, `macs` or `latency`.
         total: Cost of the whole dense model.
         fixed: Cost of everything that no curve covers (batch norm, layers that stay as they are).
     """
 
     fraction: float
     measure: str
-    total: int
-    fixed: int
+    total: float
+    fixed: float
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -47,12 +47,12 @@ class Budget:
         Raises:
             DecompositionError: Naming the least fraction that can be reached.
         """
-        least = sum(int(curve.cost(self.measure).min()) for curve in curves)
+        least = sum(float(curve.cost(self.measure).min()) for curve in curves)
         if least > self.available:
             smallest = (least + self.fixed) / self.total
             raise DecompositionError(
                 f"budget.{self.measure}={self.fraction} cannot be reached: with the smallest ranks "
-                f"everywhere {least + self.fixed} of {self.total} {self.measure} remain; the least is "
+                f"everywhere {least + self.fixed:g} of {self.total} {self.measure} remain; the least is "
                 f"{np.ceil(smallest * 1e4) / 1e4:.4f}"
             )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from decomposition.errors import DecompositionError
 from decomposition.formats import Ranks, TensorFormat
 from decomposition.layers import LayerSpec
 from decomposition.modes import WeightModes
@@ -23,6 +24,7 @@ class RankCurve:
         params: Parameters of each candidate, bias included; shape (candidates,).
         macs: Multiply-accumulates of each candidate; shape (candidates,).
         errors: Relative output error of each candidate, 0 for the dense layer; shape (candidates,).
+        latency: Measured time of each candidate, in any unit, shape (candidates,); None when not measured.
     """
 
     spec: LayerSpec
@@ -30,13 +32,26 @@ class RankCurve:
     params: np.ndarray
     macs: np.ndarray
     errors: np.ndarray
+    latency: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def cost(self, measure: str) -> np.ndarray:
-        """Return the candidates' cost in `params` or `macs`."""
-        return {"params": self.params, "macs": self.macs}[measure]
+        """Return the candidates' cost in `params`, `macs` or `latency`.
+
+        Raises:
+            DecompositionError: If the measure is unknown, or the latency was not measured.
+        """
+        if measure == "latency" and self.latency is not None:
+            return self.latency
+        if measure == "latency":
+            raise DecompositionError(
+                f"layer {self.spec.name!r}: its latency was not measured; give every curve a latency array"
+            )
+        if measure not in ("params", "macs"):
+            raise DecompositionError(f"unknown measure {measure!r}; choose params, macs or latency")
+        return self.params if measure == "params" else self.macs
 
 
 def candidate_ranks(

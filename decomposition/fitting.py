@@ -23,7 +23,8 @@ from decomposition.modes import WeightModes
 
 # Rank-one terms larger than this, relative to the weight, cancel one another and are lost in float32.
 LARGEST_AMPLIFICATION = 30.0
-_LEAST_PENALTY = 1e-12
+_LEAST_PENALTY = 1e-14
+_FIRST_BOUNDING_PENALTY = 1e-10
 _HISTORY = 20
 _COLUMNS_WORTH_THREADS = 1024
 
@@ -53,7 +54,7 @@ class FitOptions:
 
 
 FAST = FitOptions()
-THOROUGH = FitOptions(iterations=1000, starts=4, tolerance=1e-9)
+THOROUGH = FitOptions(iterations=1000, starts=16, tolerance=1e-9)
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,15 @@ def _fit(problem: _Problem, ranks: Ranks, options: FitOptions) -> Fit:
     starts = _starting_points(problem, ranks, options)
     if len(starts) > 1:  # a short race picks the start that is worth the long run
         short = replace(options, iterations=min(options.iterations, 30))
-        starts = sorted((problem.minimise(cores, short) for cores in starts), key=problem.squared_error)[:2]
+        raced = sorted((problem.minimise(cores, short) for cores in starts), key=problem.squared_error)
+        starts = raced[: max(2, len(starts) // 4)]
     candidates = [problem.minimise(cores, options) for cores in starts]
     best = min(candidates, key=problem.squared_error)
-    penalty = _LEAST_PENALTY
+    penalty = _FIRST_BOUNDING_PENALTY
     while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < 1e-2:
+        candidates = [problem.minimise(cores, options, penalty) for cores in starts]
+        best = min(candidates, key=problem.squared_error)
         penalty *= 100
-        best = problem.minimise(tensor_format.start(problem.weight, modes, ranks), options, penalty)
     error = max(0.0, float(problem.squared_error(best))) ** 0.5
     return Fit(_balance(problem.unscale(best)), error)
 
@@ -208,7 +211,7 @@ class _Problem:
             jac=True,
             method="L-BFGS-B",
             callback=_StopWhenFlat(options.tolerance),
-            options={"maxiter": options.iterations, "maxcor": _HISTORY, "ftol": 1e-15, "gtol": 1e-12},
+            options={"maxiter": options.iterations, "maxcor": _HISTORY, "ftol": 0.0, "gtol": 1e-12},
         )
         result = split(torch.from_numpy(found.x))
         return self._with_best_output(result) if fixed else result
@@ -332,4 +335,4 @@ def _balance(cores: Cores) -> Cores:
     mean = torch.stack(scales).log().mean().exp()
     if not mean > 0:
         return cores
-    return [core * (mean / scale) for core, scale in zip(cores, scales, strict=True)]
+    return [(core * (mean / scale)).contiguous() for core, scale in zip(cores, scales, strict=True)]

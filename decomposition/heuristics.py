@@ -263,19 +263,19 @@ def _climb(curves: Sequence[RankCurve], budget: Budget, levels: Sequence[np.ndar
     """
     budget.check(curves)
     costs = [curve.cost(budget.measure) for curve in curves]
-    # Only candidates that are cheaper than all larger ones: MACs can exceed those of the dense layer.
+    # Only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense layer's.
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
     choices = np.array([candidates[0] for candidates in useful])
-    left = budget.available - sum(int(cost[j]) for cost, j in zip(costs, choices, strict=True))
+    left = budget.available - sum(float(cost[j]) for cost, j in zip(costs, choices, strict=True))
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)
         for layer, candidates in enumerate(useful)
         for candidate in candidates[1:]
     )
     for _, layer, candidate in steps:
-        extra = int(costs[layer][candidate] - costs[layer][choices[layer]])
+        extra = float(costs[layer][candidate] - costs[layer][choices[layer]])
         if extra > left:
             break
         left -= extra

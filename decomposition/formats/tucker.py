@@ -61,7 +61,7 @@ class Tucker(TensorFormat):
             inner = leading_left_vectors(torch.einsum("oik,oa->iak", weight, output).flatten(1), ranks[1])
             core = torch.einsum("oik,oa,ib->abk", weight, output, inner)
             previous, captured = captured, core.square().sum()
-            if captured - previous <= 1e-9 * captured:
+            if captured - previous <= 1e-6 * captured:
                 break
         return [output, core, inner]
 

@@ -11,8 +11,8 @@ from rankrl.training import EpochRow
 WARM_UP_PHASE = "warm-up"
 """Phase of the episodes that explore at random before the agent learns."""
 
-SEARCH_PHASE = "search"
-"""Phase of the episodes that the selector chose. Any other phase names a reference plan, e.g. `greedy`."""
+PRESET_PHASE = "preset"
+"""Phase of the plan that a search starts from, the reference for all that follow."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class EpisodeRow:
         macs_kept: Fraction of the model's multiply-accumulates that the plan keeps.
         best_reward: The largest reward up to here.
         seconds: Seconds since the search began.
-        phase: `warm-up`, `search`, or the name of a reference plan such as `greedy`.
+        phase: What the selector was doing: `preset` (greedy's plan), `warm-up`, `policy`, `random`, ...
         ranks: The plan's ranks as JSON text.
     """
 

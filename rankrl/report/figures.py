@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rankrl.report.data import SEARCH_PHASE, WARM_UP_PHASE, EpisodeRow, LayerRow
+from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, EpisodeRow, LayerRow
 from rankrl.training import EpochRow
 
 PALETTE = {
@@ -51,8 +51,8 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     _style(axes, "episode", "reward")
-    searched = [row for row in episodes if row.phase in (WARM_UP_PHASE, SEARCH_PHASE)]
-    references = [row for row in episodes if row.phase not in (WARM_UP_PHASE, SEARCH_PHASE)]
+    references = [row for row in episodes if row.phase == PRESET_PHASE]
+    searched = [row for row in episodes if row.phase != PRESET_PHASE]
     if searched:
         numbers = np.array([row.episode for row in searched])
         rewards = np.array([row.reward for row in searched])
@@ -75,7 +75,9 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
                 min(warm_up) - 0.5, max(warm_up) + 0.5, color=PALETTE["shade"], zorder=0, label="warm-up"
             )
     for row, dashes in zip(references, _dashes(len(references)), strict=True):
-        axes.axhline(row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label=row.phase)
+        axes.axhline(
+            row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label="greedy's plan"
+        )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if size[0] > NARROW[0] else 5))
     _legend(figure, columns=6 if size[0] > NARROW[0] else 3)
     return figure

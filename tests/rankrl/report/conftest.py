@@ -57,11 +57,11 @@ def make_episodes(count: int = 120) -> list[EpisodeRow]:
     rows: list[EpisodeRow] = []
     best = -math.inf
     for episode in range(count):
-        phase = "greedy" if episode == 0 else "warm-up" if episode < count // 5 else "search"
+        phase = "preset" if episode == 0 else "warm-up" if episode < count // 5 else "search"
         learned = max(0.0, (episode - count / 5) / count)
         reward = (
             0.738
-            if phase == "greedy"
+            if phase == "preset"
             else 0.52 + 0.27 * learned**0.5 + generator.gauss(0, 0.06 - 0.04 * learned)
         )
         best = max(best, reward)

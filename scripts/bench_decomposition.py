@@ -1,0 +1,372 @@
+"""Fits beside tensorly's at equal ranks, and what a network keeps of its accuracy without fine-tuning.
+
+    OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output docs/benchmarks.md
+    RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --output docs/benchmarks.md
+
+`fits` compares time and error for the convolutions of ResNet-20 and for weights of 64x64x3x3 to
+512x512x3x3, in float64 on both sides, fitted to the weights alone since tensorly knows no data. A routine
+that computes one solution (SVDs, HOOI) stands beside our algebraic start, an iterative one beside a fit.
+`accuracy` compresses a ResNet-20 to several budgets and measures the CIFAR-10 test set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tensorly
+import torch
+from tensorly import decomposition as tensorly_decomposition
+from tensorly.tenalg import multi_mode_dot
+from torch import nn
+
+from decomposition import (
+    Budget,
+    CompressionPlan,
+    FitLibrary,
+    FitOptions,
+    TensorFormat,
+    WeightModes,
+    apply_plan,
+    collect_moments,
+    count_parameters,
+    fit_weight,
+    get_format,
+    inspect_layers,
+    list_formats,
+    plan_from_choices,
+    reestimate_batch_norm,
+)
+from decomposition.heuristics import get_heuristic
+from rankrl.data import ImageData, batches, load_dataset
+from rankrl.files import write_atomically
+from rankrl.models import create_model, load_checkpoint
+from rankrl.training.accuracy import report_accuracy
+
+ALGEBRAIC = FitOptions(iterations=0)
+ITERATED = FitOptions(iterations=1000, starts=32, tolerance=1e-7)
+ITERATED_LARGE = FitOptions(iterations=60)
+LARGE = 256  # channels from which a fit gets fewer iterations
+SLOW_SECONDS = 20.0  # routines slower than that are run once
+TITLES = {"fits": "Tensor decompositions beside tensorly", "accuracy": "Accuracy without fine-tuning"}
+COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequential + BN")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A routine of tensorly and what stands beside it.
+
+    Attributes:
+        format: Our format.
+        iterative: Whether it iterates to a minimum; if not, it stands beside our algebraic start.
+        run: Decomposes an array (out, in, kernel) at ranks and returns the reconstruction.
+    """
+
+    format: str
+    iterative: bool
+    run: Callable[[np.ndarray, tuple[int, ...], int], np.ndarray]
+
+
+def _tensor_ring(weight: np.ndarray, ranks: tuple[int, ...], _: int) -> np.ndarray:
+    return tensorly.tr_to_tensor(tensorly_decomposition.tensor_ring(weight, [*ranks, ranks[0]]))
+
+
+def _tensor_ring_als(weight: np.ndarray, ranks: tuple[int, ...], iterations: int) -> np.ndarray:
+    rank = [*ranks, ranks[0]]
+    return tensorly.tr_to_tensor(
+        tensorly_decomposition.tensor_ring_als(weight, rank, n_iter_max=iterations, random_state=0)
+    )
+
+
+def _tensor_train(weight: np.ndarray, ranks: tuple[int, ...], _: int) -> np.ndarray:
+    return tensorly.tt_to_tensor(tensorly_decomposition.tensor_train(weight, [1, *ranks, 1]))
+
+
+def _partial_tucker(weight: np.ndarray, ranks: tuple[int, ...], iterations: int) -> np.ndarray:
+    (core, factors), _ = tensorly_decomposition.partial_tucker(
+        weight, rank=list(ranks), modes=[0, 1], n_iter_max=iterations
+    )
+    return multi_mode_dot(core, factors, modes=[0, 1])
+
+
+def _parafac(weight: np.ndarray, ranks: tuple[int, ...], iterations: int) -> np.ndarray:
+    return tensorly.cp_to_tensor(
+        tensorly_decomposition.parafac(weight, ranks[0], n_iter_max=iterations, init="svd", random_state=0)
+    )
+
+
+RIVALS = {
+    "tensor_train": Rival("tensor_train", False, _tensor_train),
+    "tensor_ring": Rival("tensor_ring", False, _tensor_ring),
+    "partial_tucker": Rival("tucker", False, _partial_tucker),
+    "tensor_ring_als": Rival("tensor_ring", True, _tensor_ring_als),
+    "parafac": Rival("cp", True, _parafac),
+}
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Relative errors and median seconds of both sides at the same ranks."""
+
+    ranks: tuple[int, ...]
+    error: float
+    rival_error: float
+    seconds: float
+    rival_seconds: float
+
+
+def common_ranks(tensor_format: TensorFormat, modes: WeightModes, ratio: float) -> tuple[int, ...]:
+    """Return the largest single rank that leaves 1/ratio of the parameters and that tensorly accepts.
+
+    tensorly's tensor_ring refuses first bonds whose product exceeds the first mode.
+    """
+    ranks = tensor_format.expand(modes, 1)
+    for rank in range(2, tensor_format.max_rank(modes) + 1):
+        wider = tensor_format.expand(modes, rank)
+        too_wide = tensor_format.name == "tensor_ring" and wider[0] * wider[1] > modes.out_channels
+        if tensor_format.params(modes, wider) * ratio > modes.elements or too_wide:
+            break
+        ranks = wider
+    return ranks
+
+
+def timed(run: Callable[[], np.ndarray | torch.Tensor], repeats: int) -> tuple[np.ndarray, float]:
+    """Return the last result and the median seconds; slow runs are not repeated."""
+    seconds: list[float] = []
+    while len(seconds) < repeats and not (seconds and seconds[0] > SLOW_SECONDS):
+        start = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - start)
+    return np.asarray(result), statistics.median(seconds)
+
+
+def duel(weight: torch.Tensor, rival: Rival, ratio: float, repeats: int, iterations: int) -> Duel:
+    """Run one routine of tensorly and our fit on a weight (out, in, kernel), float64."""
+    modes = WeightModes((weight.shape[0],), (weight.shape[1],), weight.shape[2])
+    tensor_format = get_format(rival.format)
+    ranks = common_ranks(tensor_format, modes, ratio)
+    options = ALGEBRAIC
+    if rival.iterative:
+        options = ITERATED if max(weight.shape) < LARGE else ITERATED_LARGE
+    array = weight.numpy()
+
+    def ours() -> torch.Tensor:
+        fit = fit_weight(tensor_format, weight, modes, ranks, options=options)
+        return tensor_format.reconstruct(fit.cores, modes)
+
+    def error(reconstruction: np.ndarray) -> float:
+        return float(np.linalg.norm(array - reconstruction) / np.linalg.norm(array))
+
+    found, seconds = timed(ours, repeats)
+    with tensorly.backend_context("numpy"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # parafac warns of its SVD start on kernels smaller than the rank
+        theirs, rival_seconds = timed(lambda: rival.run(array, ranks, iterations), repeats)
+    return Duel(ranks, error(found), error(theirs), seconds, rival_seconds)
+
+
+def synthetic_weight(channels: int, seed: int = 0) -> torch.Tensor:
+    """Return a weight (channels, channels, 9) whose channel spectra fall like those of trained layers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def mix() -> torch.Tensor:
+        square = torch.randn(channels, channels, generator=generator, dtype=torch.float64)
+        return torch.linalg.qr(square).Q * torch.arange(1, channels + 1, dtype=torch.float64) ** -0.5
+
+    core = torch.randn(channels, channels, 9, generator=generator, dtype=torch.float64)
+    return torch.einsum("oa,abk,ib->oik", mix(), core, mix()).contiguous()
+
+
+def load_network(checkpoint: Path) -> nn.Module:
+    """Return the trained ResNet-20 in evaluation mode."""
+    model = create_model("resnet20", input_shape=(3, 32, 32), num_classes=10)
+    load_checkpoint(model, checkpoint)
+    return model.eval()
+
+
+def fits_report(options: argparse.Namespace) -> str:
+    """Compare all routines on all weights, as two Markdown tables."""
+    lines = [
+        "| weight | tensorly's routine | ranks | error, ours | error, tensorly | s, ours | s, tensorly |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for channels in options.sizes:
+        for name, rival in RIVALS.items():
+            _say(f"{channels}x{channels}x3x3, {name} ...")
+            result = duel(
+                synthetic_weight(channels), rival, options.ratio, options.repeats, options.iterations
+            )
+            lines.append(
+                f"| {channels}x{channels}x3x3 | {name} | {', '.join(map(str, result.ranks))} | "
+                f"{result.error:.4f} | {result.rival_error:.4f} | {result.seconds:.3g} | "
+                f"{result.rival_seconds:.3g} |"
+            )
+    if options.checkpoint is None:
+        return "\n".join(lines)
+    lines += ["", "ResNet-20, error of ours / of tensorly's routine:", ""]
+    lines += [f"| layer | {' | '.join(RIVALS)} |", f"|---|{'---:|' * len(RIVALS)}"]
+    modules = load_network(options.checkpoint).named_modules()
+    totals = {name: [0.0, 0.0] for name in RIVALS}
+    for layer, module in modules:
+        if not isinstance(module, nn.Conv2d):
+            continue
+        _say(f"{layer} ...")
+        weight = module.weight.detach().double().flatten(2)
+        cells = []
+        for name, rival in RIVALS.items():
+            result = duel(weight, rival, options.ratio, options.repeats, options.iterations)
+            totals[name][0] += result.seconds
+            totals[name][1] += result.rival_seconds
+            cells.append(f"{result.error:.4f} / {result.rival_error:.4f}")
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    seconds = [f"{ours:.3g} / {theirs:.3g}" for ours, theirs in totals.values()]
+    return "\n".join([*lines, f"| seconds, all layers | {' | '.join(seconds)} |"])
+
+
+def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, data: ImageData) -> list[float]:
+    """Return the test accuracy of a plan for each entry of `COLUMNS`, in percent."""
+    fitted = (
+        apply_plan(model, plan),
+        apply_plan(model, plan, images, sequential=False),
+        apply_plan(model, plan, images),
+    )
+    found = []
+    for compressed in fitted:
+        reestimated = copy.deepcopy(compressed)
+        reestimate_batch_norm(reestimated, images.split(256))
+        for network in (compressed, reestimated):
+            found.append(100 * report_accuracy(network, data.test, mean=data.mean, std=data.std))
+    return found
+
+
+def accuracy_report(options: argparse.Namespace) -> str:
+    """Measure every format at every budget with uniform and greedy ranks, as a Markdown table."""
+    model = load_network(options.checkpoint)
+    data = load_dataset("cifar10")
+    generator = torch.Generator().manual_seed(0)
+    images, _ = next(
+        batches(
+            data.train,
+            options.calibration,
+            mean=data.mean,
+            std=data.std,
+            generator=generator,
+            shuffle=True,
+        )
+    )
+    all_specs = inspect_layers(model, data.input_shape)
+    specs = [spec for spec in all_specs if spec.refusal is None]
+    moments = collect_moments(model, specs, images.split(256))
+    total = count_parameters(model)
+    fixed = total - sum(spec.params for spec in specs)
+    dense = 100 * report_accuracy(model, data.test, mean=data.mean, std=data.std)
+    lines = [
+        f"Test accuracy in %, dense {dense:.2f} %; {options.calibration} unlabelled training images.",
+        "",
+        f"| format | parameters ÷ | ranks | {' | '.join(COLUMNS)} |",
+        f"|---|---:|---|{'---:|' * len(COLUMNS)}",
+    ]
+    for name in options.formats:
+        _say(f"{name}: fitting the candidates ...")
+        library = FitLibrary(model, specs, name, moments=moments)
+        curves = library.curves()
+        for ratio in options.ratios:
+            budget = Budget(1 / ratio, "params", total, fixed)
+            for chooser in ("uniform", "greedy"):
+                _say(f"{name}, {ratio:g}x, {chooser} ranks ...")
+                choices = get_heuristic(chooser).choose(library, curves, budget)
+                plan = plan_from_choices(curves, choices, all_specs, data.input_shape, chooser)
+                spent = fixed + sum(int(c.params[j]) for c, j in zip(curves, choices, strict=True))
+                cells = " | ".join(f"{value:.1f}" for value in accuracies(model, plan, images, data))
+                _say(cells)
+                lines.append(f"| {name} | {total / spent:.2f} | {chooser} | {cells} |")
+    return "\n".join(lines)
+
+
+def hardware_line() -> str:
+    """Name the processor, the threads used and the versions that matter."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    versions = f"torch {torch.__version__}, tensorly {tensorly.__version__}"
+    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used, {versions}"
+
+
+def write_section(path: Path, part: str, text: str) -> None:
+    """Put the text between this part's markers in a Markdown file, which is replaced atomically.
+
+    Args:
+        path: The file; made when missing. Without the markers the section is appended.
+        part: `fits` or `accuracy`.
+        text: The section's text.
+
+    Raises:
+        ValueError: If only one of the markers is there.
+    """
+    marker = "bench_decomposition" if part == "fits" else f"bench_decomposition_{part}"
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    section = f"{start}\n{text}\n{end}"
+    if start in document and end in document:
+        before, rest = document.split(start, 1)
+        document = before + section + rest.split(end, 1)[1]
+    elif start in document or end in document:
+        raise ValueError(f"{path} has only one of {start} and {end}: put the other one back")
+    else:
+        document = f"{document.rstrip()}\n\n## {TITLES[part]}\n\n{section}\n"
+    write_atomically(path, document)
+
+
+def main() -> None:
+    """Read the command line, run one part, print and perhaps save its tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--part", choices=TITLES, default="fits", help="which part to run (default fits)")
+    parser.add_argument("--checkpoint", type=Path, help="weights of a CIFAR-10 ResNet-20")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512], help="fits: channels")
+    parser.add_argument("--ratio", type=float, default=6.0, help="fits: parameters ÷ (default 6)")
+    parser.add_argument("--repeats", type=int, default=3, help="fits: runs per median (default 3)")
+    parser.add_argument(
+        "--iterations", type=int, default=100, help="fits: tensorly's iterations (default 100, its own)"
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=list_formats(), default=list_formats(), help="accuracy: formats"
+    )
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy: parameters ÷"
+    )
+    parser.add_argument("--calibration", type=int, default=768, help="accuracy: images (default 768)")
+    options = parser.parse_args()
+    if options.part == "accuracy" and options.checkpoint is None:
+        parser.error("--part accuracy needs --checkpoint")
+    if min(options.repeats, options.iterations, options.calibration) < 1:
+        parser.error("--repeats, --iterations and --calibration must be at least 1")
+    table = {"fits": fits_report, "accuracy": accuracy_report}[options.part](options)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(sys.argv)}"
+    text = f"`{command}`\n\n{hardware_line()}\n\n{table}"
+    print(text)
+    if options.output:
+        write_section(options.output, options.part, text)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Fits are computed once, in memory and on disk, and curves describe the candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import decomposition.library
+from decomposition.curves import candidate_ranks, plan_from_choices
+from decomposition.errors import DecompositionError
+from decomposition.fitting import FitOptions
+from decomposition.formats import get_format, list_formats
+from decomposition.layers import compressible_layers, inspect_layers
+from decomposition.library import FitLibrary
+from decomposition.moments import collect_moments
+
+SHAPE = (3, 10, 10)
+QUICK = FitOptions(iterations=5)
+
+
+def library_of(model: nn.Module, name: str = "tucker", *, data: bool = False, **options: Any) -> FitLibrary:
+    specs = compressible_layers(model, SHAPE)
+    moments = None
+    if data:
+        images = torch.randn(16, *SHAPE, generator=torch.Generator().manual_seed(0))
+        moments = collect_moments(model, specs, images)
+    return FitLibrary(model, specs, name, moments=moments, options=options.pop("fit", QUICK), **options)
+
+
+def refuse_to_fit(*_: object) -> NoReturn:
+    raise AssertionError("this fit should have come from the cache")
+
+
+def test_a_fit_is_computed_once(small_net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = library_of(small_net)
+    first = library.fit("3", (3, 2))
+    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    assert library.fit("3", (3, 2)) is first
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_fits_on_disk_are_used_by_the_next_run(
+    small_net: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    first = library_of(small_net, name, data=True, folder=tmp_path / "fits")
+    wanted = [curve.errors for curve in first.curves(limit=3)]
+    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    second = library_of(small_net, name, data=True, folder=tmp_path / "fits")
+    for curve, errors in zip(second.curves(limit=3), wanted, strict=True):
+        np.testing.assert_array_equal(curve.errors, errors)
+        for entry in curve.entries[:-1]:
+            before, after = (library.weight(curve.spec.name, entry.ranks) for library in (first, second))
+            torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)
+    assert not list((tmp_path / "fits").glob(".fit-*"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fit": FitOptions(iterations=6)},
+        {"data": True},
+        {"data": True, "centred": False},
+        {"tensorised": True},
+        {"name": "tensor_train"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_fits_of_other_settings_are_not_taken(
+    small_net: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    arguments = {"name": "tensor_ring", "folder": tmp_path}
+    first = library_of(small_net, **arguments)
+    first.fit("3", first.format.expand(first.modes["3"], 2))
+    if "centred" in change:
+        other_first = library_of(small_net, **arguments, data=True)
+        other_first.fit("3", other_first.format.expand(other_first.modes["3"], 2))
+    second = library_of(small_net, **(arguments | change))
+    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    with pytest.raises(AssertionError, match="come from the cache"):
+        second.fit("3", second.format.expand(second.modes["3"], 2))
+
+
+def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Path) -> None:
+    first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    with torch.no_grad():
+        small_net[3].weight.mul_(torch.linspace(0, 1, 12)[:, None, None, None])  # type: ignore[operator, index, union-attr]
+    assert library_of(small_net, folder=tmp_path).fit("3", (3, 2)).error != first.error
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"\x00" * 64], ids=["empty", "garbage", "zeros"])
+def test_a_damaged_entry_is_computed_again(small_net: nn.Module, tmp_path: Path, damage: bytes) -> None:
+    first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    (entry,) = tmp_path.glob("*.safetensors")
+    whole = entry.read_bytes()
+    entry.write_bytes(damage)
+    again = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    assert again.error == first.error
+    assert entry.read_bytes() == whole
+
+
+def test_a_truncated_entry_is_computed_again(small_net: nn.Module, tmp_path: Path) -> None:
+    first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    (entry,) = tmp_path.glob("*.safetensors")
+    entry.write_bytes(entry.read_bytes()[:-8])
+    assert library_of(small_net, folder=tmp_path).fit("3", (3, 2)).error == first.error
+
+
+@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("name", list_formats())
+def test_a_curve_ends_dense_and_describes_its_entries(small_net: nn.Module, name: str, measure: str) -> None:
+    for curve in library_of(small_net, name).curves(limit=4):
+        assert len(curve) <= 5
+        assert curve.entries[-1].format is None
+        assert curve.entries[-1].reason
+        assert curve.errors[-1] == 0
+        assert len(curve) == len(curve.errors) == len(curve.cost(measure))
+        assert curve.cost(measure)[-1] == getattr(curve.spec, measure)
+        assert curve.cost(measure).tolist() == [getattr(e, measure)(curve.spec) for e in curve.entries]
+        assert (np.diff(curve.params) > 0).all()
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_candidates_are_every_rank_that_shrinks_the_layer_or_a_grid_of_them(
+    small_net: nn.Module, name: str
+) -> None:
+    tensor_format = get_format(name)
+    for spec in compressible_layers(small_net, SHAPE):
+        modes = tensor_format.modes(spec)
+        every = candidate_ranks(tensor_format, spec, modes, limit=10**6)
+        bias = spec.out_channels if spec.bias else 0
+        sizes = [tensor_format.params(modes, ranks) + bias for ranks in every]
+        assert all(size < spec.params for size in sizes)
+        assert len(set(every)) == len(every)
+        few = candidate_ranks(tensor_format, spec, modes, limit=3)
+        assert len(few) <= 3
+        assert set(few) <= set(every)
+        if every:
+            assert (few[0], few[-1]) == (every[0], every[-1])
+
+
+def test_progress_is_told_layer_by_layer(small_net: nn.Module) -> None:
+    told: list[str] = []
+    library_of(small_net).curves(limit=2, progress=told.append)
+    assert told == ["0", "3", "7"]
+
+
+def test_a_plan_holds_the_choices_and_the_refused_layers() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Conv2d(6, 8, 3), nn.Conv2d(8, 8, 3))
+    curves = library_of(model).curves(limit=3)
+    specs = inspect_layers(model, SHAPE)
+    plan = plan_from_choices(curves, [1, len(curves[1]) - 1], specs, SHAPE, "test")
+    assert plan["1"] == curves[0].entries[1]
+    assert plan["2"].format is None
+    assert "groups=3" in (plan["0"].reason or "")
+    assert plan.chosen_by == "test"
+    assert plan.specs(model) == specs
+
+
+def test_missing_moments_are_named(small_net: nn.Module) -> None:
+    specs = compressible_layers(small_net, SHAPE)
+    moments = collect_moments(small_net, specs[:1], torch.randn(4, *SHAPE))
+    with pytest.raises(DecompositionError, match="no input moments for layers 3, 7"):
+        FitLibrary(small_net, specs, "tucker", moments=moments)
+
+
+def test_infeasible_ranks_and_bad_weights_name_the_layer(small_net: nn.Module) -> None:
+    with pytest.raises(DecompositionError, match="layer '3'"):
+        library_of(small_net).fit("3", (13, 2))
+    with torch.no_grad():
+        small_net[3].weight[0, 0, 0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
+    with pytest.raises(DecompositionError, match="layer '3': the weight holds NaN"):
+        library_of(small_net).fit("3", (2, 2))
+
+
+def test_the_library_keeps_the_weights_it_was_made_with(small_net: nn.Module) -> None:
+    library = library_of(small_net)
+    before = library.weights["3"].clone()
+    nn.init.zeros_(small_net[3].weight)  # type: ignore[index, union-attr, arg-type]
+    assert torch.equal(library.weights["3"], before)

@@ -1,0 +1,290 @@
+"""Fits: exact where that is possible, never worse than known algorithms, stable where CP is not."""
+
+from __future__ import annotations
+
+import pytest
+import tensorly as tl
+import tensorly.decomposition as tld
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decomposition.errors import DecompositionError
+from decomposition.fitting import FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
+from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
+from decomposition.modes import WeightModes
+
+SMALL = WeightModes((8,), (6,), 9)
+TENSORISED = WeightModes((4, 2), (3, 2), 9)
+CASES = [
+    pytest.param(name, modes, id=f"{name}-{'x'.join(map(str, modes.sizes))}")
+    for name in list_formats()
+    for modes in (SMALL, WeightModes((8,), (6,), 1), TENSORISED)
+    if modes.plain or get_format(name).tensorisable
+]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def normal_weight(modes: WeightModes, seed: int = 0) -> torch.Tensor:
+    return normal(modes.out_channels, modes.in_channels, modes.kernel, seed=seed)
+
+
+def second_moment(columns: int, seed: int = 0) -> torch.Tensor:
+    """A moment matrix whose eigenvalues fall by a factor of a million, as those of real patches do."""
+    vectors = torch.linalg.qr(normal(columns, columns, seed=seed)).Q
+    return (vectors * torch.logspace(0, -6, columns, dtype=torch.float64)) @ vectors.T
+
+
+def output_error(weight: torch.Tensor, approximation: torch.Tensor, metric: torch.Tensor | None) -> float:
+    """The relative output error, written down independently of the package."""
+    if metric is None:
+        metric = torch.eye(weight[0].numel(), dtype=torch.float64)
+    rest, whole = (weight - approximation).flatten(1), weight.flatten(1)
+    return float((torch.trace(rest @ metric @ rest.T) / torch.trace(whole @ metric @ whole.T)).sqrt())
+
+
+def middle_ranks(tensor_format: TensorFormat, modes: WeightModes) -> Ranks:
+    return tuple(max(1, min(largest, 2 + j // 2)) for j, largest in enumerate(tensor_format.max_ranks(modes)))
+
+
+@pytest.mark.parametrize("with_data", [False, True], ids=["weights", "data"])
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_the_reported_error_is_the_error(name: str, modes: WeightModes, with_data: bool) -> None:
+    tensor_format, weight = get_format(name), normal_weight(modes)
+    metric = second_moment(modes.columns) if with_data else None
+    fit = fit_weight(tensor_format, weight, modes, middle_ranks(tensor_format, modes), metric)
+    found = output_error(weight, tensor_format.reconstruct(fit.cores, modes), metric)
+    assert fit.error == pytest.approx(found, rel=1e-6, abs=1e-7)
+    assert 0 < fit.error < 1
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+@settings(max_examples=10)
+@given(data=st.data(), seed=st.integers(0, 100), with_data=st.booleans())
+def test_a_fit_is_never_worse_than_the_algebraic_solution(
+    name: str, modes: WeightModes, data: st.DataObject, seed: int, with_data: bool
+) -> None:
+    tensor_format, weight = get_format(name), normal_weight(modes, seed)
+    ranks = tuple(data.draw(st.integers(1, min(largest, 4))) for largest in tensor_format.max_ranks(modes))
+    metric = second_moment(modes.columns, seed) if with_data else None
+    start = tensor_format.reconstruct(tensor_format.start(weight, modes, ranks), modes)
+    fit = fit_weight(tensor_format, weight, modes, ranks, metric, FitOptions(iterations=20))
+    assert fit.error <= output_error(weight, start, metric) * (1 + 1e-4) + 1e-7
+    assert [tuple(core.shape) for core in fit.cores] == tensor_format.core_shapes(modes, ranks)
+
+
+# The ring's problem has poor minima that catch most starts: these seeds need several of them.
+RECOVERED: list[tuple[str, WeightModes, Ranks, int]] = [
+    ("tensor_ring", WeightModes((8,), (8,), 9), (3, 3, 3), 4),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (3, 3, 3), 14),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 4), 6),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 4), 36),
+    ("tensor_ring", WeightModes((12,), (10,), 9), (3, 2, 4), 13),
+    ("tensor_ring", WeightModes((16,), (16,), 9), (4, 4, 4), 0),
+    ("tensor_ring", WeightModes((8,), (6,), 1), (2, 3), 0),
+    ("tensor_ring", WeightModes((4, 4), (4, 4), 9), (2, 3, 4, 3, 2), 0),
+    ("tensor_train", WeightModes((8,), (8,), 9), (3, 4), 0),
+    ("tensor_train", WeightModes((8,), (8,), 1), (3,), 0),
+    ("tensor_train", WeightModes((4, 4), (4, 4), 9), (3, 4, 5, 3), 0),
+    ("tucker", WeightModes((12,), (10,), 9), (3, 5), 0),
+    ("tucker", WeightModes((12,), (10,), 1), (4,), 0),
+    ("cp", WeightModes((8,), (8,), 9), (4,), 0),
+    ("cp", WeightModes((12,), (10,), 9), (12,), 0),
+    ("cp", WeightModes((8,), (8,), 1), (3,), 0),
+]
+
+
+@pytest.mark.parametrize(("name", "modes", "ranks", "seed"), RECOVERED)
+def test_a_tensor_of_known_ranks_is_recovered(
+    name: str,
+    modes: WeightModes,
+    ranks: Ranks,
+    seed: int,
+    random_weight: object,
+) -> None:
+    tensor_format = get_format(name)
+    weight = random_weight(tensor_format, modes, ranks, seed)  # type: ignore[operator]
+    fit = fit_weight(tensor_format, weight, modes, ranks, options=THOROUGH)
+    assert fit.error < 1e-6
+    assert output_error(weight, tensor_format.reconstruct(fit.cores, modes), None) < 1e-6
+
+
+def tensorly_error(name: str, weight: torch.Tensor, ranks: Ranks) -> float:
+    """The relative error of tensorly's own routine at the same ranks."""
+    array = weight.numpy()
+    with tl.backend_context("numpy"):
+        if name == "tensor_ring":
+            full = tl.tr_to_tensor(tld.tensor_ring(array, rank=[*ranks, ranks[0]]))
+        elif name == "tensor_train":
+            full = tl.tt_to_tensor(tld.tensor_train(array, rank=[1, *ranks, 1]))
+        elif name == "tucker":
+            (core, factors), _ = tld.partial_tucker(array, rank=list(ranks), modes=[0, 1])
+            full = tl.tenalg.multi_mode_dot(core, factors, modes=[0, 1])
+        else:
+            full = tl.cp_to_tensor(tld.parafac(array, rank=ranks[0], init="svd", n_iter_max=200))
+    return output_error(weight, torch.from_numpy(full), None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("tensor_ring", (2, 3, 4)),
+        ("tensor_ring", (2, 2, 2)),
+        ("tensor_train", (3, 4)),
+        ("tensor_train", (6, 2)),
+        ("tucker", (3, 2)),
+        ("tucker", (5, 4)),
+        ("cp", (2,)),
+        ("cp", (6,)),
+    ],
+)
+def test_a_fit_is_never_worse_than_tensorly(name: str, ranks: Ranks, seed: int) -> None:
+    weight = normal_weight(SMALL, seed)
+    fit = fit_weight(get_format(name), weight, SMALL, ranks, options=FitOptions(iterations=200, starts=4))
+    grace = 1.05 if name == "cp" else 1 + 1e-6
+    assert fit.error <= grace * tensorly_error(name, weight, ranks)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_fitting_to_the_data_beats_fitting_to_the_weights_on_the_data(name: str, modes: WeightModes) -> None:
+    tensor_format, weight = get_format(name), normal_weight(modes)
+    ranks, metric = middle_ranks(tensor_format, modes), second_moment(modes.columns)
+    by_weights, by_data = (fit_weight(tensor_format, weight, modes, ranks, m) for m in (None, metric))
+    plain = output_error(weight, tensor_format.reconstruct(by_weights.cores, modes), metric)
+    assert by_data.error < 0.95 * plain
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_white_inputs_mean_fitting_to_the_weights(name: str, modes: WeightModes) -> None:
+    tensor_format, weight = get_format(name), normal_weight(modes)
+    ranks, white = middle_ranks(tensor_format, modes), 7.0 * torch.eye(modes.columns, dtype=torch.float64)
+    options = FitOptions(iterations=8)  # before rounding can lead the two runs apart
+    plain, with_metric = (
+        fit_weight(tensor_format, weight, modes, ranks, m, options).error for m in (None, white)
+    )
+    assert with_metric == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+@settings(max_examples=6)
+@given(scale=st.floats(1e-8, 1e8))
+def test_the_unit_of_the_weight_does_not_matter(name: str, modes: WeightModes, scale: float) -> None:
+    tensor_format, weight = get_format(name), normal_weight(modes)
+    ranks, options = middle_ranks(tensor_format, modes), FitOptions(iterations=3)
+    plain, scaled = (
+        fit_weight(tensor_format, w, modes, ranks, None, options) for w in (weight, scale * weight)
+    )
+    assert scaled.error == pytest.approx(plain.error, rel=1e-4)
+    reconstructed = tensor_format.reconstruct(scaled.cores, modes) / scale
+    torch.testing.assert_close(
+        reconstructed, tensor_format.reconstruct(plain.cores, modes), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_the_same_options_give_the_same_fit(name: str, modes: WeightModes) -> None:
+    tensor_format, weight = get_format(name), normal_weight(modes)
+    ranks, options = middle_ranks(tensor_format, modes), FitOptions(iterations=10, starts=2, seed=3)
+    first, again = (fit_weight(tensor_format, weight, modes, ranks, None, options) for _ in range(2))
+    assert first.error == again.error
+    assert all(torch.equal(a, b) for a, b in zip(first.cores, again.cores, strict=True))
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_the_cores_share_one_scale(name: str) -> None:
+    tensor_format = get_format(name)
+    fit = fit_weight(tensor_format, 1000 * normal_weight(SMALL), SMALL, middle_ranks(tensor_format, SMALL))
+    scales = [float(core.square().mean().sqrt()) for core in fit.cores]
+    assert max(scales) == pytest.approx(min(scales), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_a_weight_of_zeros_becomes_zeros(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    ranks = middle_ranks(tensor_format, modes)
+    fit = fit_weight(tensor_format, torch.zeros_like(normal_weight(modes)), modes, ranks)
+    assert fit.error == 0
+    assert not tensor_format.reconstruct(fit.cores, modes).any()
+    assert [tuple(core.shape) for core in fit.cores] == tensor_format.core_shapes(modes, ranks)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_a_weight_of_lower_rank_than_asked_for_is_met(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    weight = normal(modes.out_channels, 1, 1) * normal(1, modes.in_channels, 1, seed=1)
+    weight = weight * normal(1, 1, modes.kernel, seed=2)
+    if not modes.plain:
+        weight = torch.ones_like(weight)
+    fit = fit_weight(tensor_format, weight, modes, middle_ranks(tensor_format, modes))
+    assert fit.error < 1e-5
+    assert all(bool(torch.isfinite(core).all()) for core in fit.cores)
+
+
+def border_rank_tensor() -> torch.Tensor:
+    """a a b + a b a + b a a: of rank 3, but approached by rank 2 with terms that grow without bound."""
+    a, b = torch.eye(9, dtype=torch.float64)[:2]
+
+    def outer(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("o,i,k->oik", x[:6], y[:5], z)
+
+    return outer(a, a, b) + outer(a, b, a) + outer(b, a, a)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cp_terms_stay_bounded_on_a_degenerate_tensor(seed: int) -> None:
+    weight, modes, cp = border_rank_tensor(), WeightModes((6,), (5,), 9), get_format("cp")
+    options = FitOptions(iterations=1000, starts=3, tolerance=1e-9, seed=seed)
+    fit = fit_weight(cp, weight, modes, (2,), options=options)
+    output, features = cp.halves(fit.cores, modes)
+    terms = output.square().sum(0) * features.square().sum(1)
+    assert float(terms.sum().sqrt() / weight.norm()) <= LARGEST_AMPLIFICATION
+    assert fit.error < 0.2  # the best sum of two orthogonal terms leaves 0.58
+    in_float32 = cp.reconstruct([core.float() for core in fit.cores], modes).double()
+    assert output_error(weight, in_float32, None) == pytest.approx(fit.error, abs=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_weights_and_moments_are_refused(bad: float) -> None:
+    weight, metric = normal_weight(SMALL), second_moment(SMALL.columns)
+    broken_weight, broken_metric = weight.clone(), metric.clone()
+    broken_weight[1, 2, 3] = broken_metric[4, 5] = bad
+    tucker = get_format("tucker")
+    with pytest.raises(DecompositionError, match="weight holds NaN or infinite"):
+        fit_weight(tucker, broken_weight, SMALL, (2, 2), metric)
+    with pytest.raises(DecompositionError, match="moments hold NaN or infinite"):
+        fit_weight(tucker, weight, SMALL, (2, 2), broken_metric)
+
+
+@pytest.mark.parametrize(
+    "options", [{"iterations": -1}, {"starts": 0}, {"tolerance": -1e-9}, {"tolerance": float("nan")}]
+)
+def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(DecompositionError, match="fit options need"):
+        FitOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_no_iterations_means_the_algebraic_solution(name: str) -> None:
+    tensor_format, weight = get_format(name), normal_weight(SMALL)
+    ranks = middle_ranks(tensor_format, SMALL)
+    fit: Fit = fit_weight(tensor_format, weight, SMALL, ranks, options=FitOptions(iterations=0))
+    start = tensor_format.reconstruct(tensor_format.start(weight, SMALL, ranks), SMALL)
+    assert fit.error <= output_error(weight, start, None) + 1e-9
+    assert fit.error >= fit_weight(tensor_format, weight, SMALL, ranks, options=FAST).error - 1e-9
+
+
+@pytest.mark.parametrize("name", ["tensor_ring", "cp"])
+def test_more_starts_never_end_worse(name: str) -> None:
+    tensor_format, weight = get_format(name), normal_weight(SMALL)
+    ranks = middle_ranks(tensor_format, SMALL)
+    one, many = (
+        fit_weight(
+            tensor_format, weight, SMALL, ranks, options=FitOptions(iterations=100, starts=starts)
+        ).error
+        for starts in (1, 6)
+    )
+    assert many <= one * 1.001

@@ -1,0 +1,246 @@
+"""Every registered format: ranks, reconstruction and cost, against tensorly and plain torch layers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tensorly as tl
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from decomposition.cost import count_macs
+from decomposition.errors import DecompositionError
+from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats, register_format
+from decomposition.layers import LayerSpec, compressible_layers
+from decomposition.modes import WeightModes, tensorised_modes
+
+PLAIN = [WeightModes((6,), (5,), 9), WeightModes((6,), (5,), 1), WeightModes((4,), (1,), 9)]
+TENSORISED = [WeightModes((4, 3), (2, 2), 9), WeightModes((4, 3), (5,), 1), WeightModes((2,), (3, 2), 4)]
+CASES = [
+    pytest.param(name, modes, id=f"{name}-{'x'.join(map(str, modes.sizes))}")
+    for name in list_formats()
+    for modes in PLAIN + (TENSORISED if get_format(name).tensorisable else [])
+]
+
+
+def random_cores(tensor_format: TensorFormat, modes: WeightModes, ranks: Ranks, seed: int = 0) -> Cores:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = tensor_format.core_shapes(modes, ranks)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def unequal_ranks(tensor_format: TensorFormat, modes: WeightModes) -> Ranks:
+    """Feasible ranks that differ from bond to bond, so that a confusion of bonds cannot go unnoticed."""
+    return tuple(min(2 + j, largest) for j, largest in enumerate(tensor_format.max_ranks(modes)))
+
+
+def by_tensorly(name: str, cores: Cores, modes: WeightModes) -> torch.Tensor:
+    """Contract the cores with tensorly's own routines, to (out, in, kernel)."""
+    arrays = [core.numpy() for core in cores]
+    with tl.backend_context("numpy"):
+        if name == "tensor_ring":
+            full = tl.tr_to_tensor(arrays)
+        elif name == "tensor_train":
+            full = tl.tt_to_tensor(arrays)
+        elif name == "cp":
+            full = tl.cp_to_tensor((None, arrays))
+        elif modes.kernel == 1:
+            full = tl.tucker_to_tensor((np.eye(arrays[0].shape[1]), arrays))
+        else:
+            output, core, inner = arrays
+            full = tl.tucker_to_tensor((core, [output, inner, np.eye(modes.kernel)]))
+    return torch.from_numpy(full).reshape(modes.out_channels, modes.in_channels, modes.kernel)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_reconstruction_agrees_with_tensorly(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    cores = random_cores(tensor_format, modes, unequal_ranks(tensor_format, modes))
+    torch.testing.assert_close(
+        tensor_format.reconstruct(cores, modes), by_tensorly(name, cores, modes), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_halves_multiply_to_the_weight(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    cores = random_cores(tensor_format, modes, unequal_ranks(tensor_format, modes))
+    output, features = tensor_format.halves(cores, modes)
+    assert output.shape == (modes.out_channels, features.shape[0])
+    assert features.shape[1] == modes.columns
+    weight = tensor_format.reconstruct(cores, modes)
+    torch.testing.assert_close(output @ features, weight.flatten(1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "modes"), [case for case in CASES if case.values[1].plain])
+def test_the_output_half_can_be_set(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    ranks = unequal_ranks(tensor_format, modes)
+    cores = random_cores(tensor_format, modes, ranks)
+    output, features = tensor_format.halves(cores, modes)
+    wanted = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    changed = tensor_format.set_output(cores, modes, wanted)
+    assert [core.shape for core in changed] == [core.shape for core in cores]
+    new_output, new_features = tensor_format.halves(changed, modes)
+    torch.testing.assert_close(new_output, wanted)
+    torch.testing.assert_close(new_features, features)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_the_algebraic_start_has_the_shapes_and_is_finite(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    weight = torch.randn(
+        modes.out_channels,
+        modes.in_channels,
+        modes.kernel,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
+    for ranks in (
+        unequal_ranks(tensor_format, modes),
+        tensor_format.max_ranks(modes),
+        tensor_format.expand(modes, 1),
+    ):
+        cores = tensor_format.start(weight, modes, ranks)
+        assert [tuple(core.shape) for core in cores] == tensor_format.core_shapes(modes, ranks)
+        assert all(bool(torch.isfinite(core).all()) for core in cores)
+        assert sum(core.numel() for core in cores) == tensor_format.params(modes, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        case
+        for case in CASES
+        if case.values[0] in ("tensor_train", "tucker")
+        or (case.values[0] == "cp" and case.values[1].kernel == 1)
+    ],
+)
+def test_the_algebraic_start_is_exact_at_the_largest_ranks(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    weight = torch.randn(
+        modes.out_channels,
+        modes.in_channels,
+        modes.kernel,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
+    cores = tensor_format.start(weight, modes, tensor_format.max_ranks(modes))
+    torch.testing.assert_close(tensor_format.reconstruct(cores, modes), weight, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_one_rank_is_expanded_within_the_bounds(name: str, modes: WeightModes, data: st.DataObject) -> None:
+    tensor_format = get_format(name)
+    largest = tensor_format.max_ranks(modes)
+    rank = data.draw(st.integers(1, tensor_format.max_rank(modes)))
+    ranks = tensor_format.check_ranks(modes, rank, "layer")
+    assert ranks == tuple(min(rank, most) for most in largest)
+    assert tensor_format.check_ranks(modes, ranks, "layer") == ranks
+    assert tensor_format.check_ranks(modes, list(ranks), "layer") == ranks  # type: ignore[arg-type]
+    if rank > 1:
+        fewer = tensor_format.params(modes, tensor_format.expand(modes, rank - 1))
+        assert fewer <= tensor_format.params(modes, ranks)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+def test_bad_ranks_are_refused_naming_layer_and_limits(name: str, modes: WeightModes) -> None:
+    tensor_format = get_format(name)
+    largest = tensor_format.max_ranks(modes)
+    most = max(largest)
+    bad: list[object] = [0, -1, most + 1, 2.0, True, "3", None, (), (*largest, 1)]
+    bad += [(0, *largest[1:]), (largest[0] + 1, *largest[1:]), (1.0, *largest[1:]), (True, *largest[1:])]
+    for ranks in bad:
+        with pytest.raises(DecompositionError, match=r"'stage\.conv'.*\d"):
+            tensor_format.check_ranks(modes, ranks, "stage.conv")  # type: ignore[arg-type]
+
+
+def spec_of(module: nn.Module, size: int) -> LayerSpec:
+    shape = (module.in_features,) if isinstance(module, nn.Linear) else (module.in_channels, size, size)
+    return compressible_layers(nn.Sequential(module), shape)[0]
+
+
+def stages(name: str, way: str, spec: LayerSpec, ranks: Ranks) -> nn.Module:
+    """Build the stages of a format out of plain torch layers, written down independently of the package."""
+    kernel, stride, out, inp = spec.kernel_size, spec.stride, spec.out_channels, spec.in_channels
+    bonds = {"tensor_ring": (*ranks, ranks[0]), "tensor_train": (1, *ranks, 1)}.get(name, ranks)
+    if way == "dense":
+        return nn.Conv2d(inp, out, kernel, stride, bias=False)
+    if way == "half":
+        features = bonds[0] * bonds[1]
+        return nn.Sequential(
+            nn.Conv2d(inp, features, kernel, stride, bias=False), nn.Conv2d(features, out, 1, bias=False)
+        )
+    if name == "tucker":
+        middle = nn.Conv2d(ranks[1], ranks[0], kernel, stride, bias=False)
+    elif name == "cp":
+        middle = nn.Conv2d(ranks[0], ranks[0], kernel, stride, groups=ranks[0], bias=False)
+    else:
+        a, b, c = bonds[:3]
+        middle = nn.Conv2d(b * c, b * a, kernel, stride, groups=b, bias=False)
+    return nn.Sequential(
+        nn.Conv2d(inp, middle.in_channels, 1, bias=False),
+        middle,
+        nn.Conv2d(middle.out_channels, out, 1, bias=False),
+    )
+
+
+@pytest.mark.parametrize("name", list_formats())
+@given(
+    channels=st.tuples(st.integers(2, 9), st.integers(2, 9)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    rank=st.integers(1, 4),
+)
+def test_macs_are_what_the_stages_execute(
+    name: str, channels: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], rank: int
+) -> None:
+    assume(math.prod(kernel) > 1)
+    tensor_format = get_format(name)
+    spec = spec_of(nn.Conv2d(*channels, kernel, stride, bias=False), size=7)
+    modes = tensor_format.modes(spec)
+    ranks = tensor_format.expand(modes, rank)
+    counted = {
+        way: count_macs(stages(name, way, spec, ranks), (channels[0], 7, 7))
+        for way in tensor_format.stage_macs(spec, modes, ranks)
+    }
+    assert tensor_format.stage_macs(spec, modes, ranks) == counted
+    assert tensor_format.macs(spec, modes, ranks) == min(counted.values())
+    assert counted[tensor_format.execution(spec, modes, ranks)] == min(counted.values())
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_a_linear_layer_costs_two_matrix_products(name: str) -> None:
+    tensor_format = get_format(name)
+    spec = spec_of(nn.Linear(12, 7), size=0)
+    modes = tensor_format.modes(spec)
+    ranks = tensor_format.expand(modes, 2)
+    features = tensor_format.halves(random_cores(tensor_format, modes, ranks), modes)[0].shape[1]
+    expected = count_macs(nn.Sequential(nn.Linear(12, features), nn.Linear(features, 7)), (12,))
+    assert tensor_format.macs(spec, modes, ranks) == min(expected, 84)
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_tensorised_modes_only_where_the_format_has_them(name: str) -> None:
+    tensor_format = get_format(name)
+    spec = spec_of(nn.Conv2d(16, 64, 3), size=5)
+    if tensor_format.tensorisable:
+        assert tensor_format.modes(spec, tensorised=True) == tensorised_modes(spec)
+    else:
+        with pytest.raises(DecompositionError, match="no tensorised form"):
+            tensor_format.modes(spec, tensorised=True)
+
+
+def test_the_registry_lists_describes_and_refuses() -> None:
+    assert {"tensor_ring", "tensor_train", "tucker", "cp"} <= set(list_formats())
+    assert all(get_format(name).name == name and get_format(name).description for name in list_formats())
+    with pytest.raises(DecompositionError, match=r"unknown format 'tensor_rings'.*tensor_ring"):
+        get_format("tensor_rings")
+    with pytest.raises(DecompositionError, match="registered already"):
+        register_format(type(get_format("cp")))

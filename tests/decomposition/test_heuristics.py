@@ -1,0 +1,275 @@
+"""Rank heuristics: each one within the budget, each one true to its rule."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from decomposition.allocation import Budget
+from decomposition.cost import count_macs, count_parameters
+from decomposition.curves import RankCurve
+from decomposition.errors import DecompositionError
+from decomposition.fitting import FitOptions
+from decomposition.heuristics import (
+    energy,
+    get_heuristic,
+    greedy,
+    list_heuristics,
+    plan_by_heuristic,
+    register_heuristic,
+    uniform,
+    vbmf,
+)
+from decomposition.layers import compressible_layers, inspect_layers
+from decomposition.library import FitLibrary
+from decomposition.plan import CompressionPlan
+
+SHAPE = (4, 9, 9)
+QUICK = FitOptions(iterations=3)
+FORMATS = ["tucker", "tensor_ring"]
+
+
+@functools.cache
+def fitted(name: str) -> tuple[FitLibrary, tuple[RankCurve, ...], int, int]:
+    """A library of a network with unequal layers, its curves, all parameters and those without a curve."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 1)
+    )
+    with torch.no_grad():
+        model[3].weight.mul_(torch.logspace(0, -2, 8)[:, None, None, None])
+    specs = compressible_layers(model, SHAPE)
+    library = FitLibrary(model, specs, name, options=QUICK)
+    total = count_parameters(model)
+    return library, tuple(library.curves()), total, total - sum(spec.params for spec in specs)
+
+
+def costs(curves: tuple[RankCurve, ...], choices: np.ndarray, measure: str = "params") -> int:
+    return sum(int(curve.cost(measure)[j]) for curve, j in zip(curves, choices, strict=True))
+
+
+def budget_for(name: str, share: float) -> Budget:
+    """A budget between the least that can be reached (0) and the dense network (1)."""
+    _, curves, total, fixed = fitted(name)
+    least = costs(curves, np.zeros(len(curves), int)) + fixed
+    return Budget(min(1.0, (least + share * (total - least) + 1e-6) / total), "params", total, fixed)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("heuristic", list_heuristics())
+@given(share=st.floats(0, 1))
+def test_every_heuristic_keeps_the_budget(heuristic: str, name: str, share: float) -> None:
+    library, curves, _, _ = fitted(name)
+    budget = budget_for(name, share)
+    choices = get_heuristic(heuristic).choose(library, curves, budget)
+    assert choices.shape == (len(curves),)
+    assert all(0 <= j < len(curve) for j, curve in zip(choices, curves, strict=True))
+    assert costs(curves, choices) <= budget.available
+
+
+@pytest.mark.parametrize("heuristic", list_heuristics())
+def test_every_heuristic_spends_most_of_the_budget(heuristic: str) -> None:
+    library, curves, _, _ = fitted("tucker")
+    largest_step = max(int(np.diff(curve.params).max()) for curve in curves)
+    for share in (0.2, 0.5, 0.8):
+        budget = budget_for("tucker", share)
+        choices = get_heuristic(heuristic).choose(library, curves, budget)
+        assert costs(curves, choices) > budget.available - largest_step
+
+
+@pytest.mark.parametrize("heuristic", list_heuristics())
+def test_every_heuristic_keeps_everything_dense_when_all_may_be_kept(heuristic: str) -> None:
+    library, curves, _, _ = fitted("tucker")
+    choices = get_heuristic(heuristic).choose(library, curves, budget_for("tucker", 1.0))
+    assert [int(j) for j in choices] == [len(curve) - 1 for curve in curves]
+
+
+@pytest.mark.parametrize("heuristic", list_heuristics())
+def test_every_heuristic_names_the_least_that_can_be_reached(heuristic: str) -> None:
+    library, curves, total, fixed = fitted("tucker")
+    choose = get_heuristic(heuristic).choose
+    with pytest.raises(DecompositionError, match="cannot be reached") as caught:
+        choose(library, curves, Budget(0.01, "params", total, fixed))
+    least = float(re.findall(r"the least is (\S+)", str(caught.value))[0])
+    assert choose(library, curves, Budget(least, "params", total, fixed)).tolist() == [0] * len(curves)
+
+
+@pytest.mark.parametrize("heuristic", list_heuristics())
+def test_a_budget_of_macs_holds_although_macs_may_exceed_the_dense_layers(heuristic: str) -> None:
+    library, curves, _, _ = fitted("tucker")
+    total = sum(curve.spec.macs for curve in curves)
+    for fraction in (0.4, 0.7, 1.0):
+        budget = Budget(fraction, "macs", total, 0)
+        choices = get_heuristic(heuristic).choose(library, curves, budget)
+        assert costs(curves, choices, "macs") <= budget.available
+
+
+@pytest.mark.parametrize("heuristic", list_heuristics())
+@given(data=st.data(), share=st.floats(0, 1))
+def test_a_budget_of_measured_latency_holds(heuristic: str, data: st.DataObject, share: float) -> None:
+    library, curves, _, _ = fitted("tucker")
+    seconds = [data.draw(st.lists(st.floats(1e-4, 1e-3), min_size=len(c), max_size=len(c))) for c in curves]
+    timed = [replace(c, latency=np.array(times)) for c, times in zip(curves, seconds, strict=True)]
+    total, least = sum(times[-1] for times in seconds), sum(map(min, seconds))
+    budget = Budget(min(1.0, (least + share * (total - least)) / total + 1e-9), "latency", total, 0.0)
+    choices = get_heuristic(heuristic).choose(library, timed, budget)
+    assert sum(times[j] for times, j in zip(seconds, choices, strict=True)) <= budget.available + 1e-12
+
+
+@given(share=st.floats(0, 1))
+def test_uniform_gives_equal_layers_equal_ranks_up_to_the_last_step(share: float) -> None:
+    library, curves, _, _ = fitted("tucker")
+    choices = uniform(library, curves, budget_for("tucker", share))
+    assert curves[1].spec.weight_shape == curves[2].spec.weight_shape
+    assert 0 <= choices[1] - choices[2] <= 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(share=st.floats(0, 1))
+def test_energy_lifts_the_worst_layer_highest(name: str, share: float) -> None:
+    library, curves, _, _ = fitted(name)
+    budget = budget_for(name, share)
+
+    def worst(choices: np.ndarray) -> float:
+        return max(float(curve.errors[j]) for curve, j in zip(curves, choices, strict=True))
+
+    others = [choose(library, curves, budget) for choose in (uniform, vbmf, greedy)]
+    assert worst(energy(library, curves, budget)) <= min(map(worst, others)) + 1e-12
+
+
+@given(share=st.floats(0, 1))
+def test_greedy_loses_least_up_to_one_step(share: float) -> None:
+    library, curves, _, _ = fitted("tucker")
+    budget = budget_for("tucker", share)
+
+    def loss(choices: np.ndarray) -> float:
+        return float(sum(curve.errors[j] ** 2 for curve, j in zip(curves, choices, strict=True)))
+
+    step = max(float(-np.diff(curve.errors**2).min()) for curve in curves)
+    found = loss(greedy(library, curves, budget))
+    for choose in (uniform, energy, vbmf):
+        assert found <= loss(choose(library, curves, budget)) + step
+
+
+def noisy_low_rank(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    left, core, right = (
+        torch.randn(shape, generator=generator) for shape in ((16, rank), (rank, rank, 9), (rank, 16))
+    )
+    weight = torch.einsum("or,rsk,si->oik", left, core, right)
+    noise = torch.randn(16, 16, 9, generator=generator)
+    return (weight / weight.std() + 0.05 * noise).reshape(16, 16, 3, 3)
+
+
+def test_vbmf_gives_ranks_in_proportion_to_the_signal() -> None:
+    model = nn.Sequential(*(nn.Conv2d(16, 16, 3, bias=False) for _ in range(2)))
+    with torch.no_grad():
+        for layer, rank in zip(model, (2, 6), strict=True):
+            layer.weight.copy_(noisy_low_rank(rank))  # type: ignore[union-attr, operator]
+    library = FitLibrary(model, compressible_layers(model, (16, 8, 8)), "tucker", options=QUICK)
+    curves = library.curves()
+    total = count_parameters(model)
+    first, second = vbmf(library, curves, Budget(700 / total, "params", total, 0))
+    ranks = [max(curve.entries[j].ranks) for curve, j in zip(curves, (first, second), strict=True)]
+    assert ranks == [2, 6]
+    assert max(curves[0].errors[first], curves[1].errors[second]) < 0.1
+
+
+def test_the_registry_lists_describes_and_refuses() -> None:
+    assert {"uniform", "energy", "vbmf", "greedy"} <= set(list_heuristics())
+    for name in list_heuristics():
+        heuristic = get_heuristic(name)
+        assert heuristic.name == name
+        assert heuristic.description
+        assert "\n" not in heuristic.description
+    with pytest.raises(DecompositionError, match=r"unknown heuristic 'best'.*greedy"):
+        get_heuristic("best")
+    with pytest.raises(DecompositionError, match="registered already"):
+        register_heuristic("greedy", "again")(greedy)
+
+
+def kept_fraction(model: nn.Module, shape: tuple[int, ...], plan: CompressionPlan, measure: str) -> float:
+    total = count_parameters(model) if measure == "params" else count_macs(model, shape)
+    specs = plan.specs(model)
+    saved = sum(
+        getattr(spec, measure) - getattr(layer, measure)(spec)
+        for layer, spec in zip(plan, specs, strict=True)
+    )
+    return (total - saved) / total
+
+
+@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("heuristic", list_heuristics())
+def test_a_plan_in_one_call_keeps_the_budget(small_net: nn.Module, heuristic: str, measure: str) -> None:
+    shape = (3, 10, 10)
+    images = torch.randn(8, *shape, generator=torch.Generator().manual_seed(0))
+    told: list[str] = []
+    plan = plan_by_heuristic(
+        small_net,
+        shape,
+        "tucker",
+        heuristic,
+        0.6,
+        measure=measure,
+        calibration=images.split(4),
+        candidates=4,
+        options=QUICK,
+        progress=told.append,
+    )
+    assert kept_fraction(small_net, shape, plan, measure) <= 0.6
+    assert plan.chosen_by == heuristic
+    assert [layer.name for layer in plan] == told == ["0", "3", "7"]
+    assert any(layer.format == "tucker" for layer in plan)
+    assert CompressionPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_without_data_and_with_tensorised_modes(small_net: nn.Module) -> None:
+    plan = plan_by_heuristic(
+        small_net, (3, 10, 10), "tensor_ring", "greedy", 0.5, tensorised=True, candidates=3, options=QUICK
+    )
+    assert kept_fraction(small_net, (3, 10, 10), plan, "params") <= 0.5
+    assert any(layer.factors for layer in plan)
+
+
+def test_layers_that_cannot_be_decomposed_count_as_fixed_cost() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3, groups=2), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16))
+    plan = plan_by_heuristic(model, (4, 8, 8), "tucker", "energy", 0.5, options=QUICK)
+    assert "groups=2" in (plan["0"].reason or "")
+    assert kept_fraction(model, (4, 8, 8), plan, "params") <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heuristic": "best"}, "unknown heuristic 'best'"),
+        ({"tensor_format": "svd"}, "unknown format 'svd'"),
+        ({"measure": "latency"}, "unknown measure 'latency'; choose from params, macs"),
+        ({"fraction": 0.0}, r"budget\.params=0\.0"),
+        ({"fraction": 1.2}, r"budget\.params=1\.2"),
+        ({"fraction": 0.01}, "cannot be reached"),
+        ({"calibration": []}, "calibration set is empty"),
+        ({"tensorised": True}, "no tensorised form"),
+    ],
+)
+def test_senseless_requests_are_refused(small_net: nn.Module, change: dict, message: str) -> None:
+    arguments = {"tensor_format": "tucker", "heuristic": "greedy", "fraction": 0.5} | change
+    with pytest.raises(DecompositionError, match=message):
+        plan_by_heuristic(small_net, (3, 10, 10), options=QUICK, candidates=2, **arguments)
+
+
+def test_a_model_without_decomposable_layers_is_refused_with_the_reasons() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
+    assert len(inspect_layers(model, (4, 8, 8))) == 1
+    with pytest.raises(DecompositionError, match=r"no layer that can be decomposed \(0: grouped"):
+        plan_by_heuristic(model, (4, 8, 8), "tucker", "greedy", 0.5)
+    with pytest.raises(DecompositionError, match="no convolution or linear layer"):
+        plan_by_heuristic(nn.Sequential(nn.ReLU()), (4,), "tucker", "greedy", 0.5)

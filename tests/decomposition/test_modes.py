@@ -1,0 +1,62 @@
+"""Channel counts split into small factors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from decomposition.errors import DecompositionError
+from decomposition.layers import LayerSpec, compressible_layers
+from decomposition.modes import LARGEST_FACTOR, factorise, modes_from_dict, plain_modes, tensorised_modes
+
+
+def largest_prime(number: int) -> int:
+    return max(
+        (d for d in range(2, number + 1) if number % d == 0 and all(d % p for p in range(2, d))), default=1
+    )
+
+
+@given(channels=st.integers(1, 4096))
+def test_factors_multiply_to_the_channels_and_stay_small(channels: int) -> None:
+    factors = factorise(channels)
+    assert math.prod(factors) == channels
+    assert list(factors) == sorted(factors, reverse=True)
+    assert max(factors) <= max(LARGEST_FACTOR, largest_prime(channels))
+    assert 1 not in factors[1:]
+
+
+@pytest.mark.parametrize(
+    ("channels", "factors"),
+    [(1, (1,)), (3, (3,)), (13, (13,)), (16, (4, 4)), (64, (4, 4, 4)), (256, (4, 4, 4, 4)), (10, (5, 2))],
+)
+def test_known_factorisations(channels: int, factors: tuple[int, ...]) -> None:
+    assert factorise(channels) == factors
+
+
+@pytest.fixture
+def spec() -> LayerSpec:
+    return compressible_layers(nn.Sequential(nn.Conv2d(12, 16, (1, 3))), (12, 5, 5))[0]
+
+
+def test_plain_and_tensorised_modes_hold_the_same_weight(spec: LayerSpec) -> None:
+    plain, split = plain_modes(spec), tensorised_modes(spec)
+    assert plain.plain
+    assert not split.plain
+    assert plain.sizes == (16, 12, 3)
+    assert math.prod(split.sizes) == plain.elements == split.elements == 16 * 12 * 3
+    assert (split.out_channels, split.in_channels, split.columns) == (16, 12, 36)
+
+
+def test_modes_survive_their_description(spec: LayerSpec) -> None:
+    assert modes_from_dict(spec, None) == plain_modes(spec)
+    split = tensorised_modes(spec)
+    assert modes_from_dict(spec, split.to_dict()) == split
+
+
+def test_factors_of_another_layer_are_refused(spec: LayerSpec) -> None:
+    with pytest.raises(DecompositionError, match=r"layer '0'.*out 16, in 12"):
+        modes_from_dict(spec, {"out": [4, 4], "in": [4, 4]})

@@ -1,0 +1,90 @@
+"""Patches times the weight are the layer's output, whatever the layer's geometry."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from decomposition.patches import padded_input, sample_patches
+
+PADDING_MODES = ["zeros", "reflect", "replicate", "circular"]
+EVERY = 10**9
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> nn.Conv1d | nn.Conv2d:
+    spatial = draw(st.integers(1, 2))
+    pairs = [st.integers(1, 4)] * spatial
+    kernel, dilation = draw(st.tuples(*pairs)), draw(st.tuples(*[st.integers(1, 2)] * spatial))
+    stride = draw(st.tuples(*[st.integers(1, 3)] * spatial))
+    padding: str | tuple[int, ...] = draw(st.sampled_from(["same", "valid", "numbers"]))
+    if padding == "numbers":
+        padding = draw(st.tuples(*[st.integers(0, 3)] * spatial))
+    torch.manual_seed(0)
+    return (nn.Conv1d, nn.Conv2d)[spatial - 1](
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        kernel,  # type: ignore[arg-type]
+        stride=1 if padding == "same" else stride,  # type: ignore[arg-type]
+        padding=padding,  # type: ignore[arg-type]
+        dilation=dilation,  # type: ignore[arg-type]
+        padding_mode=draw(st.sampled_from(PADDING_MODES)),
+        dtype=torch.float64,
+    )
+
+
+@given(module=convolutions(), batch=st.integers(1, 3), channels_last=st.booleans())
+def test_patches_times_weight_are_the_convolution(
+    module: nn.Conv1d | nn.Conv2d, batch: int, channels_last: bool
+) -> None:
+    spatial = len(module.kernel_size)
+    x = torch.randn(batch, module.in_channels, *(8, 9)[:spatial], dtype=torch.float64, generator=generator())
+    if channels_last and spatial == 2:
+        x = x.to(memory_format=torch.channels_last)
+    (patches,) = sample_patches(module, [x], EVERY, generator())
+    assert module.bias is not None
+    expected = module(x).movedim(1, -1).reshape(-1, module.out_channels)
+    torch.testing.assert_close(patches @ module.weight.flatten(1).T + module.bias, expected)
+
+
+@given(positions=st.lists(st.integers(1, 4), max_size=2))
+def test_a_linear_layers_patches_are_its_input_vectors(positions: list[int]) -> None:
+    module = nn.Linear(5, 3)
+    x = torch.randn(2, *positions, 5, generator=generator())
+    (patches,) = sample_patches(module, [x], EVERY, generator())
+    torch.testing.assert_close(patches, x.reshape(-1, 5))
+
+
+def test_drawn_patches_belong_together() -> None:
+    module = nn.Conv2d(3, 4, 3, padding=1, stride=2)
+    x = torch.randn(4, 3, 9, 9, generator=generator())
+    first, second = sample_patches(module, [x, 2 * x], 50, generator())
+    assert first.shape == (50, 27)
+    torch.testing.assert_close(second, 2 * first)
+
+
+def test_drawn_patches_are_patches_of_the_input() -> None:
+    module = nn.Conv2d(2, 4, 3)
+    x = torch.randn(2, 2, 6, 6, generator=generator())
+    (every,) = sample_patches(module, [x], EVERY, generator())
+    (drawn,) = sample_patches(module, [x], 7, generator())
+    known = {tuple(patch.tolist()) for patch in every}
+    assert all(tuple(patch.tolist()) in known for patch in drawn)
+
+
+def test_the_same_generator_draws_the_same_patches() -> None:
+    module = nn.Linear(3, 3)
+    x = torch.randn(100, 3, generator=generator())
+    assert torch.equal(*[sample_patches(module, [x], 10, generator())[0] for _ in range(2)])
+
+
+def test_an_unpadded_input_is_not_copied() -> None:
+    x = torch.randn(1, 2, 5, 5)
+    assert padded_input(nn.Conv2d(2, 2, 3, padding="valid"), x) is x
+    assert padded_input(nn.Conv2d(2, 2, 1, padding="same"), x) is x
