@@ -9,8 +9,8 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)  ## the main job on the embedded default: train, search, rewrite, fine-tune, export, report
 	$(BIN)/rankrl
 
-test: $(INSTALLED)  ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## the whole test suite, one thread in each of two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from decomposition.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.surgery import replace_module
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
-FINAL = FitOptions(iterations=300, starts=2)
+FINAL = FitOptions(iterations=200)
 
 
 def apply_plan(

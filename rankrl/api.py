@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from decomposition import FitLibrary, FitOptions, collect_moments, compressible_layers
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
-from rankrl.search.rewards import create_reward
-from rankrl.search.run import SearchResult, run_search
-from rankrl.search.score_evaluator import Score, ScoreEvaluator
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.rewards import create_reward
+from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
 from rankrl.selectors import create_selector
 
 _BATCH = 256
@@ -80,9 +80,8 @@ def search(
         options=FitOptions(),
         folder=None if cache is None else Path(cache),
     )
-    problem = SearchProblem.from_model(
-        model, library.curves(limit=candidates), input_shape, params=params, macs=macs
-    )
+    curves = library.curves(limit=candidates)
+    problem = SearchProblem.from_model(model, curves, input_shape, params=params, macs=macs, library=library)
     evaluator = ScoreEvaluator(model, library, problem, score, torch.cat([b[:2] for b in batches[:4]]))
     chooser = create_selector(selector, problem, seed=seed, episodes=episodes, **(selector_options or {}))
     return run_search(

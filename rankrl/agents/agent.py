@@ -19,7 +19,7 @@ from rankrl.agents.randomness import RandomState, one_thread
 from rankrl.agents.state import model_tensors, restore_model
 from rankrl.envs.actions import create_action_map
 from rankrl.envs.rank_selection import RankSelectionEnv
-from rankrl.search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import RanksKey, SearchProblem
 
 # How often an episode is imagined anew when its plan has been played before.
 _ATTEMPTS = 8
@@ -78,7 +78,7 @@ class RankAgent:
         with self._random.in_use():
             held = episodes if options.buffer_episodes is None else options.buffer_episodes
             buffer_size = held * self.env.layers
-            self.model = create_algorithm(algorithm, self.env, options, seed=seed, buffer_size=buffer_size)
+            self.model = create_algorithm(algorithm, self.env, options, buffer_size=buffer_size)
         self._buffer.layers, self._buffer.whole_share = self.env.layers, options.whole_share
         self._played = 0
         self._last_reward = 0.0
@@ -166,9 +166,10 @@ class RankAgent:
         count = self.options.candidates
         noise = self._noise_scale() * torch.randn(count, *self._shape).numpy()
         elites = round(self.options.elite_share * count)
-        candidates = np.concatenate(
-            [(self._best + noise[:elites]).clip(-1, 1), self._imagine(noise[elites:])]
-        )
+        # Every change of the best episode touches a share of the layers of its own, from none to all.
+        touched = torch.rand(elites, *self._shape).numpy() < torch.rand(elites, 1, 1).numpy()
+        changed = (self._best + touched * noise[:elites]).clip(-1, 1)
+        candidates = np.concatenate([changed, self._imagine(noise[elites:])])
         return candidates[self._most_promising(candidates)], "policy"
 
     def _imagine(self, noise: np.ndarray) -> np.ndarray:

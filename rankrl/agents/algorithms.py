@@ -69,8 +69,8 @@ class ReturnSAC(SAC):
 
 
 def _deterministic(cls: type[ReturnDDPG] | type[ReturnTD3]) -> Callable[..., Algorithm]:
-    def make(env: RankSelectionEnv, options: AgentOptions, seed: int, buffer_size: int) -> Algorithm:
-        model = cls(EnsembleTD3Policy, env, **_shared(options, seed, buffer_size))
+    def make(env: RankSelectionEnv, options: AgentOptions, buffer_size: int) -> Algorithm:
+        model = cls(EnsembleTD3Policy, env, **_shared(options, buffer_size))
         for optimizer, rate in (
             (model.actor.optimizer, options.actor_rate),
             (model.critic.optimizer, options.critic_rate),
@@ -84,14 +84,14 @@ def _deterministic(cls: type[ReturnDDPG] | type[ReturnTD3]) -> Callable[..., Alg
     return make
 
 
-def _soft(env: RankSelectionEnv, options: AgentOptions, seed: int, buffer_size: int) -> Algorithm:
-    model = ReturnSAC(EnsembleSACPolicy, env, **_shared(options, seed, buffer_size))
+def _soft(env: RankSelectionEnv, options: AgentOptions, buffer_size: int) -> Algorithm:
+    model = ReturnSAC(EnsembleSACPolicy, env, **_shared(options, buffer_size))
     model.actor_rate, model.critic_rate = options.actor_rate, options.critic_rate
     _start_at_zero(model.actor.mu)
     return model
 
 
-def _shared(options: AgentOptions, seed: int, buffer_size: int) -> dict[str, Any]:
+def _shared(options: AgentOptions, buffer_size: int) -> dict[str, Any]:
     return {
         "learning_rate": options.critic_rate,
         "buffer_size": buffer_size,
@@ -103,7 +103,6 @@ def _shared(options: AgentOptions, seed: int, buffer_size: int) -> dict[str, Any
             "n_critics": options.critics,
             "optimizer_kwargs": {"fused": True},
         },
-        "seed": seed,
         "device": "cpu",  # networks this small are slower on a GPU
     }
 
@@ -131,15 +130,17 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 
 
 def create_algorithm(
-    name: str, env: RankSelectionEnv, options: AgentOptions, *, seed: int, buffer_size: int
+    name: str, env: RankSelectionEnv, options: AgentOptions, *, buffer_size: int
 ) -> Algorithm:
     """Make an algorithm of stable-baselines3 for rank selection.
+
+    Its networks are drawn from torch's global generator; stable-baselines3's own `seed` would seed the
+    generators of the whole process.
 
     Args:
         name: `ddpg`, `td3` or `sac`.
         env: The environment; only its spaces are used.
         options: Hyper-parameters.
-        seed: Seed of the initial networks.
         buffer_size: Transitions that the replay buffer holds.
 
     Raises:
@@ -147,6 +148,6 @@ def create_algorithm(
     """
     if name not in ALGORITHMS:
         raise ConfigError(f"there is no algorithm {name!r}; known are {', '.join(sorted(ALGORITHMS))}")
-    model = ALGORITHMS[name](env, options, seed, buffer_size)
+    model = ALGORITHMS[name](env, options, buffer_size)
     model.set_logger(Logger(None, []))
     return model

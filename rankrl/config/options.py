@@ -9,7 +9,7 @@ from decomposition.apply import BatchNormCorrection
 from rankrl.config.schema import AppConfig, OptimConfig, RecipeConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.search.evaluator import EvaluatorOptions
+from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.choose import CandidateOptions, SearchOptions
 from rankrl.workflow.measure import ExportOptions

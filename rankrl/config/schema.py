@@ -14,8 +14,8 @@ class DecompositionConfig:
     tensorised: bool = False
     candidates: int = 16
     iterations: int = 60
-    final_iterations: int = 300
-    final_starts: int = 2
+    final_iterations: int = 200
+    final_starts: int = 1
     sequential: bool = True
     batch_norm: str = "mean"
 
@@ -44,7 +44,7 @@ class SearchConfig:
     patience: int | None = None
     images: int = 2000
     term: str = "accuracy"
-    augmented: bool = False
+    augmented: bool = True
     statistics: str = "corrected"
 
 

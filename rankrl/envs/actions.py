@@ -13,7 +13,7 @@ from decomposition.curves import RankCurve
 from decomposition.formats import Ranks, get_format
 from decomposition.plan import LayerPlan
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 
 ActionKind = Literal["importance", "rank"]
 

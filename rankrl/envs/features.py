@@ -9,7 +9,7 @@ import numpy as np
 
 from decomposition.curves import RankCurve
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 
 Feature = Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"]
 

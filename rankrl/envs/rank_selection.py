@@ -12,7 +12,7 @@ from gymnasium import spaces
 from decomposition.plan import CompressionPlan
 from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
 from rankrl.envs.features import Feature, ObservationEncoder
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 
 PlanReward = Callable[[CompressionPlan], float]
 

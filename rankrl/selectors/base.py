@@ -6,13 +6,14 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from decomposition.plan import CompressionPlan
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Selector(ABC):
     Attributes:
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
-        options: The options it was made with; part of a search's identity when it is resumed.
+        options: All options it has, defaults too; part of a search's identity when it is resumed.
     """
 
     name: ClassVar[str]
@@ -63,10 +64,14 @@ class Selector(ABC):
         self.options: Mapping[str, Any] = {}
 
     @classmethod
-    def option_names(cls) -> list[str]:
-        """Return the names of the selector's own options."""
+    def default_options(cls) -> dict[str, Any]:
+        """Return the selector's own options, by name, with their defaults."""
         given = {"self", "problem", "seed", "episodes"}
-        return [name for name in inspect.signature(cls.__init__).parameters if name not in given]
+        parameters = inspect.signature(cls.__init__).parameters
+        return {name: each.default for name, each in parameters.items() if name not in given}
+
+    def use_folder(self, folder: Path) -> None:  # noqa: B027 (most selectors have nothing to keep)
+        """Keep files of the selector's own in the search's folder; none are needed to go on."""
 
     @abstractmethod
     def propose(self) -> list[Proposal]:

@@ -10,7 +10,7 @@ import torch
 
 from rankrl.envs.actions import ImportanceMap
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
     Proposal,
     Selector,

@@ -8,7 +8,7 @@ import numpy as np
 
 from decomposition.heuristics import get_heuristic, list_heuristics
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.registry import register_selector
 

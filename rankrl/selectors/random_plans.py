@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
     Proposal,
     Selector,

@@ -6,7 +6,7 @@ import difflib
 from typing import Any, TypeVar
 
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Selector
 
 _SELECTORS: dict[str, type[Selector]] = {}
@@ -40,13 +40,13 @@ def selector_description(name: str) -> str:
     return _find(name).description
 
 
-def selector_options(name: str) -> list[str]:
-    """Return the names of a selector's own options.
+def selector_options(name: str) -> dict[str, Any]:
+    """Return a selector's own options, by name, with their defaults.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    return _find(name).option_names()
+    return _find(name).default_options()
 
 
 def create_selector(
@@ -75,7 +75,7 @@ def create_selector(
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
     selector = make(problem, seed=seed, episodes=episodes, **options)
-    selector.options = dict(options)
+    selector.options = {**allowed, **options}
     return selector
 
 

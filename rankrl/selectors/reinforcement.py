@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from rankrl.agents import AgentOptions, Episode, RankAgent
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.registry import register_selector
 
@@ -32,9 +32,9 @@ class ReinforcementSelector(Selector):
         self._episodes: list[Episode] = []
 
     @classmethod
-    def option_names(cls) -> list[str]:
+    def default_options(cls) -> dict[str, Any]:
         """Return the hyper-parameters of the agent."""
-        return [field.name for field in fields(AgentOptions)]
+        return asdict(AgentOptions())
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""

@@ -12,12 +12,13 @@ import torch
 
 from rankrl.envs.actions import ImportanceMap
 from rankrl.errors import ConfigError, StorageError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.random_plans import check_plans_per_step
 from rankrl.selectors.registry import register_selector
 
-_STUDY = "rankrl"
+STUDY_NAME = "rankrl"
+STUDY_FILE = "tpe.sqlite3"
 
 
 @register_selector
@@ -25,8 +26,8 @@ class TPESelector(Selector):
     """Optuna's TPE sampler over the agent's own actions, with greedy's plan as its first trial.
 
     Every trial draws with a seed made of the search's seed and the trial's number, so that the trials told so
-    far are all that it takes to go on exactly: they are in the state, and a study on disk is made anew from
-    them when a search is resumed.
+    far are all that it takes to go on exactly. They are in the state; the study on disk is a copy for
+    Optuna's dashboards and is made anew when a search is resumed.
 
     Args:
         problem: What to choose for; it needs a budget.
@@ -35,7 +36,6 @@ class TPESelector(Selector):
         importance_scale: Log-importance of action 1.
         startup_trials: Random trials before the estimators are used.
         multivariate: Model the layers jointly.
-        storage: SQLite file of the study, for Optuna's own tools; None keeps it in memory.
         plans_per_step: Plans proposed at once, for parallel scoring.
 
     Raises:
@@ -54,7 +54,6 @@ class TPESelector(Selector):
         importance_scale: float = 2.0,
         startup_trials: int = 10,
         multivariate: bool = False,
-        storage: str | Path | None = None,
         plans_per_step: int = 1,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
@@ -70,10 +69,15 @@ class TPESelector(Selector):
         self.startup_trials, self.multivariate = startup_trials, multivariate
         self._map = ImportanceMap(problem, scale=importance_scale)
         self._names = [f"importance_{name}" for name in problem.layer_names]
-        self._storage = None if storage is None else Path(storage)
+        self._folder: Path | None = None
         self._study: Any = None
+        self._mirror: Any = None
         self._pending: list[Any] = []
         self._told: list[tuple[np.ndarray, float]] = []
+
+    def use_folder(self, folder: Path) -> None:
+        """Keep a copy of the study in the folder, an SQLite file for Optuna's own tools."""
+        self._folder = folder
 
     def propose(self) -> list[Proposal]:
         """Ask for trials."""
@@ -92,9 +96,13 @@ class TPESelector(Selector):
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Tell the trials' rewards."""
+        if self._mirror is None and self._folder is not None:
+            self._mirror = self._make_mirror(self._folder / STUDY_FILE)
         for (trial, actions), reward in zip(self._pending, rewards, strict=False):
             self._study.tell(trial, reward)
             self._told.append((actions, reward))
+            if self._mirror is not None:
+                self._mirror.add_trial(self._finished(actions, reward))
 
     def state(self) -> SelectorState:
         """Return the trials told so far."""
@@ -106,7 +114,7 @@ class TPESelector(Selector):
         """Take over the trials told so far."""
         pairs = zip(state.tensors["actions"].numpy(), state.tensors["rewards"].numpy(), strict=True)
         self._told = [(actions.copy(), float(reward)) for actions, reward in pairs]
-        self._study = None
+        self._study = self._mirror = None
 
     def _sampler(self, number: int) -> Any:
         seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
@@ -115,30 +123,34 @@ class TPESelector(Selector):
         )
 
     def _make_study(self) -> Any:
-        """Make a study that holds the trials told so far; one on disk that holds others is replaced."""
-        storage = None
-        if self._storage is not None:
-            try:
-                self._storage.parent.mkdir(parents=True, exist_ok=True)
-                self._storage.unlink(missing_ok=True)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot replace {self._storage}: {error.strerror or error}; "
-                    "choose another selector.storage"
-                ) from error
-            storage = f"sqlite:///{self._storage}"
-        study = self._optuna.create_study(
-            study_name=_STUDY, storage=storage, direction="maximize", sampler=self._sampler(0)
-        )
-        distribution = self._optuna.distributions.FloatDistribution(-1.0, 1.0)
+        """Make the study to ask, with the trials told so far."""
+        study = self._optuna.create_study(direction="maximize", sampler=self._sampler(0))
         for actions, reward in self._told:
-            study.add_trial(
-                self._optuna.trial.create_trial(
-                    params=dict(zip(self._names, map(float, actions), strict=True)),
-                    distributions=dict.fromkeys(self._names, distribution),
-                    value=reward,
-                )
-            )
+            study.add_trial(self._finished(actions, reward))
         if not self._told:
             study.enqueue_trial(dict.fromkeys(self._names, 0.0))
         return study
+
+    def _make_mirror(self, path: Path) -> Any:
+        """Make the study on disk, with the trials told so far; one that is there already is replaced."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot replace {path}: {error.strerror or error}; check that the folder is writable"
+            ) from error
+        study = self._optuna.create_study(
+            study_name=STUDY_NAME, storage=f"sqlite:///{path}", direction="maximize"
+        )
+        for actions, reward in self._told:
+            study.add_trial(self._finished(actions, reward))
+        return study
+
+    def _finished(self, actions: np.ndarray, reward: float) -> Any:
+        """Return a finished trial."""
+        distribution = self._optuna.distributions.FloatDistribution(-1.0, 1.0)
+        return self._optuna.trial.create_trial(
+            params=dict(zip(self._names, map(float, actions), strict=True)),
+            distributions=dict.fromkeys(self._names, distribution),
+            value=reward,
+        )

@@ -19,8 +19,8 @@ from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.files import write_json
 from rankrl.models import save_checkpoint
+from rankrl.plan_search.run import SearchResult
 from rankrl.report import LayerRow, collect_setup, summary_table, write_report
-from rankrl.search.run import SearchResult
 from rankrl.training import EpochRow
 from rankrl.workflow.choose import Choice, calibration_images, choose_plan, fit_candidates
 from rankrl.workflow.network import build_network, run_training

@@ -19,12 +19,12 @@ from decomposition import (
 )
 from rankrl.data import ImageData, Images, batches
 from rankrl.errors import ConfigError
+from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.rewards import create_reward, reward_source
+from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.progress import progress_bar
-from rankrl.search.evaluator import EvaluatorOptions, PlanEvaluator
-from rankrl.search.history import EpisodeRow
-from rankrl.search.problem import SearchProblem
-from rankrl.search.rewards import create_reward, reward_source
-from rankrl.search.run import SearchResult, run_search
 from rankrl.selectors import create_selector
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ def choose_plan(
     with progress_bar("fit layers", total=len(library.specs)) as bar:
         curves = library.curves(limit=candidates, progress=lambda _: bar.advance())
     problem = SearchProblem.from_model(
-        model, curves, data.input_shape, params=options.kept_params, macs=options.macs
+        model, curves, data.input_shape, params=options.kept_params, macs=options.macs, library=library
     )
     images = data.heldout.subset(torch.arange(min(options.images, len(data.heldout))))
     evaluator = PlanEvaluator(

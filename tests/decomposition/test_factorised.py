@@ -41,10 +41,12 @@ def factorise_layer(
 
 
 def assert_same_outputs(layer: FactorisedLayer, x: torch.Tensor, tolerance: float) -> None:
-    with torch.no_grad():
-        ours, dense = layer(x), layer.to_dense()(x)
-    assert ours.shape == dense.shape
-    assert (ours - dense).norm() <= tolerance * dense.norm()
+    for training in (False, True):
+        layer.train(training)
+        with torch.no_grad():
+            ours, dense = layer(x), layer.to_dense()(x)
+        assert ours.shape == dense.shape
+        assert (ours - dense).norm() <= tolerance * dense.norm()
 
 
 @st.composite

@@ -11,8 +11,8 @@ from decomposition.layers import compressible_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
 from rankrl.data import Images
-from rankrl.search.evaluator import Evaluation
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.problem import SearchProblem
 
 SHAPE = (1, 8, 8)
 

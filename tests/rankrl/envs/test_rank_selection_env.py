@@ -19,7 +19,7 @@ from decomposition.library import FitLibrary
 from rankrl.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 
 MAPS = {
     "importance": {},

@@ -95,7 +95,7 @@ def test_a_buffer_is_found_again_from_its_state(episodes) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_untrained_policy_is_near_the_preset(small_problem, name) -> None:
     env = RankSelectionEnv(small_problem)
-    model = create_algorithm(name, env, AgentOptions(), seed=0, buffer_size=64)
+    model = create_algorithm(name, env, AgentOptions(), buffer_size=64)
     observations = torch.rand(20, env.encoder.size)
     with torch.no_grad():
         actions = model.actor(observations, True) if name == "sac" else model.actor(observations)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from decomposition.heuristics import get_heuristic, list_heuristics
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors import (
     Selector,
     create_selector,
@@ -22,6 +22,7 @@ from rankrl.selectors import (
     selector_options,
 )
 from rankrl.selectors.random_plans import random_choices
+from rankrl.selectors.tpe import STUDY_FILE, STUDY_NAME
 
 EPISODES = 12
 FAST_AGENT = {"warmup_episodes": 3, "updates_per_episode": 2, "candidates": 6, "batch_size": 8, "critics": 2}
@@ -156,11 +157,12 @@ def test_without_optuna_tpe_says_what_to_install(small_problem, monkeypatch) -> 
 
 def test_the_tpe_study_on_disk_holds_the_trials(small_problem, tmp_path) -> None:
     optuna = importlib.import_module("optuna")
-    storage = tmp_path / "study.sqlite3"
-    selector = make("tpe", small_problem, storage=storage)
+    selector = make("tpe", small_problem)
+    selector.use_folder(tmp_path)
     run(selector, steps=4)
-    resumed = make("tpe", small_problem, storage=storage)
+    resumed = make("tpe", small_problem)
+    resumed.use_folder(tmp_path)
     resumed.restore(selector.state())
     run(resumed, steps=2)
-    study = optuna.load_study(study_name="rankrl", storage=f"sqlite:///{storage}")
+    study = optuna.load_study(study_name=STUDY_NAME, storage=f"sqlite:///{tmp_path / STUDY_FILE}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6

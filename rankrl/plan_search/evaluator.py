@@ -17,8 +17,8 @@ from decomposition.plan import CompressionPlan
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.search.problem import RanksKey, SearchProblem
-from rankrl.search.scoring_network import CACHE_BYTES, ScoringNetwork
+from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.scoring_network import CACHE_BYTES, ScoringNetwork
 
 Term = Literal["accuracy", "agreement", "soft_agreement"]
 Statistics = Literal["corrected", "reestimated"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from decomposition import CompressionPlan, FitLibrary
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.search.evaluator import Evaluation
-from rankrl.search.problem import RanksKey, SearchProblem
-from rankrl.search.scoring_network import ScoringNetwork
+from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.scoring_network import ScoringNetwork
 
 Score = Callable[[nn.Module], float]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.search.evaluator import Evaluation
-from rankrl.search.problem import Measure
+from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.problem import Measure
 
 RewardFunction = Callable[[Evaluation], float]
 

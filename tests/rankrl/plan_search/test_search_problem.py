@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
 from rankrl.errors import ConfigError
-from rankrl.search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem
 
 SHAPE = (1, 8, 8)
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from decomposition.plan import CompressionPlan
 from rankrl.errors import ConfigError
-from rankrl.search.evaluator import Evaluator
-from rankrl.search.history import EPISODES_FILE, EpisodeRow, EpisodesFile, known_evaluations, make_row
-from rankrl.search.interrupt import FinishOnInterrupt
-from rankrl.search.problem import SearchProblem
-from rankrl.search.rewards import Reward, create_reward
-from rankrl.search.state import STATE_FILE, SearchState
+from rankrl.plan_search.evaluator import Evaluator
+from rankrl.plan_search.history import EPISODES_FILE, EpisodeRow, EpisodesFile, known_evaluations, make_row
+from rankrl.plan_search.interrupt import FinishOnInterrupt
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.rewards import Reward, create_reward
+from rankrl.plan_search.state import STATE_FILE, SearchState
 from rankrl.selectors.base import Selector, SelectorState
 
 StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
@@ -108,7 +108,10 @@ def run_search(
         rows, spent = list(state.rows), state.seconds
         selector.restore(SelectorState(state.tensors, state.values))
         evaluator.restore(state.evaluator, known_evaluations(problem, rows))
-    table = None if folder is None else EpisodesFile(folder / EPISODES_FILE, rows)
+    table = None
+    if folder is not None:
+        table = EpisodesFile(folder / EPISODES_FILE, rows)
+        selector.use_folder(folder)
 
     start = time.perf_counter() - spent
     stopped_by: StoppedBy | None = None

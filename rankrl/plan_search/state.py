@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
-from rankrl.search.history import EpisodeRow
+from rankrl.plan_search.history import EpisodeRow
 
 STATE_FILE = "search.safetensors"
 _VERSION = 1

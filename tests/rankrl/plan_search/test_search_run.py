@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from rankrl.errors import ConfigError, StorageError
-from rankrl.search.run import best_rows, run_search
-from rankrl.search.state import SearchState
+from rankrl.plan_search.run import best_rows, run_search
+from rankrl.plan_search.state import SearchState
 from rankrl.selectors import create_selector
 
 

@@ -14,9 +14,9 @@ from decomposition.library import FitLibrary
 from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
-from rankrl.search.problem import SearchProblem
-from rankrl.search.scoring_network import ScoringNetwork
+from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.scoring_network import ScoringNetwork
 
 EXACT = Precision(torch.device("cpu"), torch.float32)
 NORMALISATION = {"mean": (0.5,), "std": (0.25,)}

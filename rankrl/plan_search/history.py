@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rankrl.errors import StorageError
 from rankrl.files import write_atomically
-from rankrl.search.evaluator import Evaluation
-from rankrl.search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.problem import RanksKey, SearchProblem
 
 EPISODES_FILE = "episodes.csv"
 

@@ -17,9 +17,9 @@ from decomposition.curves import RankCurve, candidate_ranks
 from decomposition.formats import get_format
 from decomposition.layers import inspect_layers
 from decomposition.plan import LayerPlan
-from rankrl.search.evaluator import Evaluation
-from rankrl.search.problem import SearchProblem
-from rankrl.search.run import run_search
+from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.run import run_search
 from rankrl.selectors import create_selector
 
 SHAPE = (3, 8, 8)

@@ -1,0 +1,54 @@
+"""The configuration tree offers what the registries hold, with the defaults that the code has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import optim
+from decomposition import list_formats
+from rankrl.data import list_datasets
+from rankrl.models import list_models
+from rankrl.plan_search.rewards import list_rewards
+from rankrl.selectors import list_selectors, selector_options
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def group(name: str) -> dict[str, Any]:
+    return {path.stem: OmegaConf.to_object(OmegaConf.load(path)) for path in (CONFIGS / name).glob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "registered"),
+    [
+        ("selector", "name", list_selectors()),
+        ("reward", "name", list_rewards()),
+        ("decomposition", "format", list_formats()),
+        ("dataset", "name", list_datasets()),
+        ("model", "architecture", list_models()),
+        ("optim", "name", optim.list_optimizers()),
+    ],
+)
+def test_every_registered_name_has_its_file(name: str, key: str, registered: list[str]) -> None:
+    assert {stem: content[key] for stem, content in group(name).items()} == {
+        each: each for each in registered
+    }
+
+
+@pytest.mark.parametrize("name", list_selectors())
+def test_selector_files_hold_the_defaults_of_the_code(name: str) -> None:
+    written = {key: value for key, value in group("selector")[name].items() if key != "name"}
+    known = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in selector_options(name).items()
+    }
+    assert written == known
+
+
+def test_every_file_begins_with_an_explanation() -> None:
+    for path in CONFIGS.rglob("*.yaml"):
+        assert path.read_text().startswith("# "), path
