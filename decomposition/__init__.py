@@ -10,7 +10,7 @@ The package knows torch and nothing of rankrl: it can be used alone.
 from __future__ import annotations
 
 from decomposition.allocation import Budget, allocate
-from decomposition.apply import apply_plan, build_structure, factorised_layers
+from decomposition.apply import apply_plan, build_structure, contracted, factorised_layers
 from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
 from decomposition.curves import RankCurve, candidate_ranks, plan_from_choices
@@ -56,6 +56,7 @@ __all__ = [
     "candidate_ranks",
     "collect_moments",
     "compressible_layers",
+    "contracted",
     "count_macs",
     "count_parameters",
     "evaluation_mode",

@@ -12,7 +12,7 @@ from torch import nn
 
 from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.errors import DecompositionError
-from decomposition.factorised import FactorisedLayer
+from decomposition.factorised import ContractedLayer, FactorisedLayer
 from decomposition.fitting import Fit, FitOptions, fit_weight
 from decomposition.formats import get_format
 from decomposition.layers import DecomposableModule, LayerSpec
@@ -117,6 +117,23 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
     return structure
 
 
+def contracted(model: nn.Module) -> nn.Module:
+    """Return a copy of a compressed model whose layers contract their cores to the dense weight.
+
+    It computes the same from the same cores. On hardware that dislikes many small operations, or behind a
+    runtime that contracts constants once when it loads a file, it can be the faster form.
+    """
+    copied = copy.deepcopy(model)
+    for layer in factorised_layers(copied).values():
+        dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
+        form = ContractedLayer(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
+        form = form.to_empty(device=layer.cores()[0].device)
+        cores = [core.detach() for core in layer.cores()]
+        form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)
+        replace_module(copied, layer, form.train(layer.training))
+    return copied
+
+
 def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
     """Return the factorised layers of a compressed model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FactorisedLayer)}
@@ -180,7 +197,8 @@ def _absorb(layer: FactorisedLayer, norm: nn.Module | None, change: torch.Tensor
 
 def _empty_layer(dense: DecomposableModule, entry: LayerPlan, spec: LayerSpec) -> FactorisedLayer:
     assert entry.format is not None
-    return get_format(entry.format).build(dense, spec, entry.modes(spec), entry.ranks)
+    layer = get_format(entry.format).build(dense, spec, entry.modes(spec), entry.ranks)
+    return layer.train(dense.training)
 
 
 def _fitted_layer(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch import nn
 
 from decomposition.curves import RankCurve, candidate_ranks
 from decomposition.errors import DecompositionError
+from decomposition.files import replacing
 from decomposition.fitting import FAST, Fit, FitOptions, fit_weight
 from decomposition.formats import Ranks, get_format
 from decomposition.layers import DecomposableModule, LayerSpec
@@ -168,15 +167,9 @@ class FitLibrary:
         path = self._path(name, ranks)
         if path is None:
             return
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".fit-")
-        os.close(descriptor)
-        try:
-            cores = {f"core{j}": core.contiguous() for j, core in enumerate(fit.cores)}
+        cores = {f"core{j}": core.contiguous() for j, core in enumerate(fit.cores)}
+        with replacing(path) as temporary:
             save_file(cores, temporary, metadata={"error": repr(fit.error)})
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
 
 
 def weight_of(module: DecomposableModule) -> torch.Tensor:

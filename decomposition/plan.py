@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from decomposition.errors import PlanError
+from decomposition.files import replacing
 from decomposition.formats import Ranks, get_format, list_formats
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.modes import WeightModes, modes_from_dict
@@ -142,7 +141,8 @@ class CompressionPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`, atomically."""
-        write_text_atomically(Path(path), self.to_json())
+        with replacing(Path(path)) as temporary:
+            temporary.write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> CompressionPlan:
@@ -269,20 +269,6 @@ def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
         f"no fewer than the dense {spec.params}"
     )
     return replace(LayerPlan(layer.name), reason=reason)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _check_keys(entry: Mapping[str, Any], allowed: set[str], required: set[str], source: str) -> None:

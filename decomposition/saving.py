@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,6 +11,7 @@ from torch import nn
 
 from decomposition.apply import build_structure
 from decomposition.errors import PlanError
+from decomposition.files import replacing
 from decomposition.plan import CompressionPlan
 
 _PLAN_KEY = "rankrl.plan"
@@ -28,14 +27,8 @@ def save_compressed(model: nn.Module, plan: CompressionPlan, path: str | Path) -
     """
     path = Path(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _own_tensors(model).items()}
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={_PLAN_KEY: plan.to_json()})
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def load_compressed(

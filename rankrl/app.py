@@ -10,12 +10,13 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 
 from decomposition import DecompositionError
 from rankrl.config.folder import config_folder
 from rankrl.config.overrides import check_overrides, resumed_arguments
 from rankrl.config.schema import AppConfig
-from rankrl.errors import RankrlError, RunStoppedError
+from rankrl.errors import RankrlError, RunStoppedError, StorageError
 from rankrl.tasks import get_task
 from rankrl.workflow.run_folder import RunFolder
 
@@ -37,6 +38,12 @@ def _run(config: DictConfig) -> None:
         _leave(error, INTERRUPTED)
     except (RankrlError, DecompositionError) as error:
         _leave(error, USER_ERROR)
+    except (OSError, SafetensorError) as error:
+        advice = "Check that the folder is writable and that the disk has room; then `rankrl resume=` goes on"
+        _leave(
+            StorageError(f"a file could not be read or written: {error}. {advice} ({folder.path})."),
+            USER_ERROR,
+        )
 
 
 def _leave(error: Exception, code: int) -> None:

@@ -17,6 +17,7 @@ from decomposition import (
     PlanError,
     apply_plan,
     build_structure,
+    contracted,
     count_macs,
     count_parameters,
     factorised_layers,
@@ -83,7 +84,8 @@ def test_network_of_exactly_the_planned_ranks_is_reproduced(
         dense = layer.to_dense()
         original = dict(model.named_modules())[layer_name]
         original.weight.data = dense.weight.data / dense.weight.data.std()  # type: ignore[union-attr]
-    compressed = apply_plan(model, plan, images, sequential=sequential)
+    options = FitOptions(iterations=300, starts=4)
+    compressed = apply_plan(model, plan, images, sequential=sequential, options=options)
     assert relative_error(model, compressed, images) < 1e-2
 
 
@@ -250,3 +252,14 @@ def test_saved_model_is_refused_by_another_architecture(model: nn.Module, tmp_pa
     (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
     with pytest.raises(PlanError, match="cannot be read"):
         load_compressed(model, tmp_path / "broken.safetensors")
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_contracted_form_computes_the_same_from_the_same_cores(
+    model: nn.Module, images: torch.Tensor, name: str
+) -> None:
+    compressed = apply_plan(model, make_plan(model, (3, 10, 10), name, 2), images, options=QUICK)
+    form = contracted(compressed)
+    assert count_parameters(form) == count_parameters(compressed)
+    assert relative_error(compressed, form, images) < 1e-5
+    assert {layer.execution for layer in factorised_layers(form).values()} == {"dense"}

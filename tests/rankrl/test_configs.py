@@ -19,7 +19,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def group(name: str) -> dict[str, Any]:
-    return {path.stem: OmegaConf.to_object(OmegaConf.load(path)) for path in (CONFIGS / name).glob("*.yaml")}
+    files = (CONFIGS / name).glob("*.yaml")
+    return {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in files}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rankrl.app import main
 QUICK = (
     "model=conv4",
     "train.epochs=2",
+    "train.optim.lr=0.02",
     "search.episodes=3",
     "search.images=100",
     "calibration.images=64",
