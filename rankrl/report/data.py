@@ -58,7 +58,7 @@ class EpisodeRow:
         params_kept: Fraction of the model's parameters that the plan keeps.
         macs_kept: Fraction of the model's multiply-accumulates that the plan keeps.
         best_reward: The largest reward up to here.
-        seconds: Seconds since the search began.
+        seconds: Seconds that scoring it took.
         phase: What the selector was doing: `preset` (greedy's plan), `warm-up`, `policy`, `random`, ...
         ranks: The plan's ranks as JSON text.
     """

@@ -117,8 +117,9 @@ def _search(report: RunReport) -> str:
     if not report.episodes:
         return ""
     best = max(report.episodes, key=lambda row: row.reward)
+    seconds = number(report.metrics, "search", "seconds")
     caption = (
-        f"{len(report.episodes)} evaluated plans in {report.episodes[-1].seconds:.0f} s. "
+        f"{len(report.episodes)} evaluated plans{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
         f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs."
