@@ -53,7 +53,7 @@ class OptimConfig:
     """The optimizer of fine-tuning."""
 
     name: str = "onnx_adam"
-    lr: float = 1e-3
+    lr: float = 1e-4
     options: dict[str, Any] = field(default_factory=dict)
 
 
