@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
@@ -36,6 +35,8 @@ def _run(config: DictConfig) -> None:
         task.run(settings, folder)
     except RunStoppedError as error:
         _leave(error, INTERRUPTED)
+    except KeyboardInterrupt:  # outside the search, which finishes its episode first
+        _leave(RunStoppedError(folder.path), INTERRUPTED)
     except (RankrlError, DecompositionError) as error:
         _leave(error, USER_ERROR)
     except (OSError, SafetensorError) as error:
@@ -54,7 +55,6 @@ def _leave(error: Exception, code: int) -> None:
 
 def main() -> None:
     """Run the command line; errors that a user can cure exit with code 2 and one paragraph."""
-    ConfigStore.instance().store(name="schema", node=AppConfig)
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx"):

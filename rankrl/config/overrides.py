@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rankrl.config import schema  # noqa: F401 - registers the types that the configuration refers to
 from rankrl.config.folder import config_folder
 from rankrl.errors import ConfigError, did_you_mean
 
@@ -95,7 +96,7 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
         )
     where = re.search(r"full_key: (\S+)", text)
     place = f"{where.group(1)}: " if where else ""
-    return f"{place}{_first_line(error)}. `rankrl --cfg job` shows the options and their values."
+    return f"{place}{_first_line(error).rstrip('.')}. `rankrl --cfg job` shows the options and their values."
 
 
 def _choices(group: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
+
 
 @dataclass
 class DecompositionConfig:
@@ -113,3 +115,7 @@ class AppConfig:
     finetune: RecipeConfig = field(default_factory=RecipeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+
+# `configs/config.yaml` takes its types from here, whoever composes it.
+ConfigStore.instance().store(name="schema", node=AppConfig)

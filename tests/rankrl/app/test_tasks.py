@@ -143,6 +143,21 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_ctrl_c_says_how_to_go_on(
+    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankrl.tasks.steps.apply_plan", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        run("stopped")
+    assert stopped.value.code == 130
+    message = capfd.readouterr().err
+    assert "`rankrl resume=" in message
+    assert "Traceback" not in message
+
+
 def test_every_task_is_named_in_the_configuration() -> None:
     text = (Path(__file__).parents[3] / "configs" / "config.yaml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("# What to do:"))
