@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rankrl.errors import CheckpointError
-from rankrl.files import write_atomically
 from rankrl.plan_search.history import EpisodeRow
+from rankrl.state_file import read_state, write_state
 
 STATE_FILE = "search.safetensors"
 _VERSION = 1
@@ -52,15 +50,13 @@ class SearchState:
             StorageError: The file cannot be written; it is as it was before.
         """
         content = {
-            "version": _VERSION,
             "identity": dict(self.identity),
             "rows": [vars(row) for row in self.rows],
             "seconds": self.seconds,
             "values": dict(self.values),
             "evaluator": dict(self.evaluator),
         }
-        tensors = {key: value.detach().cpu().contiguous() for key, value in self.tensors.items()}
-        write_atomically(path, safetensors.torch.save(tensors, metadata={"rankrl": json.dumps(content)}))
+        write_state(path, self.tensors, content, _VERSION)
 
     @classmethod
     def load(cls, path: Path) -> SearchState:
@@ -69,28 +65,17 @@ class SearchState:
         Raises:
             CheckpointError: The file is missing, damaged or of another version.
         """
-        if not path.is_file():
-            raise CheckpointError(f"there is no search state {path} to resume from")
+        tensors, content = read_state(path, _VERSION, "search state")
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                metadata = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            content = json.loads(metadata["rankrl"])
-            if content["version"] != _VERSION:
-                raise CheckpointError(
-                    f"{path} has the version {content['version']}, this program reads version {_VERSION}; "
-                    "start without resuming"
-                )
-            rows = tuple(EpisodeRow(**row) for row in content["rows"])
             return cls(
                 content["identity"],
-                rows,
+                tuple(EpisodeRow(**row) for row in content["rows"]),
                 float(content["seconds"]),
                 tensors,
                 content["values"],
                 content["evaluator"],
             )
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged or no search state: {error}") from error
 
     def check(self, identity: Mapping[str, Any], path: Path) -> None:

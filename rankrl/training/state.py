@@ -14,14 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankrl.errors import CheckpointError
-from rankrl.files import write_atomically
+from rankrl.state_file import read_state, write_state
 from rankrl.training.average import WeightAverage
 
 _VERSION = 1
@@ -101,15 +99,13 @@ class TrainingState:
                 else:
                     scalars.setdefault(str(index), {})[key] = value
         content = {
-            "version": _VERSION,
             "setup": self.setup,
             "history": [asdict(row) for row in self.history],
             "updates": 0 if self.average is None else self.average.updates,
             "optimizer_groups": optimizer["param_groups"],
             "optimizer_scalars": scalars,
         }
-        plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-        write_atomically(path, safetensors.torch.save(plain, metadata={"rankrl": json.dumps(content)}))
+        write_state(path, tensors, content, _VERSION)
 
     def restore(self, path: Path) -> None:
         """Take over the state that `save` wrote.
@@ -117,7 +113,7 @@ class TrainingState:
         Raises:
             CheckpointError: The file is missing or damaged, or belongs to a run with another setup.
         """
-        tensors, content = _read(path)
+        tensors, content = read_state(path, _VERSION, "training state")
         setup = json.loads(json.dumps(self.setup))
         for key, value in setup.items():
             if content["setup"].get(key) != value:
@@ -154,24 +150,6 @@ class TrainingState:
                 # As in the undisturbed run, moments lie in memory like their parameter: the same kernels run.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not path.is_file():
-        raise CheckpointError(f"there is no training state {path} to resume from")
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        content = json.loads(metadata["rankrl"])
-        if content["version"] != _VERSION:
-            raise CheckpointError(
-                f"{path} has the version {content['version']}, this program reads version {_VERSION}; "
-                "start without resuming"
-            )
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or no training state: {error}") from error
-    return tensors, content
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,0 +1,67 @@
+"""State files: tensors and plain values in one .safetensors file, so that nothing is ever pickled.
+
+The values are JSON in the file's metadata. One file, replaced atomically, is never half of one state and
+half of the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rankrl.errors import CheckpointError
+from rankrl.files import write_atomically
+
+
+def write_state(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any], version: int) -> None:
+    """Write a state.
+
+    Args:
+        path: The file to create or replace.
+        tensors: Its tensors; they are copied to the CPU and to contiguous memory.
+        content: Its plain values, JSON-able.
+        version: Version of the layout of both.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    text = json.dumps({"version": version, **content})
+    write_atomically(path, safetensors.torch.save(plain, metadata={"rankrl": text}))
+
+
+def read_state(path: Path, version: int, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_state` wrote.
+
+    Args:
+        path: The file.
+        version: The version that the caller reads.
+        what: What the file should be, for messages, for example "search state".
+
+    Returns:
+        The tensors on the CPU, and the plain values.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or of another version.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"there is no {what} {path} to resume from")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        content: dict[str, Any] = json.loads(metadata["rankrl"])
+        found = content["version"]
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged or no {what}: {error}") from error
+    if found != version:
+        raise CheckpointError(
+            f"{path} has the version {found}, this program reads version {version}; start without resuming"
+        )
+    return tensors, content
