@@ -52,7 +52,7 @@ class EpisodeRow:
     """One row of `episodes.csv`: one evaluated plan.
 
     Attributes:
-        episode: Number of the episode, counted from 0.
+        episode: Number of the episode, counted from 1.
         reward: Its reward.
         accuracy: Accuracy on held-out images, a fraction.
         params_kept: Fraction of the model's parameters that the plan keeps.

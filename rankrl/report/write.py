@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -20,16 +21,18 @@ _DOTS_PER_INCH = 160
 def write_report(
     folder: str | Path,
     *,
+    metrics: Mapping[str, Any] | None = None,
     layers: Sequence[LayerRow] = (),
     epochs: Sequence[EpochRow] = (),
     setup: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the report of a run next to its other files.
 
-    `metrics.json` and, where there is one, `episodes.csv` are read from the folder.
+    `episodes.csv` is read from the folder where there is one.
 
     Args:
         folder: The run folder.
+        metrics: The numbers, for a run that has yet to write its `metrics.json`; read from there when omitted.
         layers: The plan's layers in forward order.
         epochs: The epochs of fine-tuning.
         setup: What the run was made with, from `collect_setup`.
@@ -42,7 +45,13 @@ def write_report(
         StorageError: The folder cannot be written.
     """
     folder = Path(folder)
-    report = RunReport(read_metrics(folder), layers, read_episodes(folder), epochs, setup or {})
+    report = RunReport(
+        read_metrics(folder) if metrics is None else metrics,
+        layers,
+        read_episodes(folder),
+        epochs,
+        setup or {},
+    )
     page = folder / "report.html"
     document = run_page(report)
     if report.episodes:

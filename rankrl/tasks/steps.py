@@ -139,12 +139,12 @@ def finish(
     layers: Sequence[LayerRow] = (),
     epochs: Sequence[EpochRow] = (),
 ) -> None:
-    """Write metrics.json and the report, and print the final table."""
+    """Write the report and, last, metrics.json, which marks the run as finished; print the final table."""
     if epochs:
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
-    write_json(folder.metrics, metrics)
     setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
-    page = write_report(folder.path, layers=layers, epochs=epochs, setup=setup)
+    page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
+    write_json(folder.metrics, metrics)
     console = Console()
     table = summary_table(metrics)
     if table.row_count:

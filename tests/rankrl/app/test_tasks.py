@@ -143,6 +143,21 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_run_that_dies_while_reporting_does_not_look_finished(
+    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr("rankrl.tasks.steps.write_report", kill)
+    with pytest.raises(Killed):
+        run("broken", "task=train")
+    assert not (tmp_path / "broken" / "metrics.json").exists()
+
+
 def test_ctrl_c_says_how_to_go_on(
     run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
