@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
-from decomposition.fitting import Fit, FitOptions, fit_weight
+from decomposition.fitting import FitOptions, fit_weight
 from decomposition.formats import get_format
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.library import weight_of
@@ -87,8 +86,7 @@ def apply_plan(
             moment = moments.get(name)
             absorbed = moment is not None and _absorbs_mean(spec, batch_norm == "mean")
             metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
-            layer, fit = _fitted_layer(dense, entry, spec, weight_of(dense), metric, options)
-            layer.error = fit.error
+            layer = _fitted_layer(dense, entry, spec, weight_of(dense), metric, options)
             replace_module(compressed, dense, layer)
             if moment is not None and absorbed:
                 difference = weight_of(dense) - weight_of(layer.to_dense())
@@ -162,7 +160,7 @@ def _apply_sequentially(
         dense: DecomposableModule = modules[name]
 
         def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-            layer, _ = _fitted_layer(dense, entry, spec, problem.target, problem.metric, options)
+            layer = _fitted_layer(dense, entry, spec, problem.target, problem.metric, options)
             return layer, weight_of(layer.to_dense())
 
         return fit
@@ -208,8 +206,8 @@ def _fitted_layer(
     target: torch.Tensor,
     metric: torch.Tensor | None,
     options: FitOptions,
-) -> tuple[FactorisedLayer, Fit]:
+) -> FactorisedLayer:
     layer = _empty_layer(dense, entry, spec)
-    fit = fit_weight(layer.tensor_format, target, layer.modes, entry.ranks, metric, replace(options))
+    fit = fit_weight(layer.tensor_format, target, layer.modes, entry.ranks, metric, options)
     layer.load(fit.cores, dense.bias, fit.error)
-    return layer, fit
+    return layer

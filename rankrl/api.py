@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decomposition import FitLibrary, FitOptions, collect_moments, compressible_layers
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import create_reward
 from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
 from rankrl.selectors import create_selector
-
-_BATCH = 256
+from rankrl.workflow.choose import CALIBRATION_BATCH, CandidateOptions, fit_candidates
 
 
 def search(
@@ -65,21 +63,12 @@ def search(
     """
     if params is None and macs is None:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
-    batches = calibration.split(_BATCH) if isinstance(calibration, Tensor) else list(calibration)
+    batches = calibration.split(CALIBRATION_BATCH) if isinstance(calibration, Tensor) else list(calibration)
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
     input_shape = tuple(batches[0].shape[1:])
-    specs = compressible_layers(model, input_shape)
-    if not specs:
-        raise ConfigError("the network has no layer that can be decomposed (decomposition.inspect_layers)")
-    library = FitLibrary(
-        model,
-        specs,
-        decomposition,
-        moments=collect_moments(model, specs, batches, seed=seed),
-        options=FitOptions(),
-        folder=None if cache is None else Path(cache),
-    )
+    fits = None if cache is None else Path(cache)
+    library = fit_candidates(model, batches, CandidateOptions(decomposition), cache=fits, seed=seed)
     curves = library.curves(limit=candidates)
     problem = SearchProblem.from_model(model, curves, input_shape, params=params, macs=macs, library=library)
     evaluator = ScoreEvaluator(model, library, problem, score, torch.cat([b[:2] for b in batches[:4]]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.errors import ConfigError, NonFiniteError, did_you_mean
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.problem import Measure
 
@@ -91,9 +90,10 @@ def reward_source(name: str) -> RewardSource:
         ConfigError: There is none; the message gives the nearest name.
     """
     if name not in _REWARDS:
-        near = difflib.get_close_matches(name, _REWARDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"there is no reward {name!r}; known are {', '.join(list_rewards())}.{hint}")
+        raise ConfigError(
+            f"there is no reward {name!r}; known are {', '.join(list_rewards())}."
+            f"{did_you_mean(name, _REWARDS)}"
+        )
     return _REWARDS[name]
 
 

@@ -32,7 +32,7 @@ def write_report(
 
     Args:
         folder: The run folder.
-        metrics: The numbers, for a run that has yet to write its `metrics.json`; read from there when omitted.
+        metrics: The numbers of a run that has yet to write its `metrics.json`; read from it when omitted.
         layers: The plan's layers in forward order.
         epochs: The epochs of fine-tuning.
         setup: What the run was made with, from `collect_setup`.

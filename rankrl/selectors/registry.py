@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, TypeVar
 
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, did_you_mean
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Selector
 
@@ -67,10 +66,9 @@ def create_selector(
     make, allowed = _find(name), selector_options(name)
     for option in options:
         if option not in allowed:
-            near = difflib.get_close_matches(option, allowed, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"selector {name!r} has no option {option!r}; it has {', '.join(allowed) or 'none'}.{hint}"
+                f"selector {name!r} has no option {option!r}; it has {', '.join(allowed) or 'none'}."
+                f"{did_you_mean(option, allowed)}"
             )
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
@@ -81,7 +79,8 @@ def create_selector(
 
 def _find(name: str) -> type[Selector]:
     if name not in _SELECTORS:
-        near = difflib.get_close_matches(name, _SELECTORS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"there is no selector {name!r}; known are {', '.join(list_selectors())}.{hint}")
+        raise ConfigError(
+            f"there is no selector {name!r}; known are {', '.join(list_selectors())}."
+            f"{did_you_mean(name, _SELECTORS)}"
+        )
     return _SELECTORS[name]

@@ -8,7 +8,7 @@ from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import layer_rows, network_numbers
+from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -24,7 +24,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     save_compressed(compressed, plan, folder.model)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
-    ratios = {measure: before[measure] / after[measure] for measure in ("params", "macs")}
+    ratios = cost_ratios(before, after)
     metrics = {**steps.head(config, data), "baseline": before, "compressed": after, "ratios": ratios}
     rows = layer_rows(plan, inspect_layers(dense, data.input_shape), compressed)
     steps.finish(folder, metrics, seed=config.seed, layers=rows)

@@ -10,9 +10,8 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.choose import fit_candidates
 from rankrl.workflow.network import build_network
-from rankrl.workflow.run_folder import RunFolder, cache_folder
+from rankrl.workflow.run_folder import RunFolder
 
 _SHOWN_RANKS = 3
 
@@ -20,13 +19,9 @@ _SHOWN_RANKS = 3
 @register_task("inspect", "list the layers: shape, cost, feasible ranks and their errors, or why not")
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a layer; errors are relative output errors on training images."""
-    candidates = options.candidate_options(config)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    images = steps.calibration(config, data)
-    library = fit_candidates(
-        network, data, images, candidates, cache=cache_folder() / "fits", seed=config.seed
-    )
+    library = steps.candidate_fits(config, network, steps.calibration(config, data))
     specs = inspect_layers(network, data.input_shape)
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{config.model['architecture']} as {config.decomposition.format}")

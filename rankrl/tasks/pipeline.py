@@ -10,7 +10,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import export_numbers, layer_rows, network_numbers, test_accuracy
+from rankrl.workflow.measure import cost_ratios, export_numbers, layer_rows, network_numbers, test_accuracy
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -46,7 +46,5 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         metadata=metadata,
         scratch=folder.state,
     )
-    before, after = metrics["baseline"], metrics["compressed"]
-    ratios = {measure: before[measure] / after[measure] for measure in ("params", "macs")}
-    metrics["ratios"] = {**ratios, "latency": latency}
+    metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)

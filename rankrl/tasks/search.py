@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
-from rankrl.report import LayerRow
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
+from rankrl.workflow.measure import layer_rows
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -18,24 +18,10 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     dense = steps.dense_network(config, data, folder)
     choice = steps.chosen_plan(config, data, dense, steps.calibration(config, data), folder)
     plan, problem = choice.result.plan, choice.problem
-    specs = {spec.name: spec for spec in problem.specs}
-    layers = [
-        LayerRow(
-            layer.name,
-            specs[layer.name].weight_shape,
-            tuple(layer.ranks),
-            specs[layer.name].params,
-            layer.params(specs[layer.name]),
-            specs[layer.name].macs,
-            layer.macs(specs[layer.name]),
-            reason=layer.reason or "",
-        )
-        for layer in plan
-    ]
     params, macs = problem.cost(plan)
     metrics = {
         **steps.head(config, data),
         "search": steps.search_numbers(choice.result),
         "ratios": {"params": problem.params / params, "macs": problem.macs / macs},
     }
-    steps.finish(folder, metrics, seed=config.seed, layers=layers)
+    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(plan, problem.specs))

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, apply_plan, load_compressed
+from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -22,7 +22,13 @@ from rankrl.models import save_checkpoint
 from rankrl.plan_search.run import SearchResult
 from rankrl.report import LayerRow, collect_setup, summary_table, write_report
 from rankrl.training import EpochRow
-from rankrl.workflow.choose import Choice, calibration_images, choose_plan, fit_candidates
+from rankrl.workflow.choose import (
+    CALIBRATION_BATCH,
+    Choice,
+    calibration_images,
+    choose_plan,
+    fit_candidates,
+)
 from rankrl.workflow.network import build_network, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 
@@ -44,6 +50,17 @@ def calibration(config: AppConfig, data: ImageData) -> Tensor:
     return calibration_images(data, config.calibration.images, seed=config.seed)
 
 
+def candidate_fits(config: AppConfig, dense: nn.Module, images: Tensor) -> FitLibrary:
+    """Return the library of fits, calibrated on `images`; nothing is fitted yet."""
+    return fit_candidates(
+        dense,
+        images.split(CALIBRATION_BATCH),
+        options.candidate_options(config),
+        cache=cache_folder() / "fits",
+        seed=config.seed,
+    )
+
+
 def chosen_plan(
     config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor, folder: RunFolder
 ) -> Choice:
@@ -52,14 +69,12 @@ def chosen_plan(
     Raises:
         RunStoppedError: If the user stopped the search.
     """
-    candidates = options.candidate_options(config)
-    library = fit_candidates(dense, data, images, candidates, cache=cache_folder() / "fits", seed=config.seed)
     choice = choose_plan(
         dense,
         data,
-        library,
+        candidate_fits(config, dense, images),
         options.search_options(config),
-        candidates=candidates.candidates,
+        candidates=options.candidate_options(config).candidates,
         folder=folder.path,
         seed=config.seed,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rankrl.selectors import create_selector
 log = logging.getLogger(__name__)
 
 DEFAULT_KEPT_PARAMS = 0.4
-_CALIBRATION_BATCH = 256
+CALIBRATION_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,10 @@ class Choice:
     Attributes:
         problem: What was searched over.
         result: The best plan and the record.
-        dense_score: The dense network's accuracy on the images that plans were scored on.
     """
 
     problem: SearchProblem
     result: SearchResult
-    dense_score: float
 
 
 def calibration_images(data: ImageData, count: int, *, seed: int) -> Tensor:
@@ -124,14 +122,13 @@ def calibration_images(data: ImageData, count: int, *, seed: int) -> Tensor:
         raise ConfigError(f"calibration.images must be at least 1, got {count}")
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
     chosen: Images = data.train.subset(order[:count])
-    walk = batches(chosen, _CALIBRATION_BATCH, mean=data.mean, std=data.std)
+    walk = batches(chosen, CALIBRATION_BATCH, mean=data.mean, std=data.std)
     return torch.cat([x for x, _ in walk])
 
 
 def fit_candidates(
     model: nn.Module,
-    data: ImageData,
-    images: Tensor,
+    inputs: Sequence[Tensor],
     options: CandidateOptions,
     *,
     cache: Path | None,
@@ -141,8 +138,7 @@ def fit_candidates(
 
     Args:
         model: The dense network.
-        data: The dataset, for the input shape.
-        images: Calibration images.
+        inputs: Batches of calibration inputs, at least one.
         options: Format and effort.
         cache: Folder of fits that later runs reuse, or None.
         seed: Seed of the sampled patches.
@@ -150,12 +146,13 @@ def fit_candidates(
     Raises:
         ConfigError: If no layer can be decomposed.
     """
-    specs = compressible_layers(model, data.input_shape)
+    specs = compressible_layers(model, inputs[0].shape[1:])
     if not specs:
         raise ConfigError(
-            "the network has no layer that can be decomposed; `rankrl task=inspect` lists its layers and why"
+            "the network has no layer that can be decomposed; `rankrl task=inspect`, or "
+            "decomposition.inspect_layers, lists its layers and why"
         )
-    moments = collect_moments(model, specs, images.split(_CALIBRATION_BATCH), seed=seed)
+    moments = collect_moments(model, specs, inputs, seed=seed)
     return FitLibrary(
         model,
         specs,
@@ -236,4 +233,4 @@ def choose_plan(
         result.seconds,
         result.best.reward,
     )
-    return Choice(problem, result, evaluator.dense_accuracy)
+    return Choice(problem, result)

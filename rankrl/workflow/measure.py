@@ -53,6 +53,11 @@ def network_numbers(network: nn.Module, data: ImageData) -> dict[str, Any]:
     }
 
 
+def cost_ratios(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """Return original ÷ compressed parameters and multiply-accumulates, from two `network_numbers`."""
+    return {measure: before[measure] / after[measure] for measure in ("params", "macs")}
+
+
 def test_accuracy(network: nn.Module, data: ImageData) -> float:
     """Return the accuracy on the test set in float32; the network goes back to the CPU."""
     device = select_device()
@@ -134,9 +139,11 @@ def _faster_form(
     return forms[chosen], chosen
 
 
-def layer_rows(plan: CompressionPlan, specs: Sequence[LayerSpec], network: nn.Module) -> list[LayerRow]:
-    """Return the report's row of every layer, with the fit's error as `network` records it."""
-    fitted = factorised_layers(network)
+def layer_rows(
+    plan: CompressionPlan, specs: Sequence[LayerSpec], network: nn.Module | None = None
+) -> list[LayerRow]:
+    """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
+    fitted = {} if network is None else factorised_layers(network)
     by_name = {spec.name: spec for spec in specs}
     rows = []
     for layer in plan:
