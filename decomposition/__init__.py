@@ -9,7 +9,7 @@ The package knows torch and nothing of rankrl: it can be used alone.
 
 from __future__ import annotations
 
-from decomposition.allocation import Budget, allocate
+from decomposition.allocation import Budget, allocate, allocate_many
 from decomposition.apply import apply_plan, build_structure, contracted, factorised_layers
 from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
@@ -25,12 +25,14 @@ from decomposition.heuristics import (
     plan_by_heuristic,
     register_heuristic,
 )
+from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, compressible_layers, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, collect_moments
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from decomposition.saving import load_compressed, save_compressed
+from decomposition.sensitivity import collect_sensitivities
 from decomposition.vbmf import MatrixRank, matrix_rank
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "FitOptions",
     "Heuristic",
     "InputMoments",
+    "LatencyTable",
     "LayerPlan",
     "LayerSpec",
     "MatrixRank",
@@ -51,10 +54,12 @@ __all__ = [
     "TensorFormat",
     "WeightModes",
     "allocate",
+    "allocate_many",
     "apply_plan",
     "build_structure",
     "candidate_ranks",
     "collect_moments",
+    "collect_sensitivities",
     "compressible_layers",
     "contracted",
     "count_macs",

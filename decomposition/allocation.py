@@ -10,7 +10,9 @@ import numpy as np
 from decomposition.curves import RankCurve
 from decomposition.errors import DecompositionError
 
-_BISECTIONS = 60
+# The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
+_STEPS_DOWN, _STEPS_UP = 60.0, 30.0
+_BISECTIONS = 40
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ def allocate(
 ) -> np.ndarray:
     """Choose a candidate a layer so that the weighted squared errors are least within the budget.
 
-    Minimises sum_l exp(w_l) error_l^2 + lambda cost_l with lambda found by bisection, then spends what the
-    convex relaxation left over on the best gain per cost.
+    Minimises sum_l exp(w_l) importance_l error_l^2 + lambda cost_l with lambda found by bisection, then
+    spends what the convex relaxation left over on the best gain per cost.
 
     Args:
         curves: One curve a layer.
@@ -78,32 +80,65 @@ def allocate(
         DecompositionError: If no plan can reach the budget.
     """
     budget.check(curves)
-    weights = np.exp(np.zeros(len(curves)) if log_weights is None else np.asarray(log_weights, dtype=float))
+    weights = np.zeros(len(curves)) if log_weights is None else np.asarray(log_weights, dtype=float)
+    choices = _relaxed(curves, budget, weights[None])[0]
     costs = [curve.cost(budget.measure).astype(float) for curve in curves]
-    losses = [weight * curve.errors**2 for weight, curve in zip(weights, curves, strict=True)]
+    losses = [
+        np.exp(weight) * curve.losses for weight, curve in zip(weights - weights.max(), curves, strict=True)
+    ]
+    return _fill(choices, losses, costs, budget.available)
 
-    def choose(multiplier: float) -> np.ndarray:
+
+def allocate_many(curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray) -> np.ndarray:
+    """Allocate for many weightings at once, without spending what the convex relaxation leaves over.
+
+    Args:
+        curves: One curve a layer.
+        budget: The budget; it holds for every result.
+        log_weights: Log-importance of each layer, shape (weightings, layers).
+
+    Returns:
+        Index of the chosen candidate of every curve, shape (weightings, layers). `allocate` chooses the same
+        or larger candidates.
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    budget.check(curves)
+    return _relaxed(curves, budget, log_weights)
+
+
+def _relaxed(curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray) -> np.ndarray:
+    """Return argmin_j exp(w_l) loss_lj + lambda cost_lj with the least lambda that keeps the budget."""
+    width = max(map(len, curves))
+    costs = np.full((len(curves), width), np.inf)
+    losses = np.full((len(curves), width), np.inf)
+    for row, curve in enumerate(curves):
+        costs[row, : len(curve)] = curve.cost(budget.measure)
+        losses[row, : len(curve)] = curve.losses
+    # A common factor changes nothing; without it exp and lambda would leave the range of floats.
+    largest = max(float(losses[np.isfinite(losses)].max()), 1e-300)
+    relative = log_weights - log_weights.max(1, keepdims=True)
+    weighted = np.exp(relative)[:, :, None] * (losses / largest)
+    # Padding is never chosen: its loss is infinite at every lambda.
+    shares = np.where(np.isfinite(costs), costs / budget.total, 0.0)
+    cheapest = costs.argmin(1)
+    rows = np.arange(len(curves))
+
+    def choose(multipliers: np.ndarray) -> np.ndarray:
         # Of equal candidates the cheaper one: the last is the dense layer, so ties go to the first.
-        totals = (loss + multiplier * cost for loss, cost in zip(losses, costs, strict=True))
-        return np.array([int(np.argmin(total)) for total in totals])
+        return (weighted + multipliers[:, None, None] * shares).argmin(2)
 
-    def spent(choices: np.ndarray) -> float:
-        return float(sum(c[j] for c, j in zip(costs, choices, strict=True)))
+    def too_dear(choices: np.ndarray) -> np.ndarray:
+        return costs[rows, choices].sum(1) > budget.available
 
-    cheapest = np.array([int(np.argmin(c)) for c in costs])
-    high = 1.0 / budget.total
-    while spent(choose(high)) > budget.available and high < 1e30:
-        high *= 4
-    if spent(choose(high)) > budget.available:
-        return _fill(cheapest, losses, costs, budget.available)
-    low = 0.0
+    low, high = np.full(len(weighted), -_STEPS_DOWN), np.full(len(weighted), _STEPS_UP)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if spent(choose(middle)) > budget.available:
-            low = middle
-        else:
-            high = middle
-    return _fill(choose(high), losses, costs, budget.available)
+        dear = too_dear(choose(np.exp(middle)))
+        low, high = np.where(dear, middle, low), np.where(dear, high, middle)
+    choices = choose(np.exp(high))
+    return np.where(too_dear(choices)[:, None], cheapest, choices)
 
 
 def _fill(

@@ -19,10 +19,13 @@ from decomposition.library import weight_of
 from decomposition.lockstep import Refit, RefitProblem, refit_in_lockstep
 from decomposition.moments import PATCHES_PER_LAYER, InputMoments, check_images, collect_moments
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
+from decomposition.sensitivity import collect_sensitivities
 from decomposition.surgery import replace_module
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)
+# A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
+_PATCHES_TO_SOLVE = 4
 
 
 def apply_plan(
@@ -31,6 +34,7 @@ def apply_plan(
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
     *,
     sequential: bool = True,
+    weigh_outputs: bool = True,
     batch_norm: BatchNormCorrection = "mean",
     options: FitOptions = FINAL,
     max_patches: int = PATCHES_PER_LAYER,
@@ -45,6 +49,8 @@ def apply_plan(
             layers are fitted to their weights alone, which keeps far less accuracy.
         sequential: With calibration: fit each layer to the inputs it receives in the compressed network
             (one pass of twice the images through the model); otherwise to those of the dense network.
+        weigh_outputs: With calibration: weigh a layer's output channels by what the dense network's output
+            makes of them (`collect_sensitivities`; one more pass, forward and backward).
         batch_norm: With calibration: `keep` the running statistics, correct their `mean` for the change of
             each input's mean, or `reestimate` them on the calibration inputs.
         options: How much work each fit may do.
@@ -64,6 +70,7 @@ def apply_plan(
         layer.name: (without_growth(layer, spec), spec) for layer, spec in zip(plan, specs, strict=True)
     }
     decomposed = {name: pair for name, pair in entries.items() if pair[0].format is not None}
+    kept = {n: pair for n, pair in entries.items() if pair[0].format is None and pair[1].refusal is None}
     modules = dict(model.named_modules())
     for name in decomposed:
         if not bool(torch.isfinite(weight_of(modules[name])).all()):
@@ -73,8 +80,21 @@ def apply_plan(
     images = None if calibration is None else _as_tensor(calibration)
     compressed = copy.deepcopy(model)
     modules = dict(compressed.named_modules())
-    if images is not None and sequential:
-        _apply_sequentially(compressed, decomposed, images, batch_norm == "mean", options, max_patches, seed)
+    sensitivities: dict[str, torch.Tensor] = {}
+    if images is not None and weigh_outputs:
+        watched = [spec for _, spec in decomposed.values()]
+        sensitivities = collect_sensitivities(model, watched, images, seed=seed)
+    if images is not None and sequential and decomposed:
+        _apply_sequentially(
+            compressed,
+            decomposed | kept,
+            images,
+            sensitivities,
+            correct_mean=batch_norm == "mean",
+            options=options,
+            max_patches=max_patches,
+            seed=seed,
+        )
     else:
         moments: dict[str, InputMoments] = {}
         if images is not None:
@@ -86,7 +106,8 @@ def apply_plan(
             moment = moments.get(name)
             absorbed = moment is not None and _absorbs_mean(spec, batch_norm == "mean")
             metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
-            layer = _fitted_layer(dense, entry, spec, weight_of(dense), metric, options)
+            problem = RefitProblem(weight_of(dense), metric)
+            layer = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options)
             replace_module(compressed, dense, layer)
             if moment is not None and absorbed:
                 difference = weight_of(dense) - weight_of(layer.to_dense())
@@ -146,8 +167,10 @@ def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tens
 
 def _apply_sequentially(
     model: nn.Module,
-    decomposed: dict[str, tuple[LayerPlan, LayerSpec]],
+    entries: dict[str, tuple[LayerPlan, LayerSpec]],
     images: torch.Tensor,
+    sensitivities: dict[str, torch.Tensor],
+    *,
     correct_mean: bool,
     options: FitOptions,
     max_patches: int,
@@ -156,20 +179,32 @@ def _apply_sequentially(
     modules = dict(model.named_modules())
 
     def refit(name: str) -> Refit:
-        entry, spec = decomposed[name]
+        entry, spec = entries[name]
         dense: DecomposableModule = modules[name]
 
         def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-            layer = _fitted_layer(dense, entry, spec, problem.target, problem.metric, options)
+            layer = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options)
             return layer, weight_of(layer.to_dense())
 
         return fit
 
+    def solve(name: str) -> Refit:
+        """Give a layer that stays dense the weight that best undoes the errors of the layers before it."""
+
+        def replaced(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+            layer = copy.deepcopy(modules[name])
+            if problem.count >= _PATCHES_TO_SOLVE * problem.target[0].numel():
+                with torch.no_grad():
+                    layer.weight.copy_(problem.target.reshape(layer.weight.shape))
+            return layer, weight_of(layer)
+
+        return replaced
+
     errors = refit_in_lockstep(
         model,
-        {name: refit(name) for name in decomposed},
+        {name: solve(name) if entry.format is None else refit(name) for name, (entry, _) in entries.items()},
         images,
-        mean_absorbed={name for name, (_, spec) in decomposed.items() if _absorbs_mean(spec, correct_mean)},
+        mean_absorbed={name for name, (_, spec) in entries.items() if _absorbs_mean(spec, correct_mean)},
         correct_batch_norm=correct_mean,
         max_patches=max_patches,
         seed=seed,
@@ -203,11 +238,19 @@ def _fitted_layer(
     dense: DecomposableModule,
     entry: LayerPlan,
     spec: LayerSpec,
-    target: torch.Tensor,
-    metric: torch.Tensor | None,
+    problem: RefitProblem,
+    sensitivity: torch.Tensor | None,
     options: FitOptions,
 ) -> FactorisedLayer:
     layer = _empty_layer(dense, entry, spec)
-    fit = fit_weight(layer.tensor_format, target, layer.modes, entry.ranks, metric, options)
+    fit = fit_weight(
+        layer.tensor_format,
+        problem.target,
+        layer.modes,
+        entry.ranks,
+        problem.metric,
+        options,
+        sensitivity=sensitivity,
+    )
     layer.load(fit.cores, dense.bias, fit.error)
     return layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from decomposition.formats import Ranks, TensorFormat
 from decomposition.layers import LayerSpec
 from decomposition.modes import WeightModes
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint
+
+# Shares of the energy below this are rounding.
+_NOTHING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class RankCurve:
         macs: Multiply-accumulates of each candidate; shape (candidates,).
         errors: Relative output error of each candidate, 0 for the dense layer; shape (candidates,).
         latency: Measured time of each candidate, in any unit, shape (candidates,); None when not measured.
+        importance: What squared errors of this layer count beside those of other layers; positive or 0.
     """
 
     spec: LayerSpec
@@ -33,6 +38,12 @@ class RankCurve:
     macs: np.ndarray
     errors: np.ndarray
     latency: np.ndarray | None = None
+    importance: float = 1.0
+
+    @property
+    def losses(self) -> np.ndarray:
+        """What each candidate costs the network's output: importance * error^2; shape (candidates,)."""
+        return self.importance * self.errors**2
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -55,30 +66,66 @@ class RankCurve:
 
 
 def candidate_ranks(
-    tensor_format: TensorFormat, spec: LayerSpec, modes: WeightModes, *, limit: int = 16
+    tensor_format: TensorFormat,
+    spec: LayerSpec,
+    modes: WeightModes,
+    *,
+    limit: int = 16,
+    spectra: Sequence[np.ndarray] = (),
 ) -> list[Ranks]:
-    """Return single ranks (one a bond, equal up to caps) that make the layer smaller, in ascending order.
+    """Return ranks that make the layer smaller, in ascending order of parameters.
 
     Args:
         tensor_format: The format.
         spec: The layer.
         modes: How its weight is read.
         limit: Candidates at most; where more ranks are feasible, a geometric grid of them.
+        spectra: For each bond, the energy that each rank adds, descending (`TensorFormat.spectra`). With
+            them bonds get ranks of their own: the combinations that lose least, by the sum of the discarded
+            energies, for their parameters. Without, all bonds share one rank up to their caps.
 
     Returns:
         Ranks a bond of every candidate; empty when no rank makes the layer smaller.
     """
     bias = spec.out_channels if spec.bias else 0
-    smaller = []
-    for rank in range(1, tensor_format.max_rank(modes) + 1):
-        ranks = tensor_format.expand(modes, rank)
-        if tensor_format.params(modes, ranks) + bias >= spec.params:
-            break
-        smaller.append(ranks)
+    if spectra:
+        smaller = _efficient_ranks(tensor_format, modes, spectra, spec.params - bias)
+    else:
+        smaller = []
+        for rank in range(1, tensor_format.max_rank(modes) + 1):
+            ranks = tensor_format.expand(modes, rank)
+            if tensor_format.params(modes, ranks) + bias >= spec.params:
+                break
+            smaller.append(ranks)
     if len(smaller) <= limit:
         return smaller
-    grid = np.geomspace(1, len(smaller), limit)
-    return [smaller[position - 1] for position in sorted({round(float(g)) for g in grid})]
+    sizes = np.array([tensor_format.params(modes, ranks) for ranks in smaller], dtype=float)
+    grid = np.geomspace(sizes[0], sizes[-1], limit)
+    return [smaller[j] for j in sorted({int(np.abs(np.log(sizes / size)).argmin()) for size in grid})]
+
+
+def _efficient_ranks(
+    tensor_format: TensorFormat, modes: WeightModes, spectra: Sequence[np.ndarray], dense: int
+) -> list[Ranks]:
+    """Return all combinations of ranks below `dense` parameters that no smaller one beats, ascending."""
+    lost = [
+        np.maximum(energies.sum() - np.cumsum(energies), 0.0)[:largest]
+        for energies, largest in zip(spectra, tensor_format.max_ranks(modes), strict=True)
+    ]
+    combinations = []
+    for ranks in product(*(range(1, len(each) + 1) for each in lost)):
+        params = tensor_format.params(modes, ranks)
+        if params < dense:
+            combinations.append(
+                (params, sum(each[r - 1] for each, r in zip(lost, ranks, strict=True)), ranks)
+            )
+    efficient: list[Ranks] = []
+    least = float("inf")
+    for _, loss, ranks in sorted(combinations):
+        if loss < least - _NOTHING:
+            least = loss
+            efficient.append(ranks)
+    return efficient
 
 
 def plan_from_choices(

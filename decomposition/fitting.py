@@ -1,10 +1,11 @@
 """Fitting the cores of a format to a weight, in the metric of the layer's real inputs.
 
 The output of a layer with weight W on patches x differs from that of an approximation V by
-E|(W - V) x|^2 = tr((W - V) S (W - V)'), S = E[x x']. Every format is V = A Q, and where A is free (plain
-modes) it is eliminated in closed form (variable projection, Golub & Pereyra 1973); a quasi-Newton method
-(L-BFGS, Liu & Nocedal 1989) minimises over the remaining cores, starting from the format's algebraic
-solution. One step costs features x D^2, independent of the number of images.
+E|(W - V) x|^2 = tr((W - V) S (W - V)'), S = E[x x']; where the network's sensitivity G to the layer's output
+is known, errors count by what they change there: tr(G (W - V) S (W - V)'). Every format is V = A Q, and where
+A is free (plain modes) it is eliminated in closed form (variable projection, Golub & Pereyra 1973); a
+quasi-Newton method (L-BFGS, Liu & Nocedal 1989) minimises over the remaining cores, starting from the
+format's algebraic solution. One step costs features x D^2, independent of the number of images.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from scipy.optimize import minimize
 
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, TensorFormat
+from decomposition.metric import Metric, is_finite, scaled, times
 from decomposition.modes import WeightModes
 
 # Rank-one terms larger than this, relative to the weight, cancel one another and are lost in float32.
@@ -27,6 +29,8 @@ _LEAST_PENALTY = 1e-14
 _FIRST_BOUNDING_PENALTY = 1e-10
 _HISTORY = 20
 _COLUMNS_WORTH_THREADS = 1024
+# Share of its mean power that every output direction keeps at least: the sensitivity is only an estimate.
+_SENSITIVITY_FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Fit:
 
     Attributes:
         cores: The format's cores, float64.
-        error: Relative output error sqrt(E|(W - V) x|^2 / E|W x|^2); without data |W - V| / |W|.
+        error: Relative output error sqrt(E|(W - V) x|^2 / E|W x|^2), |y|^2 = y' G y where a sensitivity G is
+            given; without data |W - V| / |W|.
     """
 
     cores: Cores
@@ -75,8 +80,10 @@ def fit_weight(
     weight: torch.Tensor,
     modes: WeightModes,
     ranks: Ranks,
-    metric: torch.Tensor | None = None,
+    metric: Metric | None = None,
     options: FitOptions = FAST,
+    *,
+    sensitivity: torch.Tensor | None = None,
 ) -> Fit:
     """Fit a format to a weight.
 
@@ -86,22 +93,34 @@ def fit_weight(
         modes: How the weight is read as a tensor.
         ranks: One rank a bond, validated.
         metric: E[x x'] (D, D) of the layer's input patches, D = in * kernel in the order of
-            `weight.flatten(1)`; `None` fits to the weight itself.
+            `weight.flatten(1)`, whole or as rows; `None` fits to the weight itself.
         options: How much work to do.
+        sensitivity: G (out, out) of the network's output to the layer's (`collect_sensitivities`); its scale
+            does not matter. `None` counts all output channels alike.
 
     Returns:
         The best fit of all starts; never one with a larger error than the algebraic solution, unless that
         one is made of huge cancelling terms.
 
     Raises:
-        DecompositionError: If the weight or the metric is not finite.
+        DecompositionError: If the weight, the metric or the sensitivity is not finite.
     """
     if not bool(torch.isfinite(weight).all()):
         raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
-    if metric is not None and not bool(torch.isfinite(metric).all()):
+    if metric is not None and not is_finite(metric):
         raise DecompositionError("the input moments hold NaN or infinite values; check the calibration set")
+    if sensitivity is not None and not bool(torch.isfinite(sensitivity).all()):
+        raise DecompositionError("the sensitivity holds NaN or infinite values; check the calibration set")
     with _few_threads(modes.columns):
-        return _fit(_Problem(tensor_format, weight.double(), modes, metric), ranks, options)
+        return _fit(_Problem(tensor_format, weight.double(), modes, metric, sensitivity), ranks, options)
+
+
+def symmetric_root(sensitivity: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric square root of a sensitivity (out, out), its small eigenvalues raised."""
+    matrix = (sensitivity.double() + sensitivity.double().T) / 2
+    values, vectors = torch.linalg.eigh(matrix)
+    floor = _SENSITIVITY_FLOOR * values.clamp_min(0).mean().clamp_min(1e-300)
+    return (vectors * (values.clamp_min(0) + floor).sqrt()) @ vectors.T
 
 
 def _fit(problem: _Problem, ranks: Ranks, options: FitOptions) -> Fit:
@@ -137,28 +156,41 @@ class _Problem:
         tensor_format: TensorFormat,
         weight: torch.Tensor,
         modes: WeightModes,
-        metric: torch.Tensor | None,
+        metric: Metric | None,
+        sensitivity: torch.Tensor | None = None,
     ) -> None:
         self.format, self.modes = tensor_format, modes
+        self.free_output = modes.plain
+        # With a free output factor the problem for L W, L' L = G, is one without G: A is turned back at the
+        # end. Other formats keep the weight and carry L through every step.
+        self.root = None if sensitivity is None else symmetric_root(sensitivity)
+        if self.root is not None:
+            self.root = self.root / self.root.diagonal().mean()
+            if self.free_output:
+                weight = (self.root @ weight.flatten(1)).reshape_as(weight)
         self.scale = weight.norm()
         matrix = weight.reshape(modes.out_channels, -1)
-        self.energy = (matrix.square().sum() if metric is None else ((matrix @ metric) * matrix).sum()).item()
+        seen = self._seen(matrix)
+        self.energy = (seen.square().sum() if metric is None else (times(seen, metric) * seen).sum()).item()
         self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
         if self.vanishes:
             return
         self.weight = weight / self.scale
         self.matrix = matrix / self.scale
-        self.metric = None if metric is None else metric.double() * (self.scale.square() / self.energy)
-        self.target = self._apply(self.matrix)
-        self.free_output = modes.plain
+        self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
+        self.target = self._apply(self._seen(self.matrix))
+
+    def _seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
+        return rows if self.root is None or self.free_output else self.root @ rows
 
     def _apply(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.metric is None else rows @ self.metric
+        return rows if self.metric is None else times(rows, self.metric)
 
     def squared_error(self, cores: Cores) -> torch.Tensor:
         """E|(W - V) x|^2 / E|W x|^2."""
         output, features = self.format.halves(cores, self.modes)
-        rest = self.matrix - output @ features
+        rest = self._seen(self.matrix - output @ features)
         return (self._apply(rest) * rest).sum()
 
     def amplification(self, cores: Cores) -> float:
@@ -167,8 +199,12 @@ class _Problem:
         return float((output.square().sum(0) * features.square().sum(1)).sum().sqrt())
 
     def unscale(self, cores: Cores) -> Cores:
-        """Undo the scaling of the weight."""
-        return [cores[0] * self.scale, *cores[1:]]
+        """Undo the scaling of the weight and of its output channels."""
+        cores = [cores[0] * self.scale, *cores[1:]]
+        if self.root is None or not self.free_output:
+            return cores
+        output = self.format.halves(cores, self.modes)[0]
+        return self.format.set_output(cores, self.modes, torch.linalg.solve(self.root, output))
 
     def low_rank(self, ranks: Ranks) -> Cores:
         """Solve a matrix without kernel in closed form; every format is a product of two matrices then.
@@ -258,14 +294,14 @@ class _Problem:
         """Value and gradient of error + penalty (|A|^2 + |Q|^2) over all cores."""
         with torch.enable_grad():
             output, features = self.format.halves(split(vector), self.modes)
-        left, right = output.detach(), features.detach()
+        left, right = self._seen(output.detach()), features.detach()
         weighted, cross = self._apply(right), self.target @ right.T
         squares = left.T @ left
         fitted = left @ (weighted @ right.T)
         size = left.square().sum() + right.square().sum()
         value = 1.0 - 2 * (left * cross).sum() + (left * fitted).sum() + penalty * size
         slopes = (
-            2 * (fitted - cross + penalty * left),
+            2 * self._seen(fitted - cross + penalty * left),  # the root is symmetric
             2 * (squares @ weighted - left.T @ self.target + penalty * right),
         )
         (gradient,) = torch.autograd.grad((output, features), vector, slopes)

@@ -20,10 +20,12 @@ from decomposition.cost import count_macs, count_parameters
 from decomposition.curves import RankCurve, plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import FAST, FitOptions
+from decomposition.latency import LatencyTable
 from decomposition.layers import inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
 from decomposition.plan import CompressionPlan
+from decomposition.sensitivity import collect_sensitivities
 from decomposition.vbmf import matrix_rank
 
 Choose = Callable[[FitLibrary, Sequence[RankCurve], Budget], np.ndarray]
@@ -80,11 +82,12 @@ def get_heuristic(name: str) -> Heuristic:
     return _HEURISTICS[name]
 
 
-@register_heuristic("uniform", "the same fraction of the largest rank in every layer")
+@register_heuristic("uniform", "the same kept share in every layer")
 def uniform(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np.ndarray:
-    """Give every layer the same fraction of its largest rank, the largest that meets the budget.
+    """Keep the same share of every layer's own cost, the largest that meets the budget.
 
-    The dense layer counts as the fraction 1.
+    Equal ranks, or equal fractions of the largest rank, would starve a ring's small layers: a ring's
+    parameters grow with the square of its rank.
 
     Args:
         library: The fits that the curves come from.
@@ -97,11 +100,8 @@ def uniform(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) ->
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    levels = []
-    for curve in curves:
-        largest = library.format.max_rank(library.modes[curve.spec.name])
-        levels.append(np.array([*(max(entry.ranks) / largest for entry in curve.entries[:-1]), 1.0]))
-    return _climb(curves, budget, levels)
+    costs = [curve.cost(budget.measure).astype(float) for curve in curves]
+    return _climb(curves, budget, [cost / cost[-1] for cost in costs])
 
 
 @register_heuristic("energy", "the same share of output energy in every layer")
@@ -153,13 +153,14 @@ def vbmf(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np
         signal = max(1, *(matrix_rank(unfolding).rank for unfolding in unfoldings))
         features = [_features(library, curve.spec.name, entry.ranks) for entry in curve.entries[:-1]]
         full = max([min(weight.shape[0], weight[0].numel()), *features])
-        levels.append(np.array([*features, full]) / signal)
+        # Where bonds have ranks of their own, a larger layer need not have more features.
+        levels.append(np.maximum.accumulate([*features, full]) / signal)
     return _climb(curves, budget, levels)
 
 
-@register_heuristic("greedy", "the least sum of squared errors over all layers (Lagrangian allocation)")
+@register_heuristic("greedy", "the least loss at the network's output (Lagrangian allocation)")
 def greedy(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np.ndarray:
-    """Minimise the sum of the layers' squared relative errors within the budget (`allocate`).
+    """Minimise the sum of what the layers' errors cost the network's output within the budget (`allocate`).
 
     Args:
         library: The fits that the curves come from.
@@ -183,6 +184,7 @@ def plan_by_heuristic(
     fraction: float,
     *,
     measure: str = "params",
+    latency: Callable[[Sequence[RankCurve]], LatencyTable] | None = None,
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
     tensorised: bool = False,
     candidates: int = 16,
@@ -198,7 +200,8 @@ def plan_by_heuristic(
         tensor_format: Name of the format (`list_formats`).
         heuristic: Name of the heuristic (`list_heuristics`).
         fraction: Fraction of the whole model's cost to keep, in (0, 1].
-        measure: What is kept: `params` or `macs`.
+        measure: What is kept: `params`, `macs` or `latency`.
+        latency: For `measure="latency"`: measures all candidates of the curves, as they will be run.
         calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None` fits
             to the weights alone.
         tensorised: Split channel counts into small factors (tensor ring and tensor train).
@@ -222,30 +225,46 @@ def plan_by_heuristic(
         raise DecompositionError(
             f"the model has no layer that can be decomposed ({reasons or 'no convolution or linear layer'})"
         )
-    totals = {"params": count_parameters, "macs": lambda model: count_macs(model, input_shape)}
-    if measure not in totals:
-        raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(totals)}")
-    total = totals[measure](model)
-    covered = sum(spec.params if measure == "params" else spec.macs for spec in specs)
-    budget = Budget(fraction, measure, total, total - covered)
-    moments = None if calibration is None else collect_moments(model, specs, calibration)
+    if measure not in ("params", "macs", "latency"):
+        raise DecompositionError(f"unknown measure {measure!r}; choose from params, macs, latency")
+    if (measure == "latency") != (latency is not None):
+        raise DecompositionError(
+            f"measure={measure!r} {'needs' if measure == 'latency' else 'cannot use'} latency=, the function "
+            "that measures the candidates; give it with measure='latency' only"
+        )
+    moments, sensitivities = None, None
+    if calibration is not None:
+        batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
+        moments = collect_moments(model, specs, batches)
+        sensitivities = collect_sensitivities(model, specs, batches)
     library = FitLibrary(
         model,
         specs,
         tensor_format,
         moments=moments,
+        sensitivities=sensitivities,
         tensorised=tensorised,
         options=options,
         folder=folder,
     )
     curves = library.curves(limit=candidates, progress=progress)
+    if latency is not None:
+        table = latency(curves)
+        curves = table.attach(curves)
+        budget = Budget(fraction, measure, table.total, table.rest)
+    else:
+        total = count_parameters(model) if measure == "params" else count_macs(model, input_shape)
+        covered = sum(spec.params if measure == "params" else spec.macs for spec in specs)
+        budget = Budget(fraction, measure, total, total - covered)
     choices = chosen.choose(library, curves, budget)
     return plan_from_choices(curves, choices, all_specs, input_shape, heuristic)
 
 
-def _features(library: FitLibrary, name: str, ranks: tuple[int, ...]) -> int:
-    """Count the features between the two halves of a layer at `ranks`."""
+def _features(library: FitLibrary, name: str, ranks: tuple[int, ...]) -> float:
+    """Count the features between a layer's two halves; the mean rank where each bond has its own."""
     modes = library.modes[name]
+    if library.format.own_ranks:
+        return sum(ranks) / len(ranks)
     cores = [torch.empty(shape) for shape in library.format.core_shapes(modes, ranks)]
     return library.format.halves(cores, modes)[0].shape[1]
 

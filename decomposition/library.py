@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,10 @@ from torch import nn
 from decomposition.curves import RankCurve, candidate_ranks
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing
-from decomposition.fitting import FAST, Fit, FitOptions, fit_weight
+from decomposition.fitting import FAST, Fit, FitOptions, fit_weight, symmetric_root
 from decomposition.formats import Ranks, get_format
 from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments
 from decomposition.plan import LayerPlan
@@ -31,6 +32,8 @@ class FitLibrary:
         specs: The compressible layers.
         tensor_format: Name of the format.
         moments: Moments by layer name (`collect_moments`); `None` fits to the weights.
+        sensitivities: Sensitivities by layer name (`collect_sensitivities`), which weigh output channels
+            within a layer and, with moments, layers against each other; layers without one count evenly.
         tensorised: Split channel counts into small factors.
         centred: Measure errors around the mean output, for evaluators that correct the mean (a bias or the
             batch norm behind the layer); meaningless without moments.
@@ -49,6 +52,7 @@ class FitLibrary:
         tensor_format: str,
         *,
         moments: dict[str, InputMoments] | None = None,
+        sensitivities: Mapping[str, torch.Tensor] | None = None,
         tensorised: bool = False,
         centred: bool = True,
         options: FitOptions = FAST,
@@ -59,12 +63,13 @@ class FitLibrary:
         self.options = options
         self.folder = folder
         self.moments = moments
+        self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
         self.weights = {name: weight_of(modules[name]) for name in self.specs}
         self.modes: dict[str, WeightModes] = {
             spec.name: self.format.modes(spec, tensorised=tensorised) for spec in specs
         }
-        self._metrics: dict[str, torch.Tensor | None] = dict.fromkeys(self.specs)
+        self._metrics: dict[str, Metric | None] = dict.fromkeys(self.specs)
         if moments is not None:
             missing = sorted(set(self.specs) - set(moments))
             if missing:
@@ -104,7 +109,8 @@ class FitLibrary:
         """Fit the candidates of a layer and return its curve, the dense layer last."""
         spec, modes = self.specs[name], self.modes[name]
         factors = None if modes.plain else modes.to_dict()
-        ranks = candidate_ranks(self.format, spec, modes, limit=limit)
+        spectra = self.format.spectra(self.weights[name], modes, self._metrics[name], self._root(name))
+        ranks = candidate_ranks(self.format, spec, modes, limit=limit, spectra=spectra)
         reason = "dense is the better choice here" if ranks else "no rank makes it smaller"
         entries = (
             *(LayerPlan(name, self.format.name, each, factors) for each in ranks),
@@ -116,7 +122,19 @@ class FitLibrary:
             params=np.array([entry.params(spec) for entry in entries], dtype=np.int64),
             macs=np.array([entry.macs(spec) for entry in entries], dtype=np.int64),
             errors=np.array([*(self.fit(name, each).error for each in ranks), 0.0]),
+            importance=self.importance(name),
         )
+
+    def importance(self, name: str) -> float:
+        """Return what the network's output loses when all of a layer's output is lost: E[y' G y].
+
+        It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
+        """
+        metric, root = self._metrics[name], self._root(name)
+        if metric is None or root is None:
+            return 1.0
+        seen = root @ self.weights[name].flatten(1)
+        return float((times(seen, metric) * seen).sum())
 
     def curves(self, *, limit: int = 16, progress: Callable[[str], None] | None = None) -> list[RankCurve]:
         """Return the curve of every layer in forward order, calling `progress` with each finished name."""
@@ -130,19 +148,28 @@ class FitLibrary:
     def _compute(self, name: str, ranks: Ranks) -> Fit:
         try:
             return fit_weight(
-                self.format, self.weights[name], self.modes[name], ranks, self._metrics[name], self.options
+                self.format,
+                self.weights[name],
+                self.modes[name],
+                ranks,
+                self._metrics[name],
+                self.options,
+                sensitivity=self.sensitivities.get(name),
             )
         except DecompositionError as error:
             raise DecompositionError(f"layer {name!r}: {error}") from error
+
+    def _root(self, name: str) -> torch.Tensor | None:
+        sensitivity = self.sensitivities.get(name)
+        return None if sensitivity is None else symmetric_root(sensitivity)
 
     def _key(self, name: str) -> str:
         """Hash everything that a fit of this layer depends on but its ranks."""
         digest = hashlib.sha256()
         digest.update(repr((self.format.name, self.modes[name], self.options)).encode())
         digest.update(self.weights[name].numpy().tobytes())
-        metric = self._metrics[name]
-        if metric is not None:
-            digest.update(metric.numpy().tobytes())
+        for matrix in (self._metrics[name], self.sensitivities.get(name)):
+            digest.update(b"none" if matrix is None else to_bytes(matrix))
         return digest.hexdigest()[:32]
 
     def _path(self, name: str, ranks: Ranks) -> Path | None:

@@ -24,6 +24,7 @@ from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.layers import DecomposableModule
 from decomposition.library import weight_of
+from decomposition.metric import Metric, RowFactor, worth_factoring
 from decomposition.patches import sample_patches
 from decomposition.surgery import replace_module
 
@@ -37,11 +38,14 @@ class RefitProblem:
 
     Attributes:
         target: Weight (out, in, kernel) that maps the arriving inputs best to the dense outputs.
-        metric: E[y y'] of the arriving patches, (D, D); around the mean where the mean is corrected.
+        metric: E[y y'] of the arriving patches, (D, D); around the mean where the mean is corrected; `None`
+            fits to the weight itself.
+        count: Number of patches.
     """
 
     target: torch.Tensor
-    metric: torch.Tensor
+    metric: Metric | None
+    count: int = 0
 
 
 # Returns the new layer with its weight set, and that weight (out, in, kernel) in float64.
@@ -136,19 +140,14 @@ class _LayerPair(nn.Module):
         return torch.cat([self.dense(dense_input), self.fitted(arriving)])
 
     def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor) -> nn.Module:
-        count = len(arriving)
-        dense_mean, mean = dense_patches.double().mean(0).cpu(), arriving.double().mean(0).cpu()
-        second = (arriving.T @ arriving).double().cpu() / count
-        cross = (dense_patches.T @ arriving).double().cpu() / count
-        if self.mean_absorbed:
-            second -= torch.outer(mean, mean)
-            cross -= torch.outer(dense_mean, mean)
-        ridge = RIDGE * second.diagonal().mean().clamp_min(1e-30)
         weight = weight_of(self.dense)
         matrix = weight.flatten(1)
-        regularised = second + ridge * torch.eye(len(second), dtype=second.dtype)
-        target = torch.linalg.solve(regularised, (matrix @ cross + ridge * matrix).T).T
-        fitted, new_weight = self.refit(RefitProblem(target.reshape_as(weight), second))
+        dense_mean, mean = dense_patches.double().mean(0).cpu(), arriving.double().mean(0).cpu()
+        means = (dense_mean, mean) if self.mean_absorbed else (0 * dense_mean, 0 * mean)
+        solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
+        target, metric = solve(matrix, dense_patches, arriving, *means)
+        problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
+        fitted, new_weight = self.refit(problem)
         shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
         bias: torch.Tensor | None = getattr(fitted, "bias", None)
         if bias is not None:
@@ -159,6 +158,39 @@ class _LayerPair(nn.Module):
             rest -= shift
         self.error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
         return fitted
+
+
+def _many_patches(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy around the given means."""
+    count = len(arriving)
+    second = (arriving.T @ arriving).double().cpu() / count - torch.outer(mean, mean)
+    cross = (dense.T @ arriving).double().cpu() / count - torch.outer(dense_mean, mean)
+    ridge = RIDGE * second.diagonal().mean().clamp_min(1e-30)
+    regularised = second + ridge * torch.eye(len(second), dtype=second.dtype)
+    return torch.linalg.solve(regularised, (weight @ cross + ridge * weight).T).T, second
+
+
+def _few_patches(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the same from the patches X and Y themselves: W + W (X - Y)' (Y Y' + r I)^-1 Y."""
+    scale = len(arriving) ** -0.5
+    y = (arriving.double().cpu() - mean) * scale
+    x = (dense.double().cpu() - dense_mean) * scale
+    ridge = RIDGE * (y.square().sum() / y.shape[1]).clamp_min(1e-30)
+    regularised = y @ y.T + ridge * torch.eye(len(y), dtype=y.dtype)
+    change = torch.linalg.solve(regularised, (x - y) @ weight.T).T @ y
+    return weight + change, RowFactor(y)
 
 
 class _NormPair(nn.Module):

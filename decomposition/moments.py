@@ -11,6 +11,7 @@ from torch import nn
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.metric import Metric, RowFactor, is_finite, worth_factoring
 from decomposition.patches import sample_patches
 
 PATCHES_PER_LAYER = 65_536
@@ -22,42 +23,52 @@ class InputMoments:
 
     Attributes:
         mean: E[x], shape (D,).
-        covariance: E[(x - mean)(x - mean)'], shape (D, D).
+        covariance: E[(x - mean)(x - mean)'], shape (D, D); as rows when there were few patches.
         count: Patches they were estimated from.
     """
 
     mean: torch.Tensor
-    covariance: torch.Tensor
+    covariance: Metric
     count: int
 
     @property
-    def second_moment(self) -> torch.Tensor:
+    def second_moment(self) -> Metric:
         """E[x x'], shape (D, D)."""
+        if isinstance(self.covariance, RowFactor):
+            return RowFactor(torch.cat([self.covariance.rows, self.mean[None]]))
         return self.covariance + torch.outer(self.mean, self.mean)
 
 
 class MomentAccumulator:
-    """Sums of patches and their products, in float64."""
+    """Sums of patches and their products, in float64; the patches themselves while they are few."""
 
     def __init__(self) -> None:
         self._count = 0
         self._sum = torch.zeros(0)
-        self._products = torch.zeros(0)
+        self._rows: list[torch.Tensor] = []
+        self._products: torch.Tensor | None = None
 
     def add(self, patches: torch.Tensor) -> None:
         """Add patches (n, D)."""
         if self._count == 0:
-            columns = patches.shape[1]
-            self._sum = torch.zeros(columns, dtype=torch.float64)
-            self._products = torch.zeros(columns, columns, dtype=torch.float64)
+            self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
         patches = patches.float()
         self._sum += patches.sum(0, dtype=torch.float64).cpu()
-        self._products += (patches.T @ patches).double().cpu()
         self._count += patches.shape[0]
+        if self._products is None:
+            self._rows.append(patches.cpu())
+            if worth_factoring(self._count, patches.shape[1]):
+                return
+            patches, self._rows = torch.cat(self._rows), []
+            self._products = torch.zeros(patches.shape[1], patches.shape[1], dtype=torch.float64)
+        self._products += (patches.T @ patches).double().cpu()
 
     def moments(self) -> InputMoments:
         """Return the moments of everything added."""
         mean = self._sum / self._count
+        if self._products is None:
+            centred = (torch.cat(self._rows).double() - mean) / self._count**0.5
+            return InputMoments(mean, RowFactor(centred), self._count)
         second = self._products / self._count
         return InputMoments(mean, second - torch.outer(mean, mean), self._count)
 
@@ -130,7 +141,7 @@ def collect_moments(
             handle.remove()
     moments = {name: accumulator.moments() for name, accumulator in accumulators.items()}
     for name, moment in moments.items():
-        if not bool(torch.isfinite(moment.covariance).all()):
+        if not is_finite(moment.covariance):
             raise DecompositionError(
                 f"layer {name!r}: its inputs are not finite on the calibration set; check weights and inputs"
             )

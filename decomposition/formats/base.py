@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
 from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.metric import Metric
 from decomposition.modes import WeightModes, plain_modes, tensorised_modes
 
 Cores = list[torch.Tensor]
@@ -28,11 +30,13 @@ class TensorFormat(ABC):
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
         tensorisable: Whether channel counts may be split into factors.
+        own_ranks: Whether candidates give each bond a rank of its own (`spectra`) instead of one for all.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     tensorisable: ClassVar[bool] = False
+    own_ranks: ClassVar[bool] = False
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:
@@ -76,6 +80,23 @@ class TensorFormat(ABC):
                 "tensorised=False"
             )
         return tensorised_modes(spec) if tensorised else plain_modes(spec)
+
+    def spectra(
+        self,
+        weight: torch.Tensor,
+        modes: WeightModes,
+        metric: Metric | None,
+        root: torch.Tensor | None,
+    ) -> list[np.ndarray]:
+        """Return, for each bond, the energy that each further rank adds; none where bonds share one rank.
+
+        Args:
+            weight: Weight (out, in, kernel).
+            modes: How it is read.
+            metric: E[x x'] of the layer's input patches; `None` for the weight's own energy.
+            root: Square root of the output's sensitivity, or `None`.
+        """
+        return []
 
     def max_rank(self, modes: WeightModes) -> int:
         """Return the largest feasible single rank."""

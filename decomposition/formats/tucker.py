@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from decomposition.factorised import FactorisedLayer, StagedLayer
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.metric import Metric, channel_moments, times
 from decomposition.modes import WeightModes
 
 _HOOI_SWEEPS = 10
@@ -22,6 +24,7 @@ class Tucker(TensorFormat):
 
     name = "tucker"
     description = "Tucker-2 on the channel modes: 1x1, small kernel, 1x1"
+    own_ranks = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return (out rank, in rank) limits, or the one matrix rank where there is no kernel."""
@@ -64,6 +67,35 @@ class Tucker(TensorFormat):
             if captured - previous <= 1e-6 * captured:
                 break
         return [output, core, inner]
+
+    def spectra(
+        self,
+        weight: torch.Tensor,
+        modes: WeightModes,
+        metric: Metric | None,
+        root: torch.Tensor | None,
+    ) -> list[np.ndarray]:
+        """Return the energies along the output's and the input's leading channel directions.
+
+        The output's are exact for a compressed output alone. For the input, the metric is replaced by that of
+        a single position, averaged over the kernel.
+        """
+        if modes.kernel == 1:
+            return []
+        seen = weight if root is None else torch.einsum("op,pik->oik", root, weight)
+        matrix = seen.flatten(1)
+        by_output = (matrix if metric is None else times(matrix, metric)) @ matrix.T
+        by_input = torch.einsum("oik,ojk->ij", seen, seen)
+        if metric is not None:
+            channels = channel_moments(metric, modes.in_channels, modes.kernel)
+            values, vectors = torch.linalg.eigh(channels)
+            inputs = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+            by_input = inputs @ by_input @ inputs
+        energies = []
+        for gram in (by_output, by_input):
+            values = torch.linalg.eigvalsh((gram + gram.T) / 2).clamp_min(0).flip(0)
+            energies.append((values / values.sum().clamp_min(1e-300)).numpy())
+        return energies
 
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks

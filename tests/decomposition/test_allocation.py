@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decomposition.allocation import Budget, allocate
+from decomposition.allocation import Budget, allocate, allocate_many
 from decomposition.curves import RankCurve
 from decomposition.errors import DecompositionError
 from decomposition.layers import LayerSpec
@@ -128,6 +128,23 @@ def test_a_common_shift_of_the_importance_changes_nothing(curves: list[RankCurve
         return
     plain, shifted = (allocate(curves, budget, np.full(len(curves), s)) for s in (0.0, shift))
     assert loss(curves, shifted) == pytest.approx(loss(curves, plain), rel=1e-9)
+
+
+@given(
+    curves=curve_lists(),
+    share=st.floats(0, 1),
+    weights=st.lists(st.floats(-20, 20), min_size=12, max_size=12),
+)
+def test_many_allocations_at_once_are_those_one_by_one_but_for_the_rest(
+    curves: list[RankCurve], share: float, weights: list[float]
+) -> None:
+    least, most = spent(curves, np.zeros(len(curves), int)), sum(int(c.params[-1]) for c in curves)
+    budget = budget_of(curves, least + share * (most - least) + 1e-6)
+    log_weights = np.array(weights).reshape(3, 4)[:, : len(curves)]
+    for found, weighting in zip(allocate_many(curves, budget, log_weights), log_weights, strict=True):
+        filled = allocate(curves, budget, weighting)
+        assert spent(curves, found) <= spent(curves, filled) <= budget.available
+        assert loss(curves, filled) <= loss(curves, found)
 
 
 def test_importance_decides_who_gets_the_budget() -> None:

@@ -32,7 +32,7 @@ def library_of(model: nn.Module, name: str = "tucker", *, data: bool = False, **
     return FitLibrary(model, specs, name, moments=moments, options=options.pop("fit", QUICK), **options)
 
 
-def refuse_to_fit(*_: object) -> NoReturn:
+def refuse_to_fit(*_: object, **__: object) -> NoReturn:
     raise AssertionError("this fit should have come from the cache")
 
 

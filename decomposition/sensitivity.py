@@ -1,0 +1,86 @@
+"""How strongly the network's output reacts to each layer's output: the other half of fitting to the data.
+
+An error e in a layer's output changes the network's output y by J e. To second order the loss grows with
+E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions: the Gauss-Newton matrix of a squared error on
+the network's outputs, and the factor that K-FAC (Martens & Grosse, ICML 2015) calls the pre-activation
+statistics. G is estimated without labels, by sending random directions v ~ N(0, I) backwards:
+E[J' v v' J] = E[J' J].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from decomposition.cost import evaluation_mode
+from decomposition.layers import LayerSpec
+
+_BATCH = 64
+
+
+def collect_sensitivities(
+    model: nn.Module,
+    specs: Sequence[LayerSpec],
+    calibration: Iterable[torch.Tensor],
+    *,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Estimate the sensitivity matrix of every layer in one forward and backward pass.
+
+    Args:
+        model: The dense network; left as it was. Its output may be a tensor or any nesting of tensors.
+        specs: Layers to watch.
+        calibration: Batches of floating-point model inputs, or one tensor of them.
+        seed: Seed of the random directions.
+
+    Returns:
+        G (out, out), float64, by layer name: summed over the output's positions and a layer's calls, the mean
+        over inputs. Layers that the output does not depend on, or whose gradient is not finite, are left out.
+    """
+    batches = [calibration] if isinstance(calibration, torch.Tensor) else calibration
+    modules = dict(model.named_modules())
+    sums: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    inputs = 0
+
+    def watch(name: str, linear: bool) -> torch.utils.hooks.RemovableHandle:
+        def add(gradient: torch.Tensor) -> None:
+            rows = (gradient if linear else gradient.movedim(1, -1)).flatten(0, -2).float()
+            sums[name] = sums.get(name, torch.zeros(())) + (rows.T @ rows).double().cpu()
+
+        def hook(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(add)
+
+        return modules[name].register_forward_hook(hook)
+
+    handles = [watch(spec.name, spec.kind == "linear") for spec in specs]
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with evaluation_mode(model), torch.enable_grad():
+            for parameter in learnt:  # only gradients of activations are needed
+                parameter.requires_grad_(False)
+            for images in batches:
+                for batch in images.split(_BATCH):
+                    outputs = tree_leaves(model(batch.detach().clone().requires_grad_()))
+                    reached = [y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
+                    directions = [
+                        torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached
+                    ]
+                    if reached:
+                        torch.autograd.backward(reached, directions)
+                    inputs += len(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in learnt:
+            parameter.requires_grad_()
+    found = {name: total / max(1, inputs) for name, total in sums.items()}
+    return {
+        name: matrix
+        for name, matrix in found.items()
+        if bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
+    }

@@ -1,0 +1,71 @@
+"""Few patches of many inputs are kept as rows: the same numbers without the matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from decomposition import apply_plan, collect_moments, compressible_layers, fit_weight, get_format, make_plan
+from decomposition.lockstep import _few_patches, _many_patches
+from decomposition.metric import RowFactor, channel_moments, is_finite, scaled, times, to_bytes
+from decomposition.modes import WeightModes
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_rows_and_matrix_are_the_same_metric() -> None:
+    rows, left = normal(5, 18), normal(3, 18, seed=1)
+    factor, matrix = RowFactor(rows), rows.T @ rows
+    torch.testing.assert_close(times(left, factor), times(left, matrix))
+    torch.testing.assert_close(times(left, scaled(factor, 3.0)), times(left, scaled(matrix, 3.0)))
+    torch.testing.assert_close(channel_moments(factor, 2, 9), channel_moments(matrix, 2, 9))
+    assert to_bytes(factor) != to_bytes(RowFactor(2 * rows))
+    assert is_finite(factor)
+    assert not is_finite(RowFactor(rows / 0))
+
+
+@pytest.mark.parametrize("name", ["tucker", "tensor_ring"])
+def test_fits_do_not_depend_on_how_the_metric_is_held(name: str) -> None:
+    tensor_format, modes = get_format(name), WeightModes((6,), (5,), 9)
+    weight, rows = normal(6, 5, 9), normal(20, 45, seed=1)
+    ranks = tensor_format.expand(modes, 2)
+    errors = [
+        fit_weight(tensor_format, weight, modes, ranks, m).error for m in (RowFactor(rows), rows.T @ rows)
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+def test_moments_of_few_inputs_are_kept_as_rows() -> None:
+    model = nn.Sequential(nn.Linear(50, 4))
+    x = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)) + 1
+    specs = compressible_layers(model, (50,))
+    few = collect_moments(model, specs, x.split(8))["0"]
+    many = collect_moments(model, specs, x.repeat(2, 1).split(8))["0"]
+    assert isinstance(few.covariance, RowFactor)
+    assert isinstance(many.covariance, torch.Tensor)
+    eye = torch.eye(50, dtype=torch.float64)
+    torch.testing.assert_close(times(eye, few.covariance), many.covariance, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(times(eye, few.second_moment), many.second_moment, rtol=1e-4, atol=1e-5)
+
+
+def test_both_ways_to_solve_a_refit_agree() -> None:
+    weight, x, y = normal(4, 12), normal(30, 12, seed=1), normal(30, 12, seed=2)
+    means = x.mean(0), y.mean(0)
+    few, many = (solve(weight, x, y, *means) for solve in (_few_patches, _many_patches))
+    torch.testing.assert_close(few[0], many[0])
+    torch.testing.assert_close(times(torch.eye(12, dtype=torch.float64), few[1]), many[1])
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_layer_with_a_great_many_inputs_fits_into_memory(sequential: bool) -> None:
+    """Its second-moment matrix would take 12.8 GB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40_000, 12), nn.ReLU(), nn.Linear(12, 5)).eval()
+    x = torch.randn(24, 40_000)
+    plan = make_plan(model, (40_000,), "tucker", ranks={"0": 4})
+    small = apply_plan(model, plan, x, sequential=sequential)
+    assert small[0].error < 0.9
+    assert small(x).shape == (24, 5)
