@@ -13,6 +13,7 @@ from decomposition.errors import DecompositionError
 # The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
 _STEPS_DOWN, _STEPS_UP = 60.0, 30.0
 _BISECTIONS = 40
+_QUICK_BISECTIONS = 20
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,12 @@ def allocate_many(curves: Sequence[RankCurve], budget: Budget, log_weights: np.n
         DecompositionError: If no plan can reach the budget.
     """
     budget.check(curves)
-    return _relaxed(curves, budget, log_weights)
+    return _relaxed(curves, budget, log_weights, bisections=_QUICK_BISECTIONS)
 
 
-def _relaxed(curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray) -> np.ndarray:
+def _relaxed(
+    curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray, bisections: int = _BISECTIONS
+) -> np.ndarray:
     """Return argmin_j exp(w_l) loss_lj + lambda cost_lj with the least lambda that keeps the budget."""
     width = max(map(len, curves))
     costs = np.full((len(curves), width), np.inf)
@@ -133,7 +136,7 @@ def _relaxed(curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarra
         return costs[rows, choices].sum(1) > budget.available
 
     low, high = np.full(len(weighted), -_STEPS_DOWN), np.full(len(weighted), _STEPS_UP)
-    for _ in range(_BISECTIONS):
+    for _ in range(bisections):
         middle = (low + high) / 2
         dear = too_dear(choose(np.exp(middle)))
         low, high = np.where(dear, middle, low), np.where(dear, high, middle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,54 +14,31 @@ from torch import nn
 
 from decomposition.errors import PlanError
 from decomposition.files import replacing
-from decomposition.formats import Ranks, get_format, list_formats
+from decomposition.formats import get_format
+from decomposition.layer_plan import LayerPlan, check_keys, from_entry, to_entry, without_growth
 from decomposition.layers import LayerSpec, inspect_layers
-from decomposition.modes import WeightModes, modes_from_dict
 
 PLAN_VERSION = 1
+PRUNING_VERSION = 2
+"""The version of plans with kept channels; the others stay readable for releases that know only version 1."""
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
-_LAYER_KEYS = {"name", "format", "ranks", "factors", "reason"}
+_INTEGERS = re.compile(r"(?<=\[)\s+\d+(?:,\s+\d+)*\s+(?=\])")
 
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What becomes of one layer.
-
-    Attributes:
-        name: The layer's dotted name.
-        format: Name of the tensor format; `None` keeps the layer dense.
-        ranks: One rank a bond of the format; `()` when dense.
-        factors: `{"out": [...], "in": [...]}` when channel counts are split (tensorised), else `None`.
-        reason: Why the layer stays dense; `None` when it is decomposed.
-    """
-
-    name: str
-    format: str | None = None
-    ranks: Ranks = ()
-    factors: Mapping[str, Sequence[int]] | None = None
-    reason: str | None = None
-
-    def modes(self, spec: LayerSpec) -> WeightModes:
-        """Return how the layer's weight is read as a tensor."""
-        return modes_from_dict(spec, dict(self.factors) if self.factors is not None else None)
-
-    def params(self, spec: LayerSpec) -> int:
-        """Count the layer's parameters under this entry, bias included."""
-        if self.format is None:
-            return spec.params
-        bias = spec.out_channels if spec.bias else 0
-        return get_format(self.format).params(self.modes(spec), self.ranks) + bias
-
-    def macs(self, spec: LayerSpec) -> int:
-        """Count the layer's multiply-accumulates for one model input under this entry."""
-        if self.format is None:
-            return spec.macs
-        return get_format(self.format).macs(spec, self.modes(spec), self.ranks)
+__all__ = [
+    "CompressionPlan",
+    "LayerPlan",
+    "fingerprint",
+    "make_plan",
+    "without_growth",
+]
 
 
 @dataclass(frozen=True)
 class CompressionPlan:
     """A plan for one model.
+
+    A plan with kept channels first removes the others, which only a package that knows how to (such as
+    `pruning`) can do; `after_removal` is what is left of the plan then.
 
     Attributes:
         layers: One entry for each layer that was considered, in forward order.
@@ -83,24 +61,22 @@ class CompressionPlan:
                 return layer
         raise KeyError(name)
 
+    @property
+    def kept_channels(self) -> dict[str, list[int]]:
+        """The output channels that stay, of every layer that loses some; empty if none does."""
+        return {layer.name: list(layer.kept) for layer in self.layers if layer.kept is not None}
+
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        layers = []
-        for layer in self.layers:
-            entry: dict[str, Any] = {"name": layer.name, "format": layer.format, "ranks": list(layer.ranks)}
-            if layer.factors is not None:
-                entry["factors"] = {side: list(values) for side, values in layer.factors.items()}
-            if layer.reason is not None:
-                entry["reason"] = layer.reason
-            layers.append(entry)
         content = {
-            "version": PLAN_VERSION,
+            "version": PRUNING_VERSION if self.kept_channels else PLAN_VERSION,
             "fingerprint": self.fingerprint,
             "input_shape": list(self.input_shape),
             "chosen_by": self.chosen_by,
-            "layers": layers,
+            "layers": [to_entry(layer) for layer in self.layers],
         }
-        return json.dumps(content, indent=2) + "\n"
+        # Ranks and channels belong on one line; in JSON a line break inside a text is written as \\n.
+        return _INTEGERS.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=2)) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> CompressionPlan:
@@ -119,11 +95,12 @@ class CompressionPlan:
             raise PlanError(f"{source} is no valid JSON ({error}); write it anew") from error
         if not isinstance(content, dict):
             raise PlanError(f"{source} must be a JSON object, got {type(content).__name__}")
-        if content.get("version") != PLAN_VERSION:
+        if content.get("version") not in (PLAN_VERSION, PRUNING_VERSION):
             raise PlanError(
-                f"{source} has version {content.get('version')!r}; this release reads version {PLAN_VERSION}"
+                f"{source} has version {content.get('version')!r}; this release reads versions "
+                f"{PLAN_VERSION} and {PRUNING_VERSION}"
             )
-        _check_keys(content, _PLAN_KEYS, _PLAN_KEYS, source)
+        check_keys(content, _PLAN_KEYS, _PLAN_KEYS, source)
         shape = content["input_shape"]
         if not (isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)):
             raise PlanError(f"{source}: input_shape must be a list of positive integers, got {shape!r}")
@@ -132,11 +109,16 @@ class CompressionPlan:
                 raise PlanError(f"{source}: {key} must be a string, got {content[key]!r}")
         if not isinstance(content["layers"], list):
             raise PlanError(f"{source}: layers must be a list, got {type(content['layers']).__name__}")
-        layers = tuple(_read_layer(entry, source) for entry in content["layers"])
+        layers = tuple(from_entry(entry, source) for entry in content["layers"])
         names = [layer.name for layer in layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
+        if any(layer.kept is not None for layer in layers) != (content["version"] == PRUNING_VERSION):
+            raise PlanError(
+                f"{source} has version {content['version']}; version {PRUNING_VERSION} is for plans with "
+                f"kept channels, version {PLAN_VERSION} for those without"
+            )
         return cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"])
 
     def save(self, path: str | Path) -> None:
@@ -157,13 +139,11 @@ class CompressionPlan:
             raise PlanError(f"the plan {path} cannot be read ({error}); check the path") from error
         return cls.from_json(text, source=f"the plan {path}")
 
-    def specs(self, model: nn.Module) -> list[LayerSpec]:
-        """Return the specs of the plan's layers in `model`, after checking that the plan fits it.
+    def check_model(self, model: nn.Module) -> dict[str, LayerSpec]:
+        """Return the specs of all layers of `model` by name, after checking that it is the plan's model.
 
         Raises:
-            PlanError: If the plan was made for another model, names a layer it does not have, or one that
-                cannot be decomposed.
-            DecompositionError: If a rank is not feasible.
+            PlanError: If the plan was made for another model or names a layer that it does not have.
         """
         by_name = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
         found = fingerprint(by_name.values())
@@ -178,6 +158,24 @@ class CompressionPlan:
                 f"the plan was made for a model with fingerprint {self.fingerprint}, this one has {found}; "
                 "load the dense model that the plan was made for"
             )
+        return by_name
+
+    def specs(self, model: nn.Module) -> list[LayerSpec]:
+        """Return the specs of the plan's layers in `model`, after checking that the plan fits it.
+
+        Raises:
+            PlanError: If the plan was made for another model, names a layer it does not have, or one that
+                cannot be decomposed; or if it holds kept channels.
+            DecompositionError: If a rank is not feasible.
+        """
+        if self.kept_channels:
+            raise PlanError(
+                f"the plan removes channels from {len(self.kept_channels)} layers, which this function "
+                "cannot do; use rankrl.carry_out(model, plan) and rankrl.load_compressed, or remove them "
+                "yourself (pruning.remove_channels with plan.kept_channels) and go on with "
+                "plan.after_removal(pruned)"
+            )
+        by_name = self.check_model(model)
         for layer in self.layers:
             spec = by_name[layer.name]
             if layer.format is None:
@@ -186,6 +184,50 @@ class CompressionPlan:
                 raise PlanError(f"layer {layer.name!r} cannot be decomposed: {spec.refusal}")
             get_format(layer.format).check_ranks(layer.modes(spec), layer.ranks, layer.name)
         return [by_name[layer.name] for layer in self.layers]
+
+    def after_removal(self, pruned: nn.Module) -> CompressionPlan:
+        """Return what is left of the plan for the network from which the other channels are removed.
+
+        Args:
+            pruned: The plan's model without the removed channels, layers under the same names.
+
+        Raises:
+            PlanError: If a layer is missing or has not the kept number of output channels.
+        """
+        specs = {spec.name: spec for spec in inspect_layers(pruned, self.input_shape)}
+        for name, kept in self.kept_channels.items():
+            found = specs[name].out_channels if name in specs else "none"
+            if found != len(kept):
+                raise PlanError(
+                    f"layer {name!r} has {found} output channels, the plan keeps {len(kept)}; give the "
+                    "network from which the plan's other channels are removed"
+                )
+        layers = tuple(replace(layer, kept=None) for layer in self.layers)
+        return replace(self, layers=layers, fingerprint=fingerprint(specs.values()))
+
+    def with_removal(self, dense: nn.Module, kept: Mapping[str, Sequence[int]]) -> CompressionPlan:
+        """Return the plan for `dense` that removes channels and then does what this plan says.
+
+        The inverse of `after_removal`.
+
+        Args:
+            dense: The network before the removal.
+            kept: The sorted output channels that stay, by layer name; other layers keep all of theirs.
+
+        Raises:
+            PlanError: If a layer of `kept` is missing in the plan or in the network.
+        """
+        specs = {spec.name: spec for spec in inspect_layers(dense, self.input_shape)}
+        unknown = [name for name in kept if name not in specs or name not in {each.name for each in self}]
+        if unknown:
+            raise PlanError(f"channels are kept in {', '.join(unknown)}, but the plan has no such layer")
+        layers = tuple(
+            replace(layer, kept=tuple(kept[layer.name]))
+            if len(kept.get(layer.name, ())) < specs[layer.name].out_channels and layer.name in kept
+            else layer
+            for layer in self
+        )
+        return replace(self, layers=layers, fingerprint=fingerprint(specs.values()))
 
 
 def fingerprint(specs: Any) -> str:
@@ -258,49 +300,3 @@ def make_plan(
         factors = None if modes.plain else modes.to_dict()
         layers.append(without_growth(LayerPlan(spec.name, tensor_format, checked, factors), spec))
     return CompressionPlan(tuple(layers), fingerprint(all_specs), tuple(input_shape), chosen_by)
-
-
-def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
-    """Return the entry, or a dense one with the reason if the layer would get no smaller."""
-    if layer.format is None or layer.params(spec) < spec.params:
-        return layer
-    reason = (
-        f"{layer.format} ranks {list(layer.ranks)} take {layer.params(spec)} parameters, "
-        f"no fewer than the dense {spec.params}"
-    )
-    return replace(LayerPlan(layer.name), reason=reason)
-
-
-def _check_keys(entry: Mapping[str, Any], allowed: set[str], required: set[str], source: str) -> None:
-    unknown, missing = sorted(set(entry) - allowed), sorted(required - set(entry))
-    if unknown or missing:
-        raise PlanError(
-            f"{source}: unknown entries {unknown}, missing entries {missing}; allowed: {sorted(allowed)}"
-        )
-
-
-def _read_layer(entry: Any, source: str) -> LayerPlan:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        raise PlanError(f"{source}: every layer must be an object with a name, got {entry!r}")
-    where = f"{source}, layer {entry['name']!r}"
-    _check_keys(entry, _LAYER_KEYS, {"name", "format", "ranks"}, where)
-    name, chosen, ranks, factors = entry["name"], entry["format"], entry["ranks"], entry.get("factors")
-    if chosen is not None and chosen not in list_formats():
-        raise PlanError(
-            f"{where}: unknown format {chosen!r}; choose from {', '.join(list_formats())} or null"
-        )
-    if not isinstance(ranks, list) or any(type(rank) is not int or rank < 1 for rank in ranks):
-        raise PlanError(f"{where}: ranks must be a list of integers of at least 1, got {ranks!r}")
-    if (chosen is None) != (not ranks):
-        raise PlanError(f"{where}: a decomposed layer needs ranks and a dense one has none, got {ranks!r}")
-    if factors is not None:
-        good = isinstance(factors, dict) and set(factors) == {"out", "in"}
-        if not good or not all(
-            isinstance(side, list) and side and all(type(n) is int and n > 0 for n in side)
-            for side in factors.values()
-        ):
-            raise PlanError(f"{where}: factors must be {{'out': [...], 'in': [...]}}, got {factors!r}")
-    reason = entry.get("reason")
-    if reason is not None and not isinstance(reason, str):
-        raise PlanError(f"{where}: reason must be text, got {reason!r}")
-    return LayerPlan(name, chosen, tuple(ranks), factors, reason)

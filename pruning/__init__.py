@@ -10,6 +10,7 @@ from.
 """
 
 from pruning.errors import PruningError
+from pruning.from_scratch import untrained_copy
 from pruning.group_lasso import GroupLassoMask
 from pruning.groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
 from pruning.hard_concrete import HardConcreteMask
@@ -22,6 +23,7 @@ from pruning.schedule import PushPull, StrengthController
 from pruning.selection import keep_share, keep_within
 from pruning.training import train_masks
 from pruning.training_options import MaskEpoch, MaskTrainingOptions, MaskTrainingResult, QualityJump
+from pruning.training_state import MaskTrainingState
 
 __all__ = [
     "ChannelGroup",
@@ -33,6 +35,7 @@ __all__ = [
     "MaskEpoch",
     "MaskTrainingOptions",
     "MaskTrainingResult",
+    "MaskTrainingState",
     "MaskedNetwork",
     "Pruner",
     "PruningError",
@@ -48,4 +51,5 @@ __all__ = [
     "removable_groups",
     "remove_channels",
     "train_masks",
+    "untrained_copy",
 ]

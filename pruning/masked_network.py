@@ -37,6 +37,7 @@ class MaskedNetwork(nn.Module):
         groups: the masked channel groups, in order of execution.
         masks: their masks, in the same order.
         example_input: the example input.
+        radii: the norms that `constrain_norms` has fixed, one per unit, or None.
 
     Raises:
         PruningError: if a named layer cannot be pruned, or none can.
@@ -54,7 +55,7 @@ class MaskedNetwork(nn.Module):
         self.network = copy.deepcopy(model)
         self.masks = nn.ModuleList(mask(group.units) for group in self.groups).to(example_input.device)
         self.example_input = example_input
-        self._radii: torch.Tensor | None = None
+        self.radii: torch.Tensor | None = None
         self._readers: dict[str, _ReaderGate] = {}
         for number, (name, index) in enumerate(self._gate_indices().items()):
             self.register_buffer(f"_index_{number}", index.to(example_input.device), persistent=False)
@@ -142,6 +143,11 @@ class MaskedNetwork(nn.Module):
         for group, mask in zip(self.groups, self._masks(), strict=True):
             self._close_all_but(group, mask, mask.open_units() & units[group.name].to(mask.alive.device))
 
+    def reopen(self, units: Mapping[str, torch.Tensor]) -> None:
+        """Open those of `units` (boolean by group name) that are closed."""
+        for group, mask in zip(self.groups, self._masks(), strict=True):
+            mask.reopen(units[group.name].to(mask.alive.device) & ~mask.open_units())
+
     def limit(self, fraction: float) -> None:
         """Close the weakest open units of each group so that at most this share of its units remains.
 
@@ -194,7 +200,7 @@ class MaskedNetwork(nn.Module):
                 mask.rescale(norm / common)
                 norm = common.expand_as(norm)
             radii.append(norm)
-        self._radii = self._row(radii)
+        self.radii = self._row(radii)
         self.project_norms()
 
     def project_norms(self) -> None:
@@ -207,10 +213,10 @@ class MaskedNetwork(nn.Module):
         Raises:
             PruningError: if `constrain_norms` was not called before.
         """
-        if self._radii is None:
+        if self.radii is None:
             raise PruningError("no norms are fixed; call constrain_norms first")
         norms = self._reading_norms()
-        self._scale_readers(self.network, torch.where(norms > 0, self._radii / norms, 1.0))
+        self._scale_readers(self.network, torch.where(norms > 0, self.radii / norms, 1.0))
         for mask in self._masks():
             if mask.absorbs_scale:
                 gates = mask.deterministic_gates().detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pruning.errors import PruningError
@@ -71,6 +72,14 @@ class StrengthController:
         self.proportional, self.integral = proportional, integral
         self._sum = 0.0
         self._progress = 0.0
+
+    def state(self) -> list[float]:
+        """Return what the controller remembers, for `restore`."""
+        return [self._sum, self._progress]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Take over what `state` returned."""
+        self._sum, self._progress = state
 
     def update(self, openness: float, progress: float) -> float:
         """Return the strength for the next step.

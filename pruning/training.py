@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,11 +17,23 @@ from pruning.masks import ChannelMask
 from pruning.schedule import StrengthController, linear
 from pruning.selection import Cost, keep_within, require_reachable
 from pruning.training_options import MaskEpoch, MaskTrainingOptions, MaskTrainingResult, QualityJump
+from pruning.training_state import (
+    MaskTrainingState,
+    epoch_rows,
+    optimizer_state,
+    part,
+    restore_module,
+    restore_optimizer,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Evaluation = Callable[[nn.Module], float]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeContext = Callable[[], AbstractContextManager[Any]]
+
+FULL_PHASE = 250
+"""Steps of a pruning phase in which a mask at its own learning rate gets everywhere that it has to."""
 
 
 class Batches(Protocol):
@@ -48,14 +62,17 @@ def train_masks(
     cost: Cost | None = None,
     target: float | None = None,
     evaluate: Evaluation | None = None,
+    autocast: MakeContext = nullcontext,
     on_epoch: Callable[[MaskEpoch], None] | None = None,
+    start: MaskTrainingState | None = None,
+    on_state: Callable[[MaskTrainingState], None] | None = None,
 ) -> MaskTrainingResult:
     """Train network and masks, then fix the masks.
 
     With a target, the strength of the penalty adapts so that the cost of the network falls to it during the
-    pruning phase, and the masks are fixed as soon as it is reached. If it is not reached in time, the weakest
-    units over all groups are closed until it is. `masked.removed()` is the smaller network afterwards, to be
-    fine-tuned.
+    pruning phase, and the masks are fixed as soon as it is reached; what closed last is opened again as far
+    as the target allows. If it is not reached in time, the weakest units over all groups are closed until it
+    is. `masked.removed()` is the smaller network afterwards, to be fine-tuned.
 
     Args:
         masked: the network, changed in place.
@@ -64,11 +81,15 @@ def train_masks(
         options: the schedule.
         network_optimizer: makes the optimizer of the network's parameters; Adam at 0.001 if None.
         mask_optimizer: makes the optimizer of the masks' parameters; Adam at each mask's
-            own learning rate if None.
+            own learning rate if None, or at a higher one if the pruning phase is shorter than `FULL_PHASE`.
         cost: the cost of a plain network, such as its MACs.
         target: the fraction of the cost to keep, in (0, 1); needs `cost`.
         evaluate: the quality of a network, measured before and after the masks are fixed.
+        autocast: makes the context in which forward passes and losses are computed, such as
+            `torch.autocast`.
         on_epoch: is called after every epoch.
+        start: the state to go on from, of a training with the same arguments.
+        on_state: is called with the state after every epoch.
 
     Raises:
         PruningError: if the target cannot be reached, the loss or a gate is not finite, or there is no batch.
@@ -81,13 +102,18 @@ def train_masks(
         require_reachable(masked.folded(), masked.example_input, masked.groups, cost, target)
     if options.unit_norm:
         masked.constrain_norms()
-    training = _MaskTraining(masked, loss, options, cost, target, evaluate)
+    training = _MaskTraining(masked, loss, options, cost, target, evaluate, autocast)
     training.network_optimizer = (network_optimizer or adam(1e-3))(masked.network_parameters())
     training.mask_optimizer = (
-        mask_optimizer(masked.mask_parameters()) if mask_optimizer is not None else _adam_of_masks(masked)
+        mask_optimizer(masked.mask_parameters())
+        if mask_optimizer is not None
+        else _adam_of_masks(masked, options.epochs * len(batches))
     )
-    history = []
-    for epoch in range(options.epochs + options.settling_epochs):
+    history: list[MaskEpoch] = []
+    if start is not None:
+        training.restore(start)
+        history = start.epochs
+    for epoch in range(len(history), options.epochs + options.settling_epochs):
         mean_loss = training.run_epoch(batches, epoch)
         if epoch + 1 >= options.epochs:
             training.fix()
@@ -97,12 +123,15 @@ def train_masks(
         history.append(record)
         if on_epoch is not None:
             on_epoch(record)
+        if on_state is not None:
+            on_state(training.state(history))
     return MaskTrainingResult(history, training.jump)
 
 
-def _adam_of_masks(masked: MaskedNetwork) -> torch.optim.Optimizer:
+def _adam_of_masks(masked: MaskedNetwork, steps: int) -> torch.optim.Optimizer:
     masks = [mask for mask in masked.masks if isinstance(mask, ChannelMask)]
-    return torch.optim.Adam([{"params": list(m.parameters()), "lr": m.learning_rate} for m in masks])
+    haste = max(1.0, FULL_PHASE / steps)
+    return torch.optim.Adam([{"params": list(m.parameters()), "lr": haste * m.learning_rate} for m in masks])
 
 
 class _MaskTraining:
@@ -119,16 +148,20 @@ class _MaskTraining:
         cost: Cost | None,
         target: float | None,
         evaluate: Evaluation | None,
+        autocast: MakeContext,
     ) -> None:
         self.masked, self.loss, self.options = masked, loss, options
         self.cost, self.target, self.evaluate = cost, target, evaluate
+        self.autocast = autocast
         self.full_cost = cost(masked.folded()) if cost is not None else None
         self.controller = StrengthController(options.strength) if target is not None else None
         self.strength = options.strength
+        self._set_temperature(options.temperature[0])
         self.full_penalty = float(masked.penalty().detach())
         self.jump: QualityJump | None = None
         self.fixed = False
         self.step = 0
+        self.scores_before = masked.scores()
         # Matrices and kernels: biases and batch norms are not what rescales around a mask.
         self.weights = [parameter for parameter in masked.network_parameters() if parameter.ndim > 1]
 
@@ -148,12 +181,13 @@ class _MaskTraining:
         masked, options = self.masked, self.options
         network_turn, mask_turn = (True, False) if self.fixed else options.push_pull.turns(self.step)
         self.step += 1
+        self._set_temperature(linear(*options.temperature, progress))
         if mask_turn and self.controller is not None:
             openness = float(self.masked.penalty().detach()) / self.full_penalty
             self.strength = self.controller.update(openness, progress)
-        self._set_temperature(linear(*options.temperature, progress))
         masked.train()
-        task_loss = self.loss(masked(inputs), targets)
+        with self.autocast():
+            task_loss = self.loss(masked(inputs), targets)
         if not torch.isfinite(task_loss):
             raise PruningError(
                 f"the loss is {float(task_loss.detach())} in step {self.step}; lower the learning rates"
@@ -183,6 +217,8 @@ class _MaskTraining:
         fraction = self.cost_fraction()
         if fraction is not None and fraction <= self.target:
             self.fix()
+        else:
+            self.scores_before = self.masked.scores()
 
     def fix(self) -> None:
         """Close what the target and the limit demand, freeze the masks and measure the jump in quality."""
@@ -194,36 +230,84 @@ class _MaskTraining:
             with masked.sampled_gates():
                 sampled = self.evaluate(masked)
             deterministic = self.evaluate(masked)
+        self._meet_target()
         if self.options.limit is not None:
             masked.limit(self.options.limit)
-        fraction = self.cost_fraction()
-        if (
-            self.cost is not None
-            and self.target is not None
-            and fraction is not None
-            and fraction > self.target
-        ):
-            kept = keep_within(
-                masked.folded(),
-                masked.example_input,
-                masked.groups,
-                masked.scores(),
-                self.cost,
-                self.target,
-                scope="global",
-            )
-            masked.keep({group.name: group.units_of(kept) for group in masked.groups})
         masked.freeze()
         self.fixed = True
         self.strength = 0.0
         if self.evaluate is not None and sampled is not None and deterministic is not None:
             self.jump = QualityJump(sampled, deterministic, self.evaluate(masked))
 
+    def _meet_target(self) -> None:
+        """Close the weakest units if the cost is above the target, or take back what was closed too much.
+
+        Many gates may close at once: what has closed since the last check is opened again, best units first,
+        as far as the target allows.
+        """
+        if self.cost is None or self.target is None:
+            return
+        masked = self.masked
+        opened = masked.open_units()
+        above = 1 + max(float(scores.max()) for scores in self.scores_before.values())
+        scores = {
+            name: torch.where(opened[name], above + row, self.scores_before[name])
+            for name, row in masked.scores().items()
+        }
+        kept = keep_within(
+            masked.folded(), masked.example_input, masked.groups, scores, self.cost, self.target, "global"
+        )
+        units = {group.name: group.units_of(kept) for group in masked.groups}
+        masked.reopen(units)
+        masked.keep(units)
+
     def cost_fraction(self) -> float | None:
         """Return the share of the cost that the open channels make up, None without a cost."""
         if self.cost is None or self.full_cost is None:
             return None
         return self.cost(self.masked.removed()) / self.full_cost
+
+    def state(self, history: list[MaskEpoch]) -> MaskTrainingState:
+        """Return everything that `restore` needs to go on after the epochs of `history`."""
+        tensors = {f"masked.{key}": value for key, value in self.masked.state_dict().items()}
+        values: dict[str, Any] = {
+            "epochs": epoch_rows(history),
+            "jump": None if self.jump is None else asdict(self.jump),
+            "fixed": self.fixed,
+            "step": self.step,
+            "strength": self.strength,
+            "full_penalty": self.full_penalty,
+            "full_cost": self.full_cost,
+            "controller": None if self.controller is None else self.controller.state(),
+        }
+        for name, optimizer in self._optimizers().items():
+            own, values[name] = optimizer_state(optimizer, name)
+            tensors |= own
+        tensors |= {f"scores.{name}": scores for name, scores in self.scores_before.items()}
+        if self.masked.radii is not None:
+            tensors["radii"] = self.masked.radii
+        return MaskTrainingState(tensors, values)
+
+    def restore(self, state: MaskTrainingState) -> None:
+        """Take over what `state` returned."""
+        values = state.values
+        restore_module(self.masked, "masked", state.tensors)
+        for name, optimizer in self._optimizers().items():
+            restore_optimizer(optimizer, name, state.tensors, values[name])
+        device = self.masked.example_input.device
+        self.scores_before = {name: row.to(device) for name, row in part(state.tensors, "scores.").items()}
+        if "radii" in state.tensors:
+            self.masked.radii = state.tensors["radii"].to(device)
+        if self.controller is not None and values["controller"] is not None:
+            self.controller.restore(values["controller"])
+        self.jump = None if values["jump"] is None else QualityJump(**values["jump"])
+        self.fixed, self.step, self.strength = values["fixed"], values["step"], values["strength"]
+        self.full_penalty, self.full_cost = values["full_penalty"], values["full_cost"]
+        if self.fixed:
+            self.masked.freeze()
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {"network_optimizer": self.network_optimizer, "mask_optimizer": self.mask_optimizer}
 
     def _set_temperature(self, temperature: float) -> None:
         for mask in self.masked.masks:

@@ -1,26 +1,31 @@
 """Fits beside tensorly's at equal ranks, and what a network keeps of its accuracy without fine-tuning.
 
     OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output docs/benchmarks.md
-    RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --output docs/benchmarks.md
+    RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --checkpoint cifar10-resnet20.th
+    RANKRL_DATA=data python scripts/bench_decomposition.py --part network --checkpoint cifar10-resnet56.th
 
 `fits` compares time and error for the convolutions of ResNet-20 and for weights of 64x64x3x3 to
 512x512x3x3, in float64 on both sides, fitted to the weights alone since tensorly knows no data. A routine
 that computes one solution (SVDs, HOOI) stands beside our algebraic start, an iterative one beside a fit.
-`accuracy` compresses a ResNet-20 to several budgets and measures the CIFAR-10 test set.
+`accuracy` compresses a ResNet-20 to several budgets and measures the CIFAR-10 test set; with `--rows FILE` a
+killed run goes on where it was. `network` times calibration and fit of a whole ResNet at one plan and states
+the memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import platform
+import resource
 import shlex
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,18 +45,20 @@ from decomposition import (
     WeightModes,
     apply_plan,
     collect_moments,
+    collect_sensitivities,
     count_parameters,
     fit_weight,
     get_format,
     inspect_layers,
     list_formats,
+    make_plan,
     plan_from_choices,
     reestimate_batch_norm,
 )
 from decomposition.heuristics import get_heuristic
 from rankrl.data import ImageData, batches, load_dataset
-from rankrl.files import write_atomically
 from rankrl.models import create_model, load_checkpoint
+from rankrl.report.markdown import write_section
 from rankrl.training.accuracy import report_accuracy
 
 ALGEBRAIC = FitOptions(iterations=0)
@@ -59,7 +66,13 @@ ITERATED = FitOptions(iterations=1000, starts=32, tolerance=1e-7)
 ITERATED_LARGE = FitOptions(iterations=60)
 LARGE = 256  # channels from which a fit gets fewer iterations
 SLOW_SECONDS = 20.0  # routines slower than that are run once
-TITLES = {"fits": "Tensor decompositions beside tensorly", "accuracy": "Accuracy without fine-tuning"}
+TITLES = {
+    "fits": "Tensor decompositions beside tensorly",
+    "accuracy": "Accuracy without fine-tuning",
+    "network": "Calibration and fit of a whole network",
+}
+WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48}
+CHOOSERS = ("uniform", "greedy")
 COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequential + BN")
 
 
@@ -187,9 +200,9 @@ def synthetic_weight(channels: int, seed: int = 0) -> torch.Tensor:
     return torch.einsum("oa,abk,ib->oik", mix(), core, mix()).contiguous()
 
 
-def load_network(checkpoint: Path) -> nn.Module:
-    """Return the trained ResNet-20 in evaluation mode."""
-    model = create_model("resnet20", input_shape=(3, 32, 32), num_classes=10)
+def load_network(checkpoint: Path, architecture: str = "resnet20") -> nn.Module:
+    """Return the trained network in evaluation mode."""
+    model = create_model(architecture, input_shape=(3, 32, 32), num_classes=10)
     load_checkpoint(model, checkpoint)
     return model.eval()
 
@@ -233,6 +246,13 @@ def fits_report(options: argparse.Namespace) -> str:
     return "\n".join([*lines, f"| seconds, all layers | {' | '.join(seconds)} |"])
 
 
+def calibration_images(data: ImageData, count: int) -> torch.Tensor:
+    """Draw unlabelled, normalised training images, (count, 3, 32, 32)."""
+    generator = torch.Generator().manual_seed(0)
+    walk = batches(data.train, count, mean=data.mean, std=data.std, generator=generator, shuffle=True)
+    return next(walk)[0]
+
+
 def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, data: ImageData) -> list[float]:
     """Return the test accuracy of a plan for each entry of `COLUMNS`, in percent."""
     fitted = (
@@ -253,20 +273,12 @@ def accuracy_report(options: argparse.Namespace) -> str:
     """Measure every format at every budget with uniform and greedy ranks, as a Markdown table."""
     model = load_network(options.checkpoint)
     data = load_dataset("cifar10")
-    generator = torch.Generator().manual_seed(0)
-    images, _ = next(
-        batches(
-            data.train,
-            options.calibration,
-            mean=data.mean,
-            std=data.std,
-            generator=generator,
-            shuffle=True,
-        )
-    )
+    images = calibration_images(data, options.calibration)
     all_specs = inspect_layers(model, data.input_shape)
     specs = [spec for spec in all_specs if spec.refusal is None]
-    moments = collect_moments(model, specs, images.split(256))
+    batched = images.split(256)
+    moments = collect_moments(model, specs, batched)
+    sensitivities = collect_sensitivities(model, specs, batched)
     total = count_parameters(model)
     fixed = total - sum(spec.params for spec in specs)
     dense = 100 * report_accuracy(model, data.test, mean=data.mean, std=data.std)
@@ -276,13 +288,21 @@ def accuracy_report(options: argparse.Namespace) -> str:
         f"| format | parameters ÷ | ranks | {' | '.join(COLUMNS)} |",
         f"|---|---:|---|{'---:|' * len(COLUMNS)}",
     ]
+    rows = _finished_rows(options.rows)
     for name in options.formats:
+        keys = [(name, ratio, chooser) for ratio in options.ratios for chooser in CHOOSERS]
+        if all(key in rows for key in keys):
+            lines += [rows[key] for key in keys]
+            continue
         _say(f"{name}: fitting the candidates ...")
-        library = FitLibrary(model, specs, name, moments=moments)
+        library = FitLibrary(model, specs, name, moments=moments, sensitivities=sensitivities)
         curves = library.curves()
         for ratio in options.ratios:
             budget = Budget(1 / ratio, "params", total, fixed)
-            for chooser in ("uniform", "greedy"):
+            for chooser in CHOOSERS:
+                if (name, ratio, chooser) in rows:
+                    lines.append(rows[name, ratio, chooser])
+                    continue
                 _say(f"{name}, {ratio:g}x, {chooser} ranks ...")
                 choices = get_heuristic(chooser).choose(library, curves, budget)
                 plan = plan_from_choices(curves, choices, all_specs, data.input_shape, chooser)
@@ -290,7 +310,52 @@ def accuracy_report(options: argparse.Namespace) -> str:
                 cells = " | ".join(f"{value:.1f}" for value in accuracies(model, plan, images, data))
                 _say(cells)
                 lines.append(f"| {name} | {total / spent:.2f} | {chooser} | {cells} |")
+                if options.rows is not None:
+                    with options.rows.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps([name, ratio, chooser, lines[-1]]) + "\n")
     return "\n".join(lines)
+
+
+def network_report(options: argparse.Namespace) -> str:
+    """Time the compression of a whole network by a given rank, as a Markdown table."""
+    architecture = options.checkpoint.stem.rsplit("-", 1)[-1]
+    model = load_network(options.checkpoint, architecture)
+    data = load_dataset("cifar10")
+    images = calibration_images(data, options.calibration)
+    before = peak_memory()
+    lines = [
+        f"{architecture}, {options.calibration} images; peak memory of the process before: {before:.2f} GiB.",
+        "",
+        "| format | rank | layers | s, sequential | s, to the dense inputs | peak memory, GiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name in options.formats:
+        plan = make_plan(model, data.input_shape, name, ranks=WHOLE_RANKS[name])
+        count = sum(layer.format is not None for layer in plan)
+        seconds = []
+        for sequential in (True, False):
+            _say(f"{name}, {'sequential' if sequential else 'to the dense inputs'} ...")
+            start = time.perf_counter()
+            apply_plan(model, plan, images, sequential=sequential)
+            seconds.append(time.perf_counter() - start)
+        lines.append(
+            f"| {name} | {WHOLE_RANKS[name]} | {count} | {seconds[0]:.1f} | {seconds[1]:.1f} | "
+            f"{peak_memory():.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def peak_memory() -> float:
+    """Return the largest resident size of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _finished_rows(path: Path | None) -> dict[tuple[str, float, str], str]:
+    """Return the rows of an earlier run by format, ratio and chooser."""
+    if path is None or not path.exists():
+        return {}
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {(name, ratio, chooser): row for name, ratio, chooser, row in entries}
 
 
 def hardware_line() -> str:
@@ -304,29 +369,19 @@ def hardware_line() -> str:
     return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used, {versions}"
 
 
-def write_section(path: Path, part: str, text: str) -> None:
-    """Put the text between this part's markers in a Markdown file, which is replaced atomically.
-
-    Args:
-        path: The file; made when missing. Without the markers the section is appended.
-        part: `fits` or `accuracy`.
-        text: The section's text.
-
-    Raises:
-        ValueError: If only one of the markers is there.
-    """
+def write_part(path: Path, part: str, text: str) -> None:
+    """Write the section of a part; see `rankrl.report.markdown.write_section`."""
     marker = "bench_decomposition" if part == "fits" else f"bench_decomposition_{part}"
-    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
-    document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
-    section = f"{start}\n{text}\n{end}"
-    if start in document and end in document:
-        before, rest = document.split(start, 1)
-        document = before + section + rest.split(end, 1)[1]
-    elif start in document or end in document:
-        raise ValueError(f"{path} has only one of {start} and {end}: put the other one back")
-    else:
-        document = f"{document.rstrip()}\n\n## {TITLES[part]}\n\n{section}\n"
-    write_atomically(path, document)
+    write_section(path, marker, TITLES[part], text)
+
+
+def shown_command(arguments: Sequence[str], checkpoint: Path | None) -> str:
+    """Return the command line for the page: the checkpoint's bare name, no file of finished rows."""
+    words = [checkpoint.name if word == str(checkpoint) else word for word in arguments]
+    if "--rows" in words:
+        del words[words.index("--rows") : words.index("--rows") + 2]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(words)}"
 
 
 def main() -> None:
@@ -349,19 +404,21 @@ def main() -> None:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy: parameters ÷"
     )
-    parser.add_argument("--calibration", type=int, default=768, help="accuracy: images (default 768)")
+    parser.add_argument("--rows", type=Path, help="accuracy: file of finished rows, to go on after a kill")
+    parser.add_argument(
+        "--calibration", type=int, default=768, help="accuracy, network: images (default 768)"
+    )
     options = parser.parse_args()
-    if options.part == "accuracy" and options.checkpoint is None:
-        parser.error("--part accuracy needs --checkpoint")
+    if options.part != "fits" and options.checkpoint is None:
+        parser.error(f"--part {options.part} needs --checkpoint")
     if min(options.repeats, options.iterations, options.calibration) < 1:
         parser.error("--repeats, --iterations and --calibration must be at least 1")
-    table = {"fits": fits_report, "accuracy": accuracy_report}[options.part](options)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(sys.argv)}"
-    text = f"`{command}`\n\n{hardware_line()}\n\n{table}"
+    reports = {"fits": fits_report, "accuracy": accuracy_report, "network": network_report}
+    table = reports[options.part](options)
+    text = f"`{shown_command(sys.argv, options.checkpoint)}`\n\n{hardware_line()}\n\n{table}"
     print(text)
     if options.output:
-        write_section(options.output, options.part, text)
+        write_part(options.output, options.part, text)
 
 
 def _say(text: str) -> None:

@@ -60,9 +60,9 @@ def test_synthetic_weights_are_reproducible_and_decay(bench: ModuleType) -> None
 def test_a_section_is_appended_then_replaced(bench: ModuleType, tmp_path: Path, part: str) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("# Benchmarks\n\nKept.\n")
-    bench.write_section(page, part, "first")
+    bench.write_part(page, part, "first")
     page.write_text(page.read_text() + "\nAlso kept.\n")
-    bench.write_section(page, part, "second")
+    bench.write_part(page, part, "second")
     text = page.read_text()
     assert "first" not in text
     assert [word in text for word in ("Kept.", "second", "Also kept.")] == [True] * 3
@@ -72,7 +72,7 @@ def test_a_section_is_appended_then_replaced(bench: ModuleType, tmp_path: Path, 
 def test_the_two_parts_do_not_touch_each_other(bench: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     for part in ("fits", "accuracy", "fits"):
-        bench.write_section(page, part, f"section {part}")
+        bench.write_part(page, part, f"section {part}")
     text = page.read_text()
     assert text.count("section fits") == text.count("section accuracy") == 1
 
@@ -81,4 +81,4 @@ def test_half_a_pair_of_markers_is_refused(bench: ModuleType, tmp_path: Path) ->
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- bench_decomposition:start -->")
     with pytest.raises(ValueError, match="put the other one back"):
-        bench.write_section(page, "fits", "text")
+        bench.write_part(page, "fits", "text")

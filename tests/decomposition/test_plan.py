@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from decomposition import apply_plan, build_structure, load_compressed, save_compressed
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.formats import get_format, list_formats
 from decomposition.layers import inspect_layers
@@ -19,6 +22,7 @@ from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_pla
 
 SHAPE = (3, 10, 10)
 
+channels = st.none() | st.sets(st.integers(0, 300), min_size=1, max_size=6).map(sorted).map(tuple)
 sizes = st.lists(st.integers(1, 64), min_size=1, max_size=4)
 layer_names = st.text(min_size=1, max_size=12)
 decomposed = st.builds(
@@ -27,8 +31,9 @@ decomposed = st.builds(
     st.sampled_from(list_formats()),
     st.lists(st.integers(1, 512), min_size=1, max_size=6).map(tuple),
     st.none() | st.fixed_dictionaries({"out": sizes, "in": sizes}),
+    kept=channels,
 )
-dense = st.builds(LayerPlan, layer_names, reason=st.none() | st.text(max_size=30))
+dense = st.builds(LayerPlan, layer_names, reason=st.none() | st.text(max_size=30), kept=channels)
 plans = st.builds(
     CompressionPlan,
     st.lists(decomposed | dense, max_size=6, unique_by=lambda layer: layer.name).map(tuple),
@@ -62,7 +67,18 @@ def test_a_plan_gives_its_layers_by_name(small_net: nn.Module) -> None:
 Change = Callable[[dict[str, Any]], object]
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "newer version": (lambda p: p.update(version=2), "version 2"),
+    "newer version": (lambda p: p.update(version=3), "version 3"),
+    "pruning version without kept channels": (lambda p: p.update(version=2), "version 2 is for plans with"),
+    "kept channels in a plan without": (
+        lambda p: p["layers"][0].update(kept=[0]),
+        "version 1 for those",
+    ),
+    "no kept channel": (lambda p: p["layers"][0].update(kept=[]), "layer '0': kept must be a sorted list"),
+    "unsorted channels": (lambda p: p["layers"][0].update(kept=[2, 1]), "kept must be a sorted list"),
+    "channel twice": (lambda p: p["layers"][0].update(kept=[1, 1]), "kept must be a sorted list"),
+    "negative channel": (lambda p: p["layers"][0].update(kept=[-1, 1]), "kept must be a sorted list"),
+    "boolean channel": (lambda p: p["layers"][0].update(kept=[True]), "kept must be a sorted list"),
+    "channels no list": (lambda p: p["layers"][0].update(kept=3), "kept must be a sorted list"),
     "no version": (lambda p: p.pop("version"), "version None"),
     "unknown entry": (lambda p: p.update(extra=1), r"unknown entries \['extra'\]"),
     "missing entry": (lambda p: p.pop("chosen_by"), r"missing entries \['chosen_by'\]"),
@@ -201,3 +217,63 @@ def test_a_layer_that_would_get_no_smaller_stays_dense_with_the_reason(small_net
     assert str(entry.params(spec)) in (kept.reason or "")
     assert kept.params(spec) == spec.params
     assert kept.macs(spec) == spec.macs
+
+
+def halved(dense: nn.Module) -> nn.Module:
+    """The small network with half of the first layer's channels, as a pruning package would return it."""
+    smaller = copy.deepcopy(dense)
+    smaller[0] = nn.Conv2d(3, 4, 3, padding=1, bias=False)  # type: ignore[index]
+    smaller[1] = nn.BatchNorm2d(4)  # type: ignore[index]
+    smaller[3] = nn.Conv2d(4, 12, 3, stride=2)  # type: ignore[index]
+    return smaller
+
+
+def test_a_plan_holds_kept_channels_and_ranks_of_what_is_left(small_net: nn.Module) -> None:
+    pruned = halved(small_net)
+    left = make_plan(pruned, SHAPE, "tucker", {"3": (3, 4)})
+    plan = left.with_removal(small_net, {"0": [1, 3, 5, 7], "3": list(range(12))})
+    assert plan.kept_channels == {"0": [1, 3, 5, 7]}  # a layer that loses nothing is not named
+    assert plan["3"].ranks == (3, 4)
+    assert plan.fingerprint == fingerprint(inspect_layers(small_net, SHAPE))
+    assert plan.after_removal(pruned) == left
+    assert left.after_removal(pruned) == left
+    assert CompressionPlan.from_json(plan.to_json()) == plan
+    assert '"kept": [1, 3, 5, 7]'.replace(" ", "") in plan.to_json().replace(" ", "").replace("\n", "")
+
+
+def test_plans_without_kept_channels_are_written_as_before(small_net: nn.Module) -> None:
+    content = json.loads(make_plan(small_net, SHAPE, "tucker", 2).to_json())
+    assert content["version"] == 1
+    assert all("kept" not in layer for layer in content["layers"])
+
+
+def test_kept_channels_are_refused_by_what_cannot_remove_them(small_net: nn.Module, tmp_path: Path) -> None:
+    left = make_plan(halved(small_net), SHAPE, "tucker", 2)
+    plan = left.with_removal(small_net, {"0": [0, 1, 2, 3]})
+    for refused in (apply_plan, build_structure):
+        with pytest.raises(PlanError, match=r"removes channels from 1 layers.*rankrl\.carry_out"):
+            refused(small_net, plan)
+    with pytest.raises(PlanError, match="layer '0' has 8 output channels, the plan keeps 4"):
+        plan.after_removal(small_net)
+    with pytest.raises(PlanError, match="channels are kept in nothing, but the plan has no such layer"):
+        left.with_removal(small_net, {"nothing": [0]})
+    save_compressed(build_structure(halved(small_net), left), plan, tmp_path / "small.safetensors")
+    with pytest.raises(PlanError, match="removes channels"):
+        load_compressed(small_net, tmp_path / "small.safetensors")
+
+
+def test_a_saved_model_loads_into_the_structure_that_a_callable_builds(
+    small_net: nn.Module, tmp_path: Path
+) -> None:
+    pruned = halved(small_net)
+    left = make_plan(pruned, SHAPE, "tucker", 2)
+    plan = left.with_removal(small_net, {"0": [0, 1, 2, 3]})
+    saved = build_structure(pruned, left)
+    save_compressed(saved, plan, tmp_path / "small.safetensors")
+    loaded, stored = load_compressed(
+        small_net,
+        tmp_path / "small.safetensors",
+        structure=lambda model, plan: build_structure(halved(model), plan.after_removal(halved(model))),
+    )
+    assert stored == plan
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))

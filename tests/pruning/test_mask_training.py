@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,13 @@ from pruning import (
     MaskedNetwork,
     MaskEpoch,
     MaskTrainingOptions,
+    MaskTrainingResult,
+    MaskTrainingState,
     PruningError,
     PushPull,
     train_masks,
 )
-from pruning.training import adam
+from pruning.training import FULL_PHASE, adam
 
 INFORMATIVE = [1, 4]
 MASKS: dict[str, Callable[[int], ChannelMask]] = {
@@ -122,6 +125,24 @@ def test_a_target_is_reached_without_tuning_the_strength(
     assert parameters(masked.removed()) <= 0.6 * parameters(network())
     # Chance is 0.25. Gates without noise choose well in so few steps, sampled ones less so.
     assert accuracy(masked.removed()) > (0.95 if mask == "group_lasso" else 0.4)
+
+
+def test_what_closes_all_at_once_is_opened_again_up_to_the_target() -> None:
+    masked = masked_network("hard_concrete")
+    options = MaskTrainingOptions(epochs=4, settling_epochs=1, strength=1e3, checks_per_epoch=1)
+    result = train_masks(masked, batches(), F.cross_entropy, options, cost=parameters, target=0.8)
+    one_unit = (6 + 1 + 4) / parameters(network())
+    assert 0.8 - one_unit < result.epochs[-1].cost_fraction <= 0.8
+    masked.eval()
+    images = batches(1)[0][0]
+    torch.testing.assert_close(masked.removed()(images), masked(images), atol=1e-5, rtol=1e-5)
+
+
+def test_the_hard_limit_holds_beside_a_target() -> None:
+    masked = masked_network("group_lasso")
+    options = MaskTrainingOptions(epochs=2, strength=0.1, limit=0.5)
+    train_masks(masked, batches(), F.cross_entropy, options, cost=parameters, target=0.9)
+    assert len(masked.kept_channels()["0"]) <= 3
 
 
 def test_the_masks_are_fixed_at_the_end_and_removed_networks_agree() -> None:
@@ -247,3 +268,98 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any]) -> Non
 def test_training_needs_batches() -> None:
     with pytest.raises(PruningError, match="no batches"):
         train_masks(masked_network("group_lasso"), [], F.cross_entropy, MaskTrainingOptions())
+
+
+class SeededBatches:
+    """The same batches in every epoch, with torch's generator seeded by the number of the epoch."""
+
+    def __init__(self, finished: int = 0) -> None:
+        self.epoch, self.batches = finished, batches(6)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.epoch += 1
+        torch.manual_seed(self.epoch)
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("target", [None, 0.6])
+@pytest.mark.parametrize("finished", [1, 5, 8])
+@pytest.mark.parametrize("mask", ["group_lasso", "hard_concrete"])
+def test_an_interrupted_training_goes_on_to_the_same_result(
+    mask: str, finished: int, target: float | None
+) -> None:
+    options = MaskTrainingOptions(epochs=6, settling_epochs=2, strength=0.05)
+    states: list[tuple[dict[str, torch.Tensor], str]] = []
+
+    def keep(state: MaskTrainingState) -> None:
+        tensors = {key: value.detach().clone() for key, value in state.tensors.items()}
+        states.append((tensors, json.dumps(state.values)))
+
+    def train(start: MaskTrainingState | None, finished: int = 0) -> tuple[MaskedNetwork, MaskTrainingResult]:
+        masked = masked_network(mask)
+        result = train_masks(
+            masked,
+            SeededBatches(finished),
+            F.cross_entropy,
+            options,
+            cost=parameters,
+            target=target,
+            evaluate=accuracy,
+            start=start,
+            on_state=keep if start is None else None,
+        )
+        return masked, result
+
+    whole, expected = train(None)
+    tensors, values = states[finished - 1]
+    continued, result = train(MaskTrainingState(tensors, json.loads(values)), finished)
+    assert result == expected
+    state = continued.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in whole.state_dict().items())
+    assert continued.kept_channels() == whole.kept_channels()
+    assert not any(parameter.requires_grad for parameter in continued.mask_parameters())
+
+
+def test_a_state_of_another_network_is_refused() -> None:
+    states = list[MaskTrainingState]()
+    options = MaskTrainingOptions(epochs=2)
+    train_masks(masked_network("group_lasso"), batches(2), F.cross_entropy, options, on_state=states.append)
+    with pytest.raises(PruningError, match="another network"):
+        train_masks(masked_network("hard_concrete"), batches(2), F.cross_entropy, options, start=states[0])
+
+
+def test_short_trainings_move_the_masks_faster() -> None:
+    speeds = {}
+    for count in (10, FULL_PHASE, 2 * FULL_PHASE):
+        masked = masked_network("hard_concrete")
+        states = list[MaskTrainingState]()
+        train_masks(
+            masked,
+            batches(1) * count,
+            F.cross_entropy,
+            MaskTrainingOptions(epochs=1),
+            on_state=states.append,
+        )
+        speeds[count] = states[0].values["mask_optimizer"]["groups"][0]["lr"]
+    assert speeds[FULL_PHASE] == speeds[2 * FULL_PHASE] == HardConcreteMask(1).learning_rate
+    assert speeds[10] == pytest.approx(FULL_PHASE / 10 * speeds[FULL_PHASE])
+
+
+def test_forward_passes_run_in_the_context_that_is_given() -> None:
+    seen = list[bool]()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu") and outputs.dtype == torch.bfloat16)
+        return F.cross_entropy(outputs.float(), targets)
+
+    train_masks(
+        masked_network("group_lasso"),
+        batches(2),
+        loss,
+        MaskTrainingOptions(epochs=1),
+        autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    )
+    assert seen == [True, True]

@@ -1,0 +1,281 @@
+"""How accuracy falls as weights are removed: learned masks, simple criteria and small networks from scratch.
+
+    RANKRL_DATA=DIR python scripts/pruning_curves.py --dataset cifar10 [--epochs 10 --images 10000 ...]
+
+A network (conv4, or the longer and wider conv6 on CIFAR-100) is trained, then pruned to several shares of
+its weights and fine-tuned. All curves see equally many epochs: masks learn for --mask-epochs and are
+fine-tuned for --finetune-epochs, criteria are fine-tuned for both, the small networks (the widths that group
+LASSO chose) are trained for all three, and so are the dense networks of the band. Every point is written to a
+CSV file when it is done; the same command goes on where it was stopped and draws the plot at the end.
+--epochs, --images and so on shorten the schedule; the plot says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from result_rows import ResultRows
+from torch import Tensor, nn
+
+from decomposition import CompressionPlan, count_parameters
+from pruning import untrained_copy
+from rankrl.data import ImageData, batches, load_dataset
+from rankrl.device import inference_precision, select_device
+from rankrl.files import atomic_path
+from rankrl.models import create_model, load_checkpoint, save_checkpoint
+from rankrl.progress import progress_bar
+from rankrl.training import report_accuracy
+from rankrl.workflow.apply import without_channels
+from rankrl.workflow.choose import calibration_images
+from rankrl.workflow.prune import prune_network
+from rankrl.workflow.pruner_options import pruning_options
+
+LEARNED = ("group_lasso", "hard_concrete")
+CRITERIA = ("first_k", "magnitude")
+LABELS = {
+    "group_lasso": "group LASSO",
+    "hard_concrete": "hard-concrete L0",
+    "first_k": "first k",
+    "magnitude": "L1 magnitude",
+    "from_scratch": "small from scratch",
+}
+SETTINGS = (
+    "dataset",
+    "network",
+    "images",
+    "epochs",
+    "mask_epochs",
+    "finetune_epochs",
+    "batch_size",
+    "lr",
+    "l1",
+    "l2",
+)
+VALUES = ("removed", "params", "accuracy", "seconds")
+LEAST_REMOVED, MOST_REMOVED = 0.2, 0.95
+
+
+class Conv6(nn.Module):
+    """Three pairs of 3x3 convolutions (64, 128 and 256 wide), dropout 0.5, and two dense layers.
+
+    Conv-6 of Frankle & Carbin 2019, figure 2, with a dense layer twice as wide.
+    """
+
+    def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        layers: list[nn.Module] = []
+        for wide in (64, 128, 256):
+            layers += [nn.Conv2d(channels, wide, 3, padding=1), nn.ReLU()]
+            layers += [nn.Conv2d(wide, wide, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            channels = wide
+        self.features = nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.5))
+        self.head = nn.Sequential(
+            nn.Linear(256 * (height // 8) * (width // 8), 512), nn.ReLU(), nn.Linear(512, classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, C, H, W) to class scores (N, classes)."""
+        return self.head(self.features(x))
+
+
+class Curves:
+    """The points of one dataset and network, measured once and kept."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.device = select_device()
+        data = load_dataset(arguments.dataset, seed=0)
+        if arguments.images is not None:
+            order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
+            data = dataclasses.replace(data, train=data.train.subset(order[: arguments.images]))
+        self.calibration = calibration_images(data, min(512, len(data.train)), seed=0)
+        self.data = dataclasses.replace(
+            data, train=data.train.to(self.device), heldout=data.heldout.to(self.device)
+        )
+        self.settings = {name: getattr(arguments, name) for name in SETTINGS} | {"images": len(data.train)}
+        text = repr(sorted(self.settings.items())).encode()
+        self.state = arguments.output_folder / "pruning_curves_state" / hashlib.sha256(text).hexdigest()[:12]
+        self.state.mkdir(parents=True, exist_ok=True)
+        name = f"pruning_curves_{arguments.dataset}"
+        self.picture = arguments.output_folder / f"{name}.png"
+        key = (*SETTINGS, "method", "target", "seed")
+        self.rows = ResultRows(arguments.output_folder / f"{name}.csv", key, VALUES)
+
+    def run(self) -> None:
+        """Measure what is missing and draw."""
+        chosen = self.arguments
+        longer = chosen.mask_epochs + chosen.finetune_epochs
+        for seed in range(chosen.seed, chosen.seed + chosen.dense_seeds):
+            if self._missing("dense", 0.0, seed):
+                self._measured("dense", 0.0, seed, self._dense(seed), time.perf_counter())
+            if self._missing("dense_longer", 0.0, seed):
+                started, network = time.perf_counter(), self._dense(seed)
+                self._fit("dense, longer", network, longer, seed + 1)
+                self._measured("dense_longer", 0.0, seed, network, started)
+        for removed in np.linspace(LEAST_REMOVED, MOST_REMOVED, chosen.points).round(3).tolist():
+            for method in (*LEARNED, *CRITERIA, "from_scratch"):
+                if self._missing(method, removed, chosen.seed):
+                    started = time.perf_counter()
+                    network = self._point(method, removed, chosen.seed)
+                    self._measured(method, removed, chosen.seed, network, started)
+        self._draw()
+
+    def _point(self, method: str, removed: float, seed: int) -> nn.Module:
+        chosen = self.arguments
+        longer = chosen.mask_epochs + chosen.finetune_epochs
+        plan_file = self.state / f"group_lasso-{removed}-seed{seed}.json"
+        if method == "from_scratch":
+            widths, _ = without_channels(self._network(seed), CompressionPlan.load(plan_file))
+            network = untrained_copy(widths, seed + 1)
+            self._fit(f"{method} {removed:.0%}", network, chosen.epochs + longer, seed)
+            return network
+        given = {}
+        if method in LEARNED:
+            given = {
+                "epochs": chosen.mask_epochs,
+                "batch_size": chosen.batch_size,
+                "lr": chosen.lr,
+                "l1": chosen.l1,
+                "l2": chosen.l2,
+                "augment": False,
+            }
+        options = pruning_options(method, given, params=1 - removed, macs=None, seed=seed)
+        dense = self._dense(seed)
+        pruned = prune_network(dense, self.data, options, self.calibration)
+        if method == "group_lasso":
+            pruned.plan.save(plan_file)
+        epochs = chosen.finetune_epochs if method in LEARNED else longer
+        self._fit(f"{method} {removed:.0%}", pruned.network, epochs, seed + 1)
+        return pruned.network
+
+    def _network(self, seed: int) -> nn.Module:
+        shape, classes = self.data.input_shape, self.data.classes
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if self.arguments.network == "conv6":
+                return Conv6(shape, classes)
+            return create_model(self.arguments.network, input_shape=shape, num_classes=classes)
+
+    def _dense(self, seed: int) -> nn.Module:
+        """Return the trained dense network of a seed, on the CPU."""
+        network, path = self._network(seed), self.state / f"dense-seed{seed}.safetensors"
+        if path.exists():
+            load_checkpoint(network, path)
+        else:
+            self._fit("dense", network, self.arguments.epochs, seed)
+            save_checkpoint(network, path)
+        return network.eval()
+
+    def _fit(self, title: str, network: nn.Module, epochs: int, seed: int) -> None:
+        """Train in place: Adam at a constant rate, L1 and L2 on all matrices and kernels, no augmentation."""
+        chosen, precision = self.arguments, inference_precision(self.device)
+        network.to(self.device).train()
+        weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
+        optimizer = torch.optim.Adam(network.parameters(), lr=chosen.lr)
+        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        size = min(chosen.batch_size, len(self.data.train))
+        with progress_bar(title, total=epochs * (len(self.data.train) // size)) as bar:
+            for _ in range(epochs):
+                for x, y in _epoch(self.data, size, generator):
+                    with precision.autocast():
+                        loss = F.cross_entropy(network(x), y)
+                    penalty = sum(chosen.l1 * w.abs().sum() + chosen.l2 * w.square().sum() for w in weights)
+                    optimizer.zero_grad(set_to_none=True)
+                    (loss + penalty).backward()
+                    optimizer.step()
+                    bar.advance()
+        network.cpu().eval()
+
+    def _missing(self, method: str, target: float, seed: int) -> bool:
+        return self.rows.find(self._key(method, target, seed)) is None
+
+    def _key(self, method: str, target: float, seed: int) -> dict[str, object]:
+        return {**self.settings, "method": method, "target": target, "seed": seed}
+
+    def _measured(self, method: str, target: float, seed: int, network: nn.Module, started: float) -> None:
+        params, whole = count_parameters(network), count_parameters(self._network(seed))
+        tested = copy.deepcopy(network).to(self.device)
+        accuracy = report_accuracy(tested, self.data.test, mean=self.data.mean, std=self.data.std)
+        values = {"removed": round(1 - params / whole, 4), "params": params, "accuracy": accuracy}
+        seconds = round(time.perf_counter() - started, 1)
+        self.rows.add(self._key(method, target, seed), {**values, "seconds": seconds})
+        print(
+            f"{method}: {values['removed']:.1%} removed, {accuracy:.2%} on the test set, {seconds} s",
+            flush=True,
+        )
+
+    def _draw(self) -> None:
+        """Draw the rows of these settings."""
+        chosen = {column: str(value) for column, value in self.settings.items()}
+        rows = [row for row in self.rows.rows if all(row[column] == chosen[column] for column in SETTINGS)]
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.add_subplot()
+        for method, label in LABELS.items():
+            own = sorted(
+                (float(row["removed"]), float(row["accuracy"])) for row in rows if row["method"] == method
+            )
+            axes.plot(*zip(*own, strict=True), "o-", markersize=4, label=label)
+        dense = [float(row["accuracy"]) for row in rows if row["method"] == "dense_longer"]
+        axes.axhspan(min(dense), max(dense), color="0.85", zorder=0)
+        axes.axhline(float(np.mean(dense)), color="0.5", linewidth=1, label=f"dense ({len(dense)} seeds)")
+        axes.set_xlabel("share of the weights removed")
+        axes.set_ylabel("test accuracy after fine-tuning")
+        settings = self.settings
+        axes.set_title(
+            f"{settings['network']} on {settings['dataset']}, {settings['images']} training images: "
+            f"{settings['epochs']} epochs, masks {settings['mask_epochs']}, "
+            f"fine-tuning {settings['finetune_epochs']}",
+            fontsize=9,
+        )
+        axes.grid(color="0.9")
+        axes.legend(frameon=False)
+        with atomic_path(self.picture) as temporary:
+            figure.savefig(temporary, dpi=160)
+        print(f"{self.rows.path} and {self.picture}")
+
+
+def _epoch(data: ImageData, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Walk once through the training images."""
+    return batches(
+        data.train, size, mean=data.mean, std=data.std, generator=generator, shuffle=True, drop_last=True
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dataset", default="cifar10", choices=("cifar10", "cifar100", "mnist", "digits"))
+    parser.add_argument("--network", choices=("conv4", "conv6"), help="conv6 on CIFAR-100, else conv4")
+    parser.add_argument("--epochs", type=int, default=30, help="of the dense network")
+    parser.add_argument("--mask-epochs", type=int, default=15, help="in which masks learn")
+    parser.add_argument("--finetune-epochs", type=int, default=30, help="after the masks are fixed")
+    parser.add_argument("--images", type=int, help="training images; all if not given")
+    parser.add_argument("--points", type=int, default=5, help="of each curve")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dense-seeds", type=int, default=3, help="dense networks behind the band")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of Adam, in all phases")
+    parser.add_argument("--l1", type=float, default=0.00005)
+    parser.add_argument("--l2", type=float, default=0.00025)
+    parser.add_argument("--output-folder", type=Path, default=Path("docs"))
+    chosen = parser.parse_args(arguments)
+    chosen.network = chosen.network or ("conv6" if chosen.dataset == "cifar100" else "conv4")
+    Curves(chosen).run()
+
+
+if __name__ == "__main__":
+    main()
