@@ -15,6 +15,7 @@ from rankrl.agents.algorithms import create_algorithm
 from rankrl.agents.buffer import EpisodeBuffer
 from rankrl.agents.critics import CriticEnsemble
 from rankrl.agents.options import AgentOptions
+from rankrl.agents.plan_critic import PlanCritic
 from rankrl.agents.randomness import RandomState, one_thread
 from rankrl.agents.state import model_tensors, restore_model
 from rankrl.envs.actions import create_action_map
@@ -23,6 +24,8 @@ from rankrl.plan_search.problem import RanksKey, SearchProblem
 
 # How often an episode is imagined anew when its plan has been played before.
 _ATTEMPTS = 8
+# How many of the best candidates are changed again.
+_PARENTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +82,16 @@ class RankAgent:
             held = episodes if options.buffer_episodes is None else options.buffer_episodes
             buffer_size = held * self.env.layers
             self.model = create_algorithm(algorithm, self.env, options, buffer_size=buffer_size)
+        knows_losses = self.env.map.losses(np.zeros((1, *self._shape))) is not None
+        self._plan_critic = PlanCritic() if options.plan_critic and knows_losses else None
         self._buffer.layers, self._buffer.whole_share = self.env.layers, options.whole_share
         self._played = 0
         self._last_reward = 0.0
         self._best = np.zeros(self._shape, dtype=np.float32)
         self._best_reward = -np.inf
         self._seen: set[RanksKey] = set()
+        # What the layers lose under the plans played, as bytes: it tells plans apart before they are made.
+        self._known: set[bytes] = set()
 
     def play(self) -> Episode:
         """Choose an episode and play it; the environment leaves its plan to be scored by the caller."""
@@ -101,6 +108,10 @@ class RankAgent:
     def learn(self, episodes: Sequence[Episode], rewards: Sequence[float]) -> None:
         """Remember rewarded episodes and take gradient steps."""
         for episode, reward in zip(episodes, rewards, strict=True):
+            if self._plan_critic is not None:
+                losses = self._losses(episode.actions[None])[0]
+                self._plan_critic.add(losses, reward)
+                self._known.add(losses.numpy().tobytes())
             self._buffer.add_episode(episode.observations, episode.actions, reward)
             self._last_reward = reward
             if reward > self._best_reward:
@@ -114,6 +125,8 @@ class RankAgent:
         """Return arrays and plain values that `restore` takes."""
         tensors = model_tensors(self.model)
         tensors |= {f"buffer.{name}": torch.from_numpy(v) for name, v in self._buffer.state().items()}
+        if self._plan_critic is not None:
+            tensors |= {f"plan_critic.{name}": value for name, value in self._plan_critic.state().items()}
         tensors["best"] = torch.from_numpy(self._best)
         tensors["random.torch"] = self._random.torch_state
         tensors["random.numpy"] = torch.from_numpy(self._random.numpy_state)
@@ -134,6 +147,12 @@ class RankAgent:
         self._buffer.restore(
             {key.removeprefix(prefix): v.numpy() for key, v in tensors.items() if key.startswith(prefix)}
         )
+        if self._plan_critic is not None:
+            prefix = "plan_critic."
+            self._plan_critic.restore(
+                {key.removeprefix(prefix): v for key, v in tensors.items() if key.startswith(prefix)}
+            )
+            self._known = {row.tobytes() for row in tensors["plan_critic.losses"].numpy()}
         self._best = tensors["best"].numpy().copy()
         self._random = RandomState(tensors["random.torch"].clone(), tensors["random.numpy"].numpy().copy())
         self._played, self.model._n_updates = int(values["played"]), int(values["updates"])
@@ -170,7 +189,37 @@ class RankAgent:
         touched = torch.rand(elites, *self._shape).numpy() < torch.rand(elites, 1, 1).numpy()
         changed = (self._best + touched * noise[:elites]).clip(-1, 1)
         candidates = np.concatenate([changed, self._imagine(noise[elites:])])
-        return candidates[self._most_promising(candidates)], "policy"
+        if self._plan_critic is None:
+            return candidates[self._most_promising(candidates)], "policy"
+        return self._refined(candidates, self._plan_critic), "policy"
+
+    def _refined(self, candidates: np.ndarray, critic: PlanCritic) -> np.ndarray:
+        """Return the candidate that the plan critic expects most of, after changing the best ones again."""
+        bounds = self._bounds(candidates, critic)
+        for _ in range(self.options.refinements):
+            parents = candidates[np.argsort(-bounds, kind="stable")[:_PARENTS]]
+            copies = parents[np.arange(len(candidates)) % len(parents)]
+            touched = torch.rand(copies.shape).numpy() < torch.rand(len(copies), 1, 1).numpy()
+            noise = self._noise_scale() * torch.randn(copies.shape).numpy()
+            children = (copies + touched * noise).clip(-1, 1).astype(np.float32)
+            candidates = np.concatenate([parents, children])
+            bounds = self._bounds(candidates, critic)
+        return candidates[int(bounds.argmax())]
+
+    def _bounds(self, candidates: np.ndarray, critic: PlanCritic) -> np.ndarray:
+        """Return the upper confidence bound of each candidate's reward, shape (candidates,)."""
+        losses = self._losses(candidates)
+        mean, deviation = critic.values(losses)
+        bounds = (mean + self.options.optimism * deviation).numpy()
+        known = [row.tobytes() in self._known for row in losses.numpy()]
+        return np.where(known, -np.inf, bounds)
+
+    def _losses(self, actions: np.ndarray) -> Tensor:
+        """Return what each layer loses under whole episodes of actions, shape (episodes, layers)."""
+        losses = self.env.map.losses(actions)
+        if losses is None:
+            raise TypeError("plans of this action map have no known losses; it takes no plan critic")
+        return torch.from_numpy(losses)
 
     def _imagine(self, noise: np.ndarray) -> np.ndarray:
         """Return the actions of noisy passes of the policy, shape (episodes, layers, components)."""

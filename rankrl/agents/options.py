@@ -39,6 +39,9 @@ class AgentOptions:
             tanh saturates and learning stops.
         candidates: Episodes imagined for each one that is scored; the critics choose among them.
         elite_share: Share of the candidates that change the best episode so far instead of the policy's.
+        plan_critic: Let a Gaussian process over what the layers lose (`PlanCritic`) choose among candidates,
+            not the ensemble of critics; needs plans made of candidates, not `per_bond`.
+        refinements: With `plan_critic`: how often the most promising candidates are changed again.
         optimism: Standard deviations of the ensemble that are added to its mean value in that choice.
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
@@ -53,15 +56,17 @@ class AgentOptions:
     batch_size: int = 128
     buffer_episodes: int | None = None
     critics: int = 5
-    warmup_episodes: int = 30
-    warmup_noise: float = 0.3
+    warmup_episodes: int = 15
+    warmup_noise: float = 0.15
     noise: float = 0.3
     final_noise: float = 0.05
-    updates_per_episode: int = 20
+    updates_per_episode: int = 6
     whole_share: float = 0.5
     output_penalty: float = 1e-2
-    candidates: int = 512
+    candidates: int = 128
     elite_share: float = 0.5
+    plan_critic: bool = True
+    refinements: int = 2
     optimism: float = 0.5
     plans_per_step: int = 1
 
@@ -80,6 +85,7 @@ class AgentOptions:
             "output_penalty": 0.0,
             "candidates": 1,
             "elite_share": 0.0,
+            "refinements": 0,
             "optimism": 0.0,
             "plans_per_step": 1,
         }

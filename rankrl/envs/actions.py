@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
-from decomposition.allocation import allocate
+from decomposition.allocation import allocate, allocate_many
 from decomposition.curves import RankCurve
 from decomposition.formats import Ranks, get_format
 from decomposition.plan import LayerPlan
@@ -49,6 +50,18 @@ class ActionMap(ABC):
     @abstractmethod
     def budget_left(self) -> float:
         """Return the share of the budget, 0 to 1, that the layers without an action have left."""
+
+    @abstractmethod
+    def losses(self, actions: np.ndarray) -> np.ndarray | None:
+        """Return what each layer loses at the network's output under whole episodes.
+
+        Args:
+            actions: Shape (episodes, layers, components) in [-1, 1].
+
+        Returns:
+            Roots of the candidates' losses, shape (episodes, layers); None where plans are made of other
+            entries than candidates, whose losses are not known.
+        """
 
 
 class ImportanceMap(ActionMap):
@@ -96,6 +109,11 @@ class ImportanceMap(ActionMap):
     def entries(self) -> list[LayerPlan]:
         """Allocate the budget under the actions taken."""
         return [curve.entries[j] for curve, j in zip(self.curves, self.allocate(self._actions), strict=True)]
+
+    def losses(self, actions: np.ndarray) -> np.ndarray:
+        """Return the losses under the allocations, but for what `allocate` still spends at its end."""
+        weights = self.scale * (actions[:, :, 0] - actions[:, :, 0].mean(1, keepdims=True))
+        return _losses_of(self.curves, allocate_many(self.curves, self.budget, weights))
 
     def budget_left(self) -> float:
         """Return the dense cost of the layers to come as a share: nothing is spent before the last action."""
@@ -148,6 +166,18 @@ class RankMap(ActionMap):
         """Return the chosen entries."""
         return list(self._entries)
 
+    def losses(self, actions: np.ndarray) -> np.ndarray | None:
+        """Return the losses of the candidates that the actions choose."""
+        index = [{entry.ranks: j for j, entry in enumerate(curve.entries)} for curve in self.curves]
+        choices = np.zeros(actions.shape[:2], dtype=int)
+        for episode, chosen in zip(actions, choices, strict=True):
+            left = self._available
+            for layer, action in enumerate(episode):
+                entry, cost = self.choose(layer, action, left - self._least_after[layer])
+                left -= cost
+                chosen[layer] = index[layer][entry.ranks]
+        return _losses_of(self.curves, choices)
+
     def budget_left(self) -> float:
         """Return the unspent share of the budget (of the dense cost, when there is no budget)."""
         if math.isfinite(self._available):
@@ -171,8 +201,16 @@ class BondMap(RankMap):
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
+        if problem.measure == "latency":
+            raise ConfigError(
+                "selector.per_bond=true chooses ranks freely, but budget.latency knows only the measured "
+                "candidates; use per_bond=false"
+            )
         self._largest: list[Ranks] = [_largest_ranks(curve) for curve in self.curves]
         self.components = max(1, *(len(ranks) for ranks in self._largest))
+
+    def losses(self, actions: np.ndarray) -> None:
+        """Return None: the bonds' own ranks need be no candidates."""
 
     def choose(self, layer: int, action: np.ndarray, allowed: float) -> tuple[LayerPlan, float]:
         """Return the entry an action stands for, at a cost of at most `allowed`, and its cost."""
@@ -233,6 +271,11 @@ def create_action_map(
             )
         return ImportanceMap(problem, scale=scale)
     return BondMap(problem) if per_bond else RankMap(problem)
+
+
+def _losses_of(curves: Sequence[RankCurve], choices: np.ndarray) -> np.ndarray:
+    """Return the roots of the losses of candidates (episodes, layers)."""
+    return np.stack([np.sqrt(curve.losses)[choices[:, j]] for j, curve in enumerate(curves)], axis=1)
 
 
 def _largest_ranks(curve: RankCurve) -> Ranks:

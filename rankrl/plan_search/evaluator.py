@@ -201,11 +201,9 @@ class PlanEvaluator:
             if self.options.statistics == "reestimated"
             else []
         )
-        self._first_round = len(self._x)
-        if self.options.halving is not None:
-            self._first_round = max(1, round(self.options.halving.fraction * len(self._x)))
         self._known: dict[RanksKey, Evaluation] = {}
         self._first_scores: list[float] = []
+        self._written: RanksKey | None = None
         self._dense_logits = self.network.logits(self._x)
         self._check(self._dense_logits, "the dense network")
         self._dense_probabilities = self._dense_logits.softmax(1)
@@ -232,27 +230,102 @@ class PlanEvaluator:
         Raises:
             NonFiniteError: The network's class scores are NaN or infinite under this plan.
         """
-        key = self.problem.ranks(plan)
-        if key in self._known:
-            return replace(self._known[key], seconds=0.0, cached=True)
+        known = self.known(plan)
+        if known is not None:
+            return known
         start = time.perf_counter()
-        self.network.write(dict(zip(self.problem.layer_names, key, strict=True)))
-        if self.options.statistics == "reestimated":
-            self.network.reestimate(self._calibration)
-        score, accuracy, images = self._score(plan)
+        key = self.problem.ranks(plan)
+        logits = self.forward(key, 0, self.first_round)
+        if self.goes_on(plan, logits):
+            logits = torch.cat([logits, self.forward(key, self.first_round, self.batches)])
+        return self.record(plan, logits, time.perf_counter() - start)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of held-out images."""
+        return len(self._x)
+
+    @property
+    def first_round(self) -> int:
+        """Number of batches that every plan is scored on."""
+        if self.options.halving is None:
+            return self.batches
+        return max(1, round(self.options.halving.fraction * self.batches))
+
+    def known(self, plan: CompressionPlan) -> Evaluation | None:
+        """Return the evaluation of an equal plan that was scored before, if there is one."""
+        found = self._known.get(self.problem.ranks(plan))
+        return None if found is None else replace(found, seconds=0.0, cached=True)
+
+    def forward(self, ranks: RanksKey, start: int, stop: int) -> Tensor:
+        """Return the class scores of batches `start` to `stop` (excluded) under a plan, float32.
+
+        A batch's scores do not depend on which others are asked for, so that several processes can share a
+        plan.
+        """
+        if ranks != self._written:
+            self.network.write(dict(zip(self.problem.layer_names, ranks, strict=True)))
+            if self.options.statistics == "reestimated":
+                self.network.reestimate(self._calibration)
+            self._written = ranks
+        if start == stop:
+            return self._dense_logits[:0]
+        return self.network.logits(self._x[start:stop])
+
+    def goes_on(self, plan: CompressionPlan, first: Tensor) -> bool:
+        """Tell whether a plan is scored beyond the first round; asked once for every plan, in order.
+
+        Args:
+            plan: The plan.
+            first: Class scores of the first round.
+
+        Raises:
+            NonFiniteError: A class score is NaN or infinite.
+        """
+        self._check(first, plan)
+        if self.options.halving is None:
+            return False
+        score = self.term(first)
+        self._first_scores.append(score)
+        return score >= float(np.quantile(self._first_scores, 1 - self.options.halving.keep))
+
+    def record(self, plan: CompressionPlan, logits: Tensor, seconds: float) -> Evaluation:
+        """Return and remember the evaluation of a plan with these class scores, which took so many seconds.
+
+        Raises:
+            NonFiniteError: A class score is NaN or infinite.
+        """
+        self._check(logits, plan)
         params, macs = self.problem.cost(plan)
         evaluation = Evaluation(
-            score=score,
-            accuracy=accuracy,
+            score=self.term(logits),
+            accuracy=self.term(logits, "accuracy"),
             params=params,
             macs=macs,
             params_kept=params / self.problem.params,
             macs_kept=macs / self.problem.macs,
-            images=images,
-            seconds=time.perf_counter() - start,
+            images=len(logits),
+            seconds=seconds,
         )
-        self._known[key] = evaluation
+        self._known[self.problem.ranks(plan)] = evaluation
         return evaluation
+
+    def term(self, logits: Tensor, term: Term | None = None) -> float:
+        """Return an accuracy term, 0 to 1.
+
+        Args:
+            logits: Class scores of the first N held-out images, (N, classes).
+            term: Which one; that of the options when omitted.
+        """
+        term = self.options.term if term is None else term
+        count = len(logits)
+        predictions = logits.argmax(1)
+        if term == "agreement":
+            return int((predictions == self._dense_logits[:count].argmax(1)).sum()) / count
+        if term == "soft_agreement":
+            overlap = torch.minimum(logits.softmax(1), self._dense_probabilities[:count]).sum(1)
+            return float(overlap.mean(dtype=torch.float64))
+        return int((predictions == self._y[:count]).sum()) / count
 
     def state(self) -> dict[str, Any]:
         """Return what scoring depends on beside its options, as plain values."""
@@ -273,33 +346,6 @@ class PlanEvaluator:
         loaded = list(batches(images, size, mean=mean, std=std, device=self.precision.device))
         x = [batch.to(self.precision.dtype) for batch, _ in loaded]
         return x, torch.cat([labels for _, labels in loaded])
-
-    def _score(self, plan: CompressionPlan) -> tuple[float, float, int]:
-        """Return accuracy term, accuracy and number of images."""
-        logits = self.network.logits(self._x[: self._first_round])
-        self._check(logits, plan)
-        halving = self.options.halving
-        if halving is not None:
-            first = self._terms(logits)[0]
-            self._first_scores.append(first)
-            if first < float(np.quantile(self._first_scores, 1 - halving.keep)):
-                return (*self._terms(logits), len(logits))
-        if self._first_round < len(self._x):
-            rest = self.network.logits(self._x[self._first_round :])
-            self._check(rest, plan)
-            logits = torch.cat([logits, rest])
-        return (*self._terms(logits), len(logits))
-
-    def _terms(self, logits: Tensor) -> tuple[float, float]:
-        count = len(logits)
-        predictions = logits.argmax(1)
-        accuracy = int((predictions == self._y[:count]).sum()) / count
-        if self.options.term == "agreement":
-            return int((predictions == self._dense_logits[:count].argmax(1)).sum()) / count, accuracy
-        if self.options.term == "soft_agreement":
-            overlap = torch.minimum(logits.softmax(1), self._dense_probabilities[:count]).sum(1)
-            return float(overlap.mean(dtype=torch.float64)), accuracy
-        return accuracy, accuracy
 
     def _check(self, logits: Tensor, plan: CompressionPlan | str) -> None:
         if bool(torch.isfinite(logits).all()):

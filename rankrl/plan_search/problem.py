@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from torch import nn
@@ -16,12 +16,13 @@ from decomposition.allocation import Budget, allocate
 from decomposition.cost import count_macs, count_parameters
 from decomposition.curves import RankCurve, plan_from_choices
 from decomposition.formats import Ranks
+from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint
 from rankrl.errors import ConfigError
 
-Measure = Literal["params", "macs"]
+Measure = Literal["params", "macs", "latency"]
 RanksKey = tuple[Ranks, ...]
 """Ranks of every compressible layer in forward order, `()` where it stays dense."""
 
@@ -69,6 +70,8 @@ class SearchProblem:
         *,
         params: float | None = None,
         macs: float | None = None,
+        latency: float | None = None,
+        latencies: LatencyTable | None = None,
         library: FitLibrary | None = None,
     ) -> SearchProblem:
         """Describe the search over a model.
@@ -79,16 +82,26 @@ class SearchProblem:
             input_shape: Shape of one input without the batch axis.
             params: Fraction of the parameters that may be kept, in (0, 1], or None.
             macs: Fraction of the multiply-accumulates that may be kept, in (0, 1], or None.
+            latency: Fraction of the dense network's time that may be kept, in (0, 1], or None.
+            latencies: The candidates' measured times, for a budget in time. Candidates that are slower than
+                their dense layer are left out of the search.
             library: The fits that the curves come from; `energy` and `vbmf` look into it.
 
         Raises:
-            ConfigError: Both budgets are given, or there is no layer to decompose.
+            ConfigError: Several budgets are given, a budget in time comes without measured times, or there is
+                no layer to decompose.
             DecompositionError: The budget is outside (0, 1], or no plan can reach it.
         """
-        if params is not None and macs is not None:
+        given = {"params": params, "macs": macs, "latency": latency}
+        asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
+        if len(asked) > 1:
             raise ConfigError(
-                f"budget.params={params} and budget.macs={macs} are both set; a search keeps one budget: "
-                "set the other one to null"
+                f"{' and '.join(asked)} are all set; a search keeps one budget: set the others to null"
+            )
+        if latency is not None and latencies is None:
+            raise ConfigError(
+                f"budget.latency={latency} needs measured latencies; pass latencies= "
+                "(rankrl.export.measure_layer_latencies)"
             )
         total_params, total_macs = count_parameters(model), count_macs(model, input_shape)
         budget = None
@@ -98,6 +111,9 @@ class SearchProblem:
         elif macs is not None:
             covered = sum(curve.spec.macs for curve in curves)
             budget = Budget(macs, "macs", total_macs, total_macs - covered)
+        elif latency is not None and latencies is not None:
+            curves = latencies.attach(curves)
+            budget = Budget(latency, "latency", latencies.total, latencies.rest)
         return cls(
             tuple(inspect_layers(model, input_shape)),
             tuple(curves),
@@ -111,7 +127,7 @@ class SearchProblem:
     @property
     def measure(self) -> Measure:
         """What the budget counts; `params` when there is none."""
-        return "params" if self.budget is None or self.budget.measure == "params" else "macs"
+        return "params" if self.budget is None else cast(Measure, self.budget.measure)
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
@@ -131,7 +147,9 @@ class SearchProblem:
             digest.update(json.dumps([[e.format, list(e.ranks)] for e in curve.entries]).encode())
             digest.update(curve.params.astype(np.int64).tobytes())
             digest.update(curve.macs.astype(np.int64).tobytes())
-            digest.update(curve.errors.astype(np.float64).tobytes())
+            digest.update(curve.losses.astype(np.float64).tobytes())
+            if curve.latency is not None:
+                digest.update(curve.latency.astype(np.float64).tobytes())
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -189,9 +207,35 @@ class SearchProblem:
             macs += entry.macs(curve.spec) - curve.spec.macs
         return params, macs
 
+    def latency(self, plan: CompressionPlan) -> float:
+        """Return the time of the whole network under a plan, as the measured layers add up.
+
+        Raises:
+            ConfigError: The budget is not one of time, or the plan holds ranks that were not measured.
+        """
+        if self.budget is None or self.measure != "latency":
+            raise ConfigError("latencies are known only within a budget in time (budget.latency)")
+        total, entries = self.budget.fixed, {layer.name: layer for layer in plan.layers}
+        for curve in self.curves:
+            ranks = entries[curve.spec.name].ranks
+            times = [
+                float(time)
+                for entry, time in zip(curve.entries, curve.cost("latency"), strict=True)
+                if entry.ranks == ranks
+            ]
+            if not times:
+                raise ConfigError(
+                    f"layer {curve.spec.name!r}: the latency at ranks {ranks} was not measured; within "
+                    f"budget.latency choose from {[entry.ranks for entry in curve.entries]}"
+                )
+            total += times[0]
+        return total
+
     def keeps_budget(self, plan: CompressionPlan) -> bool:
         """Tell whether a plan stays within the budget; always true without one."""
         if self.budget is None:
             return True
+        if self.measure == "latency":
+            return self.latency(plan) <= self.budget.fraction * self.budget.total
         params, macs = self.cost(plan)
         return (params if self.measure == "params" else macs) <= self.budget.fraction * self.budget.total

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rankrl.errors import ConfigError, NonFiniteError, did_you_mean
 from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.problem import Measure
 
 RewardFunction = Callable[[Evaluation], float]
 
@@ -56,6 +55,8 @@ class RewardSource:
     needs_budget: bool
     make: Callable[..., RewardFunction]
 
+
+CountedCost = Literal["params", "macs"]
 
 _REWARDS: dict[str, RewardSource] = {}
 
@@ -127,7 +128,7 @@ def accuracy() -> RewardFunction:
 
 
 @register_reward("weighted", "weighted sum of the accuracy term and the compression reached")
-def weighted(*, compression: float = 0.3, measure: Measure = "params") -> RewardFunction:
+def weighted(*, compression: float = 0.3, measure: CountedCost = "params") -> RewardFunction:
     """R = (1 - c) score + c (1 - kept fraction).
 
     Args:
@@ -143,7 +144,7 @@ def weighted(*, compression: float = 0.3, measure: Measure = "params") -> Reward
 
 
 @register_reward("amc", "AMC's -(1 - accuracy) log(cost)")
-def amc(*, measure: Measure = "params") -> RewardFunction:
+def amc(*, measure: CountedCost = "params") -> RewardFunction:
     """R = -(1 - score) log(cost), cost the absolute count (He et al., ECCV 2018, equation 5).
 
     Args:
@@ -158,9 +159,9 @@ def _check_measure(measure: str) -> None:
         raise ConfigError(f"reward.measure must be params or macs, got {measure!r}")
 
 
-def _kept(evaluation: Evaluation, measure: Measure) -> float:
+def _kept(evaluation: Evaluation, measure: CountedCost) -> float:
     return evaluation.params_kept if measure == "params" else evaluation.macs_kept
 
 
-def _count(evaluation: Evaluation, measure: Measure) -> int:
+def _count(evaluation: Evaluation, measure: CountedCost) -> int:
     return evaluation.params if measure == "params" else evaluation.macs

@@ -73,13 +73,18 @@ class ScoreEvaluator:
         """Take over the evaluations of the plans scored so far."""
         self._known = dict(known)
 
-    def _evaluate(self, plan: CompressionPlan) -> Evaluation:
-        key = self.problem.ranks(plan)
-        if key in self._known:
-            return replace(self._known[key], seconds=0.0, cached=True)
-        start = time.perf_counter()
-        self.network.write(dict(zip(self.problem.layer_names, key, strict=True)))
-        score = self._scored(f"the plan with ranks {list(key)}")
+    def known(self, plan: CompressionPlan) -> Evaluation | None:
+        """Return the evaluation of an equal plan that was scored before, if there is one."""
+        found = self._known.get(self.problem.ranks(plan))
+        return None if found is None else replace(found, seconds=0.0, cached=True)
+
+    def value(self, ranks: RanksKey) -> float:
+        """Return the score of the network with the given ranks; see `evaluate` for the errors."""
+        self.network.write(dict(zip(self.problem.layer_names, ranks, strict=True)))
+        return self._scored(f"the plan with ranks {list(ranks)}")
+
+    def record(self, plan: CompressionPlan, score: float, seconds: float) -> Evaluation:
+        """Return and remember the evaluation of a plan with this score, which took so many seconds."""
         params, macs = self.problem.cost(plan)
         evaluation = Evaluation(
             score=score,
@@ -89,10 +94,18 @@ class ScoreEvaluator:
             params_kept=params / self.problem.params,
             macs_kept=macs / self.problem.macs,
             images=self._count,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
         )
-        self._known[key] = evaluation
+        self._known[self.problem.ranks(plan)] = evaluation
         return evaluation
+
+    def _evaluate(self, plan: CompressionPlan) -> Evaluation:
+        known = self.known(plan)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        score = self.value(self.problem.ranks(plan))
+        return self.record(plan, score, time.perf_counter() - start)
 
     def _scored(self, what: str) -> float:
         with torch.no_grad():

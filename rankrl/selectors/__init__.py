@@ -15,6 +15,7 @@ from rankrl.selectors.registry import (
     list_selectors,
     register_selector,
     selector_description,
+    selector_is_seeded,
     selector_options,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "register_selector",
     "reinforcement",
     "selector_description",
+    "selector_is_seeded",
     "selector_options",
     "tpe",
 ]

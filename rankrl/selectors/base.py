@@ -51,11 +51,13 @@ class Selector(ABC):
     Attributes:
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
+        seeded: Whether its proposals depend on the seed.
         options: All options it has, defaults too; part of a search's identity when it is resumed.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
+    seeded: ClassVar[bool] = True
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         self.problem = problem

@@ -35,6 +35,8 @@ def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
 class OneShot(Selector):
     """Proposes the plan of one heuristic and is done."""
 
+    seeded = False
+
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         self._choices = heuristic_choices(problem, self.name)

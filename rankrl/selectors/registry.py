@@ -39,6 +39,15 @@ def selector_description(name: str) -> str:
     return _find(name).description
 
 
+def selector_is_seeded(name: str) -> bool:
+    """Return whether a selector's proposals depend on the seed.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    return _find(name).seeded
+
+
 def selector_options(name: str) -> dict[str, Any]:
     """Return a selector's own options, by name, with their defaults.
 

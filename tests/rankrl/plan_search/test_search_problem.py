@@ -55,7 +55,7 @@ def test_budgets_that_cannot_be_kept_are_refused(small_problem, small_network) -
             SearchProblem.from_model(small_network, small_problem.curves, SHAPE, params=params)
     with pytest.raises(DecompositionError, match="the least is"):
         SearchProblem.from_model(small_network, small_problem.curves, SHAPE, params=0.01)
-    with pytest.raises(ConfigError, match="both set"):
+    with pytest.raises(ConfigError, match="are all set"):
         SearchProblem.from_model(small_network, small_problem.curves, SHAPE, params=0.5, macs=0.5)
 
 

@@ -1,0 +1,191 @@
+"""Latencies of single layers at their candidate ranks in onnxruntime, for budgets in time.
+
+All candidates of a layer stand beside its dense form in one graph, which is traced once and cut into one
+graph for each; these are timed in turns. Layers of the same geometry and candidates are measured once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.utils
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from decomposition import DecompositionError, LatencyTable, RankCurve, get_format, inspect_layers
+from decomposition.formats import Ranks
+from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
+from rankrl.export.latency import measure_latency
+from rankrl.export.onnx_file import export_onnx
+from rankrl.export.session import open_session
+
+log = logging.getLogger(__name__)
+
+_WARM_UP = 3
+_LARGEST_SHARE = 0.98
+"""The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
+
+
+def measure_layer_latencies(
+    model: nn.Module,
+    curves: Sequence[RankCurve],
+    input_shape: Sequence[int],
+    *,
+    batch: int = 64,
+    threads: int = 1,
+    runs: int = 15,
+    folder: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LatencyTable:
+    """Measure every candidate of every layer, and the whole dense network.
+
+    Measured alone, a layer pays for conversions of the memory layout that a network makes once; the layers'
+    times are therefore scaled so that the dense ones fit into the dense network's time.
+
+    Args:
+        model: The dense network.
+        curves: The candidates of its layers.
+        input_shape: Shape of one input without the batch axis.
+        batch: Inputs of a forward pass.
+        threads: Threads of onnxruntime.
+        runs: Timed passes of each candidate.
+        folder: Where tables are kept, one for each machine, model and setting; None keeps none.
+        progress: Called with each measured layer's name.
+
+    Returns:
+        Milliseconds for one batch.
+
+    Raises:
+        ExportError: A layer or the network cannot be exported.
+    """
+    specs = {spec.name: spec for spec in inspect_layers(model, input_shape)}
+    conditions = _conditions(batch, threads)
+    path = None if folder is None else folder / f"{_key(curves, specs, conditions, runs)}.json"
+    if path is not None and path.exists():
+        try:
+            return LatencyTable.load(path)
+        except DecompositionError:
+            log.warning("%s is damaged; latencies are measured anew", path)
+    modules = dict(model.named_modules())
+    known: dict[str, dict[Ranks, float]] = {}
+    layers: dict[str, dict[Ranks, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for curve in curves:
+            module = modules[curve.spec.name]
+            if not is_decomposable_module(module):
+                raise TypeError(f"layer {curve.spec.name!r} is a {type(module).__name__}")
+            geometry = _geometry(curve)
+            if geometry not in known:
+                known[geometry] = _measure(curve, module, Path(scratch), batch, threads, runs)
+            layers[curve.spec.name] = known[geometry]
+            if progress is not None:
+                progress(curve.spec.name)
+        dense = Path(scratch) / "network.onnx"
+        export_onnx(model, dense, tuple(input_shape))
+        whole = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
+    table = _fitted(layers, whole, conditions)
+    if path is not None and folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        table.save(path)
+    return table
+
+
+class _Candidates(nn.Module):
+    """The dense layer and its candidates side by side, each with an output of its own."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.relu(layer(x)) for layer in self.layers)
+
+
+def _measure(
+    curve: RankCurve, dense: DecomposableModule, folder: Path, batch: int, threads: int, runs: int
+) -> dict[Ranks, float]:
+    """Return the median milliseconds of every candidate, all calls of the layer together."""
+    spec = curve.spec
+    layers: list[nn.Module] = []
+    for entry in curve.entries:
+        if entry.format is None:
+            layers.append(dense)
+            continue
+        layer = get_format(entry.format).build(dense, spec, entry.modes(spec), entry.ranks)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        layers.append(layer)
+    times = np.zeros(len(layers))
+    for size in spec.input_sizes:
+        shape = (*size, spec.in_channels) if spec.kind == "linear" else (spec.in_channels, *size)
+        path = folder / "layer.onnx"
+        sample = torch.zeros(batch, *shape)
+        export_onnx(_Candidates(layers), path, shape, sample=sample, dynamic_batch=False)
+        times += _time_outputs(path, (batch, *shape), threads, runs)
+    return {entry.ranks: float(time) for entry, time in zip(curve.entries, times, strict=True)}
+
+
+def _time_outputs(path: Path, shape: tuple[int, ...], threads: int, runs: int) -> np.ndarray:
+    """Return the median milliseconds of each output of a file, timed in turns."""
+    whole = onnx.load(path)
+    extractor = onnx.utils.Extractor(whole)
+    entry = whole.graph.input[0].name
+    sessions = []
+    for output in whole.graph.output:
+        onnx.save(extractor.extract_model([entry], [output.name]), path)
+        sessions.append(open_session(path, threads=threads))
+    inputs = {entry: np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
+    times = np.zeros((runs, len(sessions)))
+    for turn in range(-_WARM_UP, runs):
+        for position, session in enumerate(sessions):
+            start = time.perf_counter_ns()
+            session.run(None, inputs)
+            if turn >= 0:
+                times[turn, position] = (time.perf_counter_ns() - start) / 1e6
+    return np.median(times, axis=0)
+
+
+def _fitted(layers: dict[str, dict[Ranks, float]], whole: float, conditions: str) -> LatencyTable:
+    """Scale the layers' times so that the dense ones leave something of the network's time for the rest."""
+    dense = sum(times[()] for times in layers.values())
+    factor = min(1.0, _LARGEST_SHARE * whole / dense)
+    scaled = {
+        name: {ranks: factor * value for ranks, value in times.items()} for name, times in layers.items()
+    }
+    return LatencyTable(scaled, rest=whole - factor * dense, conditions=conditions)
+
+
+def _conditions(batch: int, threads: int) -> str:
+    return f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {_processor()}, ms"
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _geometry(curve: RankCurve) -> str:
+    """Return all that a layer's latencies depend on: equal texts, equal times."""
+    nameless = replace(curve.spec, name="", index=0, batch_norm=None)
+    entries = [(entry.format, entry.ranks, str(entry.factors)) for entry in curve.entries]
+    return repr((nameless, entries))
+
+
+def _key(curves: Sequence[RankCurve], specs: dict[str, LayerSpec], conditions: str, runs: int) -> str:
+    content = [conditions, str(runs), *map(repr, specs.values())]
+    content += [f"{curve.spec.name} {_geometry(curve)}" for curve in curves]
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]

@@ -1,0 +1,301 @@
+"""Which reward tells best how accurate a plan will be after fine-tuning?
+
+    OMP_NUM_THREADS=2 RANKRL_DATA=data python scripts/reward_fidelity.py --checkpoint cifar10-resnet20.th \
+        --format tucker --params 0.25 --plans 24 --epochs 2 --output docs/benchmarks.md
+
+Draws random plans at one budget: greedy's importances changed by noise of growing scale, so that rewards
+spread widely and also cluster near the best. Scores every plan with every reward (fits to the weights, to the
+data, to the data with batch-norm statistics re-estimated; accuracy, agreement, soft agreement; plain and
+augmented held-out images), carries it out layer by layer, fine-tunes it with the dense network as teacher,
+and correlates (Spearman) rewards with accuracies after fine-tuning, over all plans and among the best
+quarter. Every finished plan is a line in the file of `--rows`; a killed run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import hashlib
+import io
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from decomposition import CompressionPlan, FitLibrary, apply_plan, list_formats
+from rankrl.data import ImageData, load_dataset
+from rankrl.envs.actions import ImportanceMap
+from rankrl.files import write_atomically
+from rankrl.models import create_model, list_models, load_checkpoint
+from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
+from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.report import collect_setup
+from rankrl.report.markdown import write_section
+from rankrl.training import TrainingRecipe, accuracy, train
+from rankrl.workflow.choose import (
+    CALIBRATION_BATCH,
+    CandidateOptions,
+    calibration_images,
+    fit_candidates,
+)
+from rankrl.workflow.measure import test_accuracy
+
+FITS: dict[str, Statistics] = {
+    "weights": "corrected",
+    "weights + BN": "reestimated",
+    "data": "corrected",
+    "data + BN": "reestimated",
+}
+AFTER = ("heldout_finetuned", "test_finetuned")
+# Log-importances of the plan changed most; the first plan is greedy's own.
+WIDEST_NOISE = 4.0
+ATTEMPTS = 200
+
+Row = dict[str, float]
+
+
+def reward_names() -> list[str]:
+    """Return the columns of the rewards: fit, images and term."""
+    images = ("plain", "augmented")
+    return [f"{fit}, {which}, {term}" for fit in FITS for which in images for term in get_args(Term)]
+
+
+def draw_plans(problem: SearchProblem, count: int, seed: int) -> list[CompressionPlan]:
+    """Return different plans that spend the budget, from greedy's own to far from it.
+
+    Args:
+        problem: The search problem; it has a budget.
+        count: How many plans.
+        seed: Seed of the noise.
+
+    Raises:
+        ValueError: There are not so many different plans near enough.
+    """
+    generator = np.random.default_rng(seed)
+    importance = ImportanceMap(problem, scale=1.0)
+    found: dict[RanksKey, CompressionPlan] = {}
+    for number in range(count):
+        # Squared, so that half of the plans lie within a quarter of the widest noise.
+        scale = WIDEST_NOISE * (number / max(1, count - 1)) ** 2
+        for attempt in range(ATTEMPTS):
+            # Noise so small that it changes nothing is widened until it does.
+            noise = (scale + 0.01 * attempt) * generator.standard_normal(len(problem.curves))
+            plan = problem.plan(importance.allocate(noise), "noise")
+            if problem.ranks(plan) not in found:
+                found[problem.ranks(plan)] = plan
+                break
+        else:
+            raise ValueError(f"found only {len(found)} different plans at this budget; lower --plans")
+    return list(found.values())
+
+
+class Rewards:
+    """All rewards of a plan.
+
+    Args:
+        model: The dense network.
+        libraries: Fits to the `weights` and to the `data`.
+        problem: The search problem.
+        data: The dataset; its held-out images score plans.
+    """
+
+    def __init__(
+        self, model: nn.Module, libraries: Mapping[str, FitLibrary], problem: SearchProblem, data: ImageData
+    ) -> None:
+        self._problem = problem
+        self._evaluators = {
+            (fit, augmented): PlanEvaluator(
+                model,
+                libraries[fit.partition(" ")[0]],
+                problem,
+                data.heldout,
+                mean=data.mean,
+                std=data.std,
+                augmentation=data.augmentation,
+                options=EvaluatorOptions(augmented=augmented, statistics=statistics),
+            )
+            for fit, statistics in FITS.items()
+            for augmented in (False, True)
+        }
+
+    def __call__(self, plan: CompressionPlan) -> Row:
+        """Return the rewards of a plan by `reward_names`."""
+        ranks = self._problem.ranks(plan)
+        row = {}
+        for (fit, augmented), evaluator in self._evaluators.items():
+            logits = evaluator.forward(ranks, 0, evaluator.batches)
+            for term in get_args(Term):
+                row[f"{fit}, {'augmented' if augmented else 'plain'}, {term}"] = evaluator.term(logits, term)
+        return row
+
+
+def tuned_accuracies(
+    model: nn.Module, plan: CompressionPlan, images: torch.Tensor, data: ImageData, recipe: TrainingRecipe
+) -> Row:
+    """Return held-out and test accuracy of a plan before and after fine-tuning."""
+    network = apply_plan(model, plan, images)
+
+    def measured(when: str) -> Row:
+        network.cpu()
+        return {
+            f"heldout_{when}": accuracy(network, data.heldout, mean=data.mean, std=data.std),
+            f"test_{when}": test_accuracy(network, data),
+        }
+
+    before = measured("compressed")
+    train(network, data, recipe, teacher=model)
+    model.cpu()
+    return before | measured("finetuned")
+
+
+def finished_rows(path: Path, setup: str) -> list[Row]:
+    """Read the rows of a run that was killed.
+
+    Raises:
+        ValueError: They belong to a run with other options.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if any(row["setup"] != setup for row in rows):
+        raise ValueError(f"{path} belongs to a run with other options; choose another file with --rows")
+    return [{key: float(value) for key, value in row.items() if key != "setup"} for row in rows]
+
+
+def save_rows(path: Path, rows: Sequence[Row], setup: str) -> None:
+    """Write all rows, atomically."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["setup", *rows[0]], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"setup": setup, **row} for row in rows)
+    write_atomically(path, text.getvalue())
+
+
+def correlations(rows: Sequence[Row], reward: str) -> Iterator[float]:
+    """Yield Spearman's correlation with each accuracy of `AFTER`: over all plans, and the best quarter."""
+    for after in AFTER:
+        ordered = sorted(rows, key=lambda row: -row[after])
+        for chosen in (ordered, ordered[: max(3, len(rows) // 4)]):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # equal rewards everywhere: the correlation is nan
+                pairs = [row[reward] for row in chosen], [row[after] for row in chosen]
+                yield float(spearmanr(*pairs).statistic)
+
+
+def report(rows: Sequence[Row], epochs: int) -> str:
+    """Return the table of correlations and a line on the plans."""
+    tuned = [100 * row["test_finetuned"] for row in rows]
+    before = [100 * row["test_compressed"] for row in rows]
+    lines = [
+        f"{len(rows)} plans; test accuracy {min(before):.1f} to {max(before):.1f} % after the sequential "
+        f"refit, {min(tuned):.1f} to {max(tuned):.1f} % after {epochs} epochs of fine-tuning.",
+        "",
+        "Spearman correlation of reward and accuracy after fine-tuning (best quarter: by that accuracy):",
+        "",
+        "| fit | images | term | held-out, all | held-out, best quarter | test, all | test, best quarter |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for name in [*reward_names(), "heldout_compressed"]:
+        cells = " | ".join("–" if np.isnan(value) else f"{value:.2f}" for value in correlations(rows, name))
+        title = name.replace(", ", " | ") if ", " in name else "sequential refit | plain | accuracy"
+        lines.append(f"| {title} | {cells} |")
+    return "\n".join(lines)
+
+
+def measure(options: argparse.Namespace, setup: str) -> list[Row]:
+    """Return the rows of all plans, computing those that are missing."""
+    rows = finished_rows(options.rows, setup)
+    if len(rows) >= options.plans:
+        return rows[: options.plans]
+    data = load_dataset(options.dataset, seed=options.seed, heldout=options.heldout)
+    model = create_model(options.model, input_shape=data.input_shape, num_classes=data.classes)
+    load_checkpoint(model, options.checkpoint)
+    model.eval()
+    images = calibration_images(data, options.calibration, seed=options.seed)
+    candidates = CandidateOptions(options.format)
+    fitted = fit_candidates(model, images.split(CALIBRATION_BATCH), candidates, cache=None, seed=options.seed)
+    libraries = {"data": fitted, "weights": FitLibrary(model, list(fitted.specs.values()), options.format)}
+    curves = fitted.curves(limit=candidates.candidates)
+    problem = SearchProblem.from_model(model, curves, data.input_shape, params=options.params, library=fitted)
+    plans = draw_plans(problem, options.plans, options.seed)
+    rewards = Rewards(model, libraries, problem, data)
+    if options.images is not None:
+        order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(options.seed))
+        data = dataclasses.replace(data, train=data.train.subset(order[: options.images]))
+    recipe = TrainingRecipe(
+        epochs=options.epochs, lr=options.lr, distillation=0.9, restore_best=False, seed=options.seed
+    )
+    for number, plan in list(enumerate(plans))[len(rows) :]:
+        row = {"plan": float(number), **rewards(plan), **tuned_accuracies(model, plan, images, data, recipe)}
+        rows.append(row)
+        save_rows(options.rows, rows, setup)
+        reward = row["data, augmented, accuracy"]
+        print(
+            f"plan {number + 1} of {len(plans)}: reward {reward:.3f}, test accuracy "
+            f"{row['test_compressed']:.4f}, fine-tuned {row['test_finetuned']:.4f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="weights of the network")
+    parser.add_argument("--model", choices=list_models(), default="resnet20")
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--format", choices=list_formats(), default="tucker")
+    parser.add_argument("--params", type=float, default=0.25, help="kept fraction of the parameters")
+    parser.add_argument("--plans", type=int, default=24)
+    parser.add_argument("--epochs", type=int, default=2, help="epochs of fine-tuning (default 2)")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of fine-tuning (default 1e-4)")
+    parser.add_argument("--images", type=int, help="training images of fine-tuning (default all)")
+    parser.add_argument("--heldout", type=int, default=5000, help="held-out images (default 5000)")
+    parser.add_argument("--calibration", type=int, default=768, help="images that layers are fitted on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=Path, default=Path("reward_fidelity.csv"), help="table of the plans")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    options = parser.parse_args(arguments)
+    if min(options.plans - 2, options.epochs, options.heldout, options.calibration) < 1:
+        parser.error("--plans must be at least 3; --epochs, --heldout and --calibration at least 1")
+    if options.images is not None and options.images < 1:
+        parser.error("--images must be at least 1")
+    return options
+
+
+def main() -> None:
+    """Run, print and perhaps save the table."""
+    options = parse()
+    # Plans drawn depend on how many there are, so that belongs to the setup too.
+    deciding = {key: str(value) for key, value in vars(options).items() if key not in ("rows", "output")}
+    setup = hashlib.sha256(repr(sorted(deciding.items())).encode()).hexdigest()[:12]
+    rows = measure(options, setup)
+    words = [options.checkpoint.name if word == str(options.checkpoint) else word for word in sys.argv]
+    if "--rows" in words:
+        del words[words.index("--rows") : words.index("--rows") + 2]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(words)}"
+    machine = collect_setup([], options.seed)
+    text = "\n\n".join(
+        [f"`{command}`", f"{machine['Processor']}, torch {torch.__version__}", report(rows, options.epochs)]
+    )
+    print(text)
+    if options.output:
+        write_section(options.output, "reward_fidelity", "Reward fidelity", text)
+
+
+if __name__ == "__main__":
+    main()

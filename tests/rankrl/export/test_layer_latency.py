@@ -1,0 +1,109 @@
+"""Latency tables of layers are complete, cached, and lead to plans that keep a budget in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rankrl.export.layer_latency
+from decomposition import FitLibrary, FitOptions, LatencyTable, compressible_layers
+from rankrl.errors import ConfigError
+from rankrl.export import measure_layer_latencies
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+
+SHAPE = (3, 12, 12)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 48, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(48, 48, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(48, 48, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(48, 4),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def library(model: nn.Module) -> FitLibrary:
+    return FitLibrary(model, compressible_layers(model, SHAPE), "tucker", options=FitOptions(iterations=0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("latencies")
+
+
+@pytest.fixture(scope="module")
+def table(model: nn.Module, library: FitLibrary, folder: Path) -> LatencyTable:
+    return measure_layer_latencies(model, library.curves(limit=3), SHAPE, batch=4, runs=3, folder=folder)
+
+
+def test_every_candidate_of_every_layer_is_measured(library: FitLibrary, table: LatencyTable) -> None:
+    curves = library.curves(limit=3)
+    assert set(table.layers) == {curve.spec.name for curve in curves}
+    for curve in curves:
+        assert set(table.layers[curve.spec.name]) == {entry.ranks for entry in curve.entries}
+    assert table.rest > 0
+    assert "batch 4" in table.conditions
+    assert "onnxruntime" in table.conditions
+
+
+def test_a_table_is_measured_once(
+    model: nn.Module,
+    library: FitLibrary,
+    table: LatencyTable,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("this should have come from the file")
+
+    monkeypatch.setattr(rankrl.export.layer_latency, "_measure", refuse)
+    curves = library.curves(limit=3)
+    assert measure_layer_latencies(model, curves, SHAPE, batch=4, runs=3, folder=folder) == table
+    with pytest.raises(AssertionError, match="come from the file"):
+        measure_layer_latencies(model, curves, SHAPE, batch=5, runs=3, folder=folder)
+
+
+def test_every_plan_of_the_problem_keeps_the_budget(
+    model: nn.Module, library: FitLibrary, table: LatencyTable
+) -> None:
+    curves = library.curves(limit=3)
+    problem = SearchProblem.from_model(model, curves, SHAPE, latency=0.7, latencies=table, library=library)
+    plan = problem.plan(problem.preset, "greedy")
+    assert problem.measure == "latency"
+    assert problem.latency(plan) <= 0.7 * table.total
+    assert problem.keeps_budget(plan)
+    assert not problem.keeps_budget(problem.plan([len(curve) - 1 for curve in problem.curves], "dense"))
+    for curve in problem.curves:
+        assert all(curve.cost("latency")[:-1] < curve.cost("latency")[-1])
+
+
+def test_the_exported_network_keeps_the_budget(model: nn.Module, library: FitLibrary, folder: Path) -> None:
+    options = LatencyOptions(batch=4, runs=5, folder=folder)
+    budget = LatencyBudget(model, library.curves(limit=3), SHAPE, 0.8, options)
+    problem = budget.problem(library)
+    assert budget.measured(problem.plan(problem.preset, "greedy")) < 1.0
+    assert problem.budget is not None
+    assert problem.budget.fraction <= 0.8
+
+
+def test_senseless_budgets_in_time_are_refused(model: nn.Module, library: FitLibrary) -> None:
+    curves = library.curves(limit=3)
+    with pytest.raises(ConfigError, match="needs measured latencies"):
+        SearchProblem.from_model(model, curves, SHAPE, latency=0.5)
+    with pytest.raises(ConfigError, match=r"budget\.params=0\.5 and budget\.latency=0\.5"):
+        SearchProblem.from_model(model, curves, SHAPE, latency=0.5, params=0.5)
+    problem = SearchProblem.from_model(model, curves, SHAPE, params=0.5)
+    with pytest.raises(ConfigError, match="known only within a budget in time"):
+        problem.latency(problem.plan(problem.preset, "greedy"))

@@ -1,0 +1,247 @@
+"""Workers change when plans are scored, never what comes out; what goes wrong in them is said plainly."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decomposition import FitLibrary, collect_moments, compressible_layers
+from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.plan_search.parallel import ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.run import run_search
+from rankrl.plan_search.workers import LocalWorkers, WorkerError, check_workers, create_pool
+from rankrl.selectors import create_selector
+from rankrl.selectors.random_plans import random_choices
+
+SHAPE = (1, 8, 8)
+NORMALISATION = {"mean": (0.5,), "std": (0.25,)}
+SCORES = """
+import os
+
+def size(network):
+    return sum(float(p.abs().mean()) for p in network.parameters())
+
+def nothing(network):
+    return float("nan")
+
+def deadly(network):
+    if "RANKRL_TEST_PARENT" in os.environ and os.environ["RANKRL_TEST_PARENT"] != str(os.getpid()):
+        os._exit(1)
+    return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    """Made of torch's own layers: what a test defines cannot be imported in another process."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3, padding=1, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.Conv2d(12, 12, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(12, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def library(network: nn.Module) -> FitLibrary:
+    layers = compressible_layers(network, SHAPE)
+    inputs = torch.randn(64, *SHAPE, generator=torch.Generator().manual_seed(2))
+    return FitLibrary(network, layers, "tucker", moments=collect_moments(network, layers, inputs))
+
+
+@pytest.fixture(scope="module")
+def problem(network: nn.Module, library: FitLibrary) -> SearchProblem:
+    return SearchProblem.from_model(network, library.curves(limit=8), SHAPE, params=0.5, library=library)
+
+
+def options() -> EvaluatorOptions:
+    return EvaluatorOptions(term="soft_agreement", halving=Halving(), batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def two_workers(network, library, problem, small_images) -> Iterator[ParallelEvaluator]:
+    with ParallelEvaluator(
+        network, library, problem, small_images, workers=2, options=options(), **NORMALISATION
+    ) as evaluator:
+        yield evaluator
+
+
+@pytest.fixture
+def one_process(network, library, problem, small_images) -> PlanEvaluator:
+    return PlanEvaluator(network, library, problem, small_images, options=options(), **NORMALISATION)
+
+
+@pytest.fixture
+def scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    (tmp_path / "scores_for_workers.py").write_text(SCORES)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("scores_for_workers", None)
+    return importlib.import_module("scores_for_workers")
+
+
+def plans(problem: SearchProblem, count: int) -> list:
+    generator = np.random.default_rng(0)
+    drawn = [problem.plan(random_choices(problem, generator), "test") for _ in range(count)]
+    assert len({problem.ranks(plan) for plan in drawn}) > 1
+    return drawn
+
+
+def lasting(evaluations: list) -> list:
+    return [replace(each, seconds=0.0) for each in evaluations]
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_evaluations_equal_those_of_one_process(two_workers, one_process, problem, together) -> None:
+    two_workers.restore({"first_scores": []}, {})
+    chosen = plans(problem, 8)
+    chosen.append(chosen[0])
+    for start in range(0, len(chosen), together):
+        part = chosen[start : start + together]
+        assert lasting(two_workers.evaluate(part)) == lasting(one_process.evaluate(part))
+    assert two_workers.state() == one_process.state()
+    assert two_workers.fingerprint == one_process.fingerprint
+
+
+@pytest.mark.parametrize("plans_per_step", [1, 3])
+def test_searches_find_the_same_plans(two_workers, one_process, problem, plans_per_step) -> None:
+    two_workers.restore({"first_scores": []}, {})
+    results = [
+        run_search(
+            problem,
+            evaluator,
+            create_selector("local", problem, seed=4, episodes=9, plans_per_step=plans_per_step),
+            episodes=9,
+        )
+        for evaluator in (two_workers, one_process)
+    ]
+    assert results[0].plan == results[1].plan
+    assert lasting(list(results[0].rows)) == lasting(list(results[1].rows))
+
+
+def test_ranks_that_are_no_candidates_are_fitted_once_and_sent(two_workers, one_process, problem) -> None:
+    two_workers.restore({"first_scores": []}, {})
+    candidates = {entry.ranks for entry in problem.curves[1].entries}
+    odd = next((a, b) for a in range(1, 6) for b in range(1, 6) if (a, b) not in candidates)
+    plan = problem.plan_from_ranks(((), odd, (), ()), "test")
+    assert lasting(two_workers.evaluate([plan])) == lasting(one_process.evaluate([plan]))
+
+
+def test_the_users_own_score_runs_in_workers(network, library, problem, scores, monkeypatch) -> None:
+    example = torch.randn(4, *SHAPE)
+
+    def make(score) -> ParallelScoreEvaluator:
+        return ParallelScoreEvaluator(network, library, problem, score, example, workers=1)
+
+    chosen = plans(problem, 3)
+    with make(scores.size) as evaluator:
+        found = evaluator.evaluate([*chosen, chosen[0]])
+        assert len({each.score for each in found}) > 1
+        assert found[3] == replace(found[0], seconds=0.0, cached=True)
+    monkeypatch.setenv("RANKRL_TEST_PARENT", str(os.getpid()))
+    with make(scores.deadly) as evaluator, pytest.raises(WorkerError, match=r"died.*resume"):
+        evaluator.evaluate(chosen)
+
+
+def test_errors_in_a_worker_reach_the_caller() -> None:
+    pool = LocalWorkers(failing_builder, 1)
+    try:
+        with pytest.raises(NonFiniteError, match="cannot be built"):
+            pool.map([1])
+    finally:
+        pool.close()
+
+
+class _FailingBuilder:
+    """Pickled by what it calls, which every process can import."""
+
+    def __reduce__(self) -> tuple:
+        return exec, ("from rankrl.errors import NonFiniteError\nraise NonFiniteError('cannot be built')",)
+
+    def __call__(self) -> None:
+        raise AssertionError
+
+
+failing_builder = _FailingBuilder()
+
+
+def test_what_cannot_be_sent_is_refused_at_once(network, library, problem) -> None:
+    with pytest.raises(ConfigError, match=r"search\.workers=2.*top level of a module"):
+        ParallelScoreEvaluator(network, library, problem, lambda _: 1.0, torch.zeros(2, *SHAPE), workers=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "cluster", "message"),
+    [
+        (0, "local", "search.workers must be a whole number >= 1"),
+        (-1, "local", "got -1"),
+        (2, "locla", "Did you mean 'local'"),
+        (None, "ray", "needs search.workers=N"),
+    ],
+)
+def test_bad_values_are_refused(size, cluster, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_workers(size, cluster)
+
+
+def test_a_missing_ray_is_named() -> None:
+    if importlib.util.find_spec("ray") is not None:
+        pytest.skip("Ray is installed")
+    with pytest.raises(ConfigError, match="extra `ray`"):
+        create_pool(failing_builder, 1, "ray")
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, signal\n"
+        "from rankrl.plan_search.workers import LocalWorkers\n"
+        "import operator\n"
+        "def build():\n"
+        "    return os.getpgid\n"
+        "if __name__ == '__main__':\n"
+        "    pool = LocalWorkers(build, 1)\n"
+        "    pool.map([0])\n"
+        "    print(*pool._executor._processes, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    worker = int(subprocess.run([sys.executable, str(script)], capture_output=True, text=True).stdout)
+    deadline = time.monotonic() + 10
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(worker)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    # In a container without an init process an orphan stays as a zombie.
+    status = Path(f"/proc/{process}/stat")
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_images_are_needed_here_too(network, library, problem) -> None:
+    with pytest.raises(TypeError, match="held-out Images"):
+        ParallelEvaluator(network, library, problem, object(), workers=2, **NORMALISATION)  # type: ignore[arg-type]

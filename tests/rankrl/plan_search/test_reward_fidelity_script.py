@@ -1,0 +1,127 @@
+"""The fidelity script draws plans of every quality, and correlates what it says it does."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from decomposition import FitLibrary
+from rankrl.data import Augmentation, ImageData, TestImages
+from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.problem import SearchProblem
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "reward_fidelity.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reward_fidelity", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_plans_differ_keep_the_budget_and_begin_with_greedys(
+    script: ModuleType, small_problem: SearchProblem
+) -> None:
+    plans = script.draw_plans(small_problem, 8, seed=1)
+    keys = [small_problem.ranks(plan) for plan in plans]
+    assert len(set(keys)) == 8
+    assert all(small_problem.keeps_budget(plan) for plan in plans)
+    assert keys[0] == small_problem.ranks(small_problem.plan(small_problem.preset, "greedy"))
+    assert keys == [small_problem.ranks(plan) for plan in script.draw_plans(small_problem, 8, seed=1)]
+
+
+def test_more_plans_than_there_are_is_refused(script: ModuleType, small_problem: SearchProblem) -> None:
+    with pytest.raises(ValueError, match="lower --plans"):
+        script.draw_plans(small_problem, 5000, seed=1)
+
+
+def test_rewards_are_those_of_the_evaluator(
+    script: ModuleType, small_network, small_library: FitLibrary, small_problem: SearchProblem, small_images
+) -> None:
+    data = ImageData(
+        "small",
+        small_images,
+        small_images,
+        TestImages(small_images),
+        5,
+        (0.5,),
+        (0.25,),
+        Augmentation(padding=1),
+    )
+    bare = FitLibrary(small_network, list(small_library.specs.values()), "tucker")
+    libraries = {"data": small_library, "weights": bare}
+    found = script.Rewards(small_network, libraries, small_problem, data)
+    plan = small_problem.plan(small_problem.preset, "test")
+    row = found(plan)
+    assert list(row) == script.reward_names()
+    evaluator = PlanEvaluator(
+        small_network,
+        small_library,
+        small_problem,
+        small_images,
+        mean=(0.5,),
+        std=(0.25,),
+        options=EvaluatorOptions(term="soft_agreement"),
+    )
+    assert row["data, plain, soft_agreement"] == evaluator(plan).score
+    assert row["weights, plain, soft_agreement"] != row["data, plain, soft_agreement"]
+
+
+def rows(script: ModuleType, count: int = 8) -> list[dict[str, float]]:
+    """Plans whose accuracies rise, whose rewards rise too but for the best quarter, and one that falls."""
+    names = [*script.reward_names(), "heldout_compressed", "test_compressed", *script.AFTER]
+    made = [dict.fromkeys(names, index / count) for index in range(count)]
+    for index, row in enumerate(made):
+        row[names[0]] = -row["test_finetuned"]
+        row[names[1]] = index if index < count - 2 else 2 * count - index
+        row[names[2]] = 1.0
+    return made
+
+
+def test_correlations_and_their_table(script: ModuleType) -> None:
+    made = rows(script, 12)
+    falls, turns, flat, rises = script.reward_names()[:4]
+    assert list(script.correlations(made, rises)) == pytest.approx([1, 1, 1, 1])
+    assert list(script.correlations(made, falls)) == pytest.approx([-1, -1, -1, -1])
+    everywhere, best, *_ = script.correlations(made, turns)
+    assert everywhere > 0.9
+    assert best < 1
+    assert np.isnan(list(script.correlations(made, flat))).all()
+    text = script.report(made, 2)
+    assert "| weights | plain | accuracy | -1.00 | -1.00 | -1.00 | -1.00 |" in text
+    assert "| weights | augmented | accuracy | 1.00 |" in text
+    assert "sequential refit" in text
+
+
+def test_rows_are_read_back_and_never_mixed(script: ModuleType, tmp_path: Path) -> None:
+    path, made = tmp_path / "rows.csv", rows(script)
+    assert script.finished_rows(path, "a") == []
+    script.save_rows(path, made, "a")
+    assert script.finished_rows(path, "a") == made
+    with pytest.raises(ValueError, match="other options"):
+        script.finished_rows(path, "b")
+
+
+def test_finished_plans_are_not_measured_again(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "load_dataset", None)
+    options = script.parse(["--checkpoint", "none.th", "--plans", "8", "--rows", str(tmp_path / "r.csv")])
+    script.save_rows(options.rows, rows(script), "a")
+    assert script.measure(options, "a") == rows(script)
+
+
+def test_bad_options_are_refused(script: ModuleType) -> None:
+    for wrong in (["--plans", "2"], ["--epochs", "0"], ["--images", "0"], ["--format", "cpp"]):
+        with pytest.raises(SystemExit):
+            script.parse(["--checkpoint", "none.th", *wrong])
