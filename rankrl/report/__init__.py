@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from rankrl.report.data import EpisodeRow, LayerRow, RunReport
+from rankrl.plan_search.history import EpisodeRow
+from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.errors import ReportError
+from rankrl.report.gather import gather_runs
 from rankrl.report.provenance import collect_setup
 from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metrics
 from rankrl.report.run_page import run_page
 from rankrl.report.summary import summary_table
+from rankrl.report.sweep_page import sweep_page, write_sweep_report
 from rankrl.report.write import write_report
 
 __all__ = [
@@ -17,9 +20,12 @@ __all__ = [
     "ReportError",
     "RunReport",
     "collect_setup",
+    "gather_runs",
     "read_episodes",
     "read_metrics",
     "run_page",
     "summary_table",
+    "sweep_page",
     "write_report",
+    "write_sweep_report",
 ]

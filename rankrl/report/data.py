@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankrl.plan_search.history import EpisodeRow
 from rankrl.training import EpochRow
 
 WARM_UP_PHASE = "warm-up"
@@ -29,6 +30,7 @@ class LayerRow:
         macs_after: Multiply-accumulates for one input, compressed.
         error: Relative error of the layer, 0 for the dense one; None where it was not measured.
         reason: Why the layer stayed dense; empty for a compressed layer.
+        channels: Output channels kept and of how many; None in a plan that removes none.
     """
 
     name: str
@@ -40,38 +42,12 @@ class LayerRow:
     macs_after: int
     error: float | None = None
     reason: str = ""
+    channels: tuple[int, int] | None = None
 
     @property
     def kept(self) -> float:
         """The fraction of the layer's parameters that is left."""
         return self.params_after / self.params_before
-
-
-@dataclass(frozen=True)
-class EpisodeRow:
-    """One row of `episodes.csv`: one evaluated plan.
-
-    Attributes:
-        episode: Number of the episode, counted from 1.
-        reward: Its reward.
-        accuracy: Accuracy on held-out images, a fraction.
-        params_kept: Fraction of the model's parameters that the plan keeps.
-        macs_kept: Fraction of the model's multiply-accumulates that the plan keeps.
-        best_reward: The largest reward up to here.
-        seconds: Seconds that scoring it took.
-        phase: What the selector was doing: `preset` (greedy's plan), `warm-up`, `policy`, `random`, ...
-        ranks: The plan's ranks as JSON text.
-    """
-
-    episode: int
-    reward: float
-    accuracy: float
-    params_kept: float
-    macs_kept: float
-    best_reward: float
-    seconds: float
-    phase: str
-    ranks: str
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, EpisodeRow, LayerRow
+from rankrl.plan_search.history import EpisodeRow
+from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, LayerRow
 from rankrl.training import EpochRow
 
 PALETTE = {
@@ -24,6 +25,12 @@ PALETTE = {
     "accent": "#2457d6",
     "second": "#c8610a",
     "shade": "#eef1f5",
+    "series-1": "#2456d5",
+    "series-2": "#0d8a72",
+    "series-3": "#c9600b",
+    "series-4": "#9b3fb5",
+    "series-5": "#b3261e",
+    "series-6": "#7a6a00",
 }
 """Colours by role; the page defines a CSS variable of the same name for each."""
 
@@ -33,7 +40,9 @@ WIDE = (9.4, 3.5)
 NARROW = (4.1, 3.3)
 """Size in inches of a figure in a window as narrow as a telephone's."""
 
-_FONT = 8.5
+FONT = 8.5
+"""Size of all text in a figure, in points."""
+
 _FEWEST_AVERAGED = 5
 _AVERAGED_FRACTION = 20
 
@@ -50,7 +59,7 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
     """
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    _style(axes, "episode", "reward")
+    style_axes(axes, "episode", "reward")
     references = [row for row in episodes if row.phase == PRESET_PHASE]
     searched = [row for row in episodes if row.phase != PRESET_PHASE]
     if searched:
@@ -79,7 +88,7 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
             row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label="greedy's plan"
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if size[0] > NARROW[0] else 5))
-    _legend(figure, columns=6 if size[0] > NARROW[0] else 3)
+    upper_legend(figure, columns=6 if size[0] > NARROW[0] else 3)
     return figure
 
 
@@ -101,7 +110,7 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     )
     shares, ranks = panels[0, 0], panels[-1, 0]
     positions = np.arange(len(layers))
-    _style(shares, "", "parameters kept")
+    style_axes(shares, "", "parameters kept")
     shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     for name, colour, dense in (("compressed", "accent", False), ("left dense", "soft", True)):
         chosen = [index for index, row in enumerate(layers) if bool(row.reason) == dense]
@@ -117,13 +126,13 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     step = max(1, int(np.ceil(len(layers) / (width * 4.2))))
     ranks.set_xticks(positions[::step], [row.name for row in layers[::step]], rotation=90)
     ranks.set_xlim(-0.7, len(layers) - 0.3)
-    _legend(figure, columns=3)
+    upper_legend(figure, columns=3)
     return figure
 
 
 def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
     """A dot for each of a layer's ranks, joined from the least to the largest."""
-    _style(axes, "", "rank")
+    style_axes(axes, "", "rank")
     points = [(index, rank) for index, row in enumerate(layers) for rank in sorted(set(row.ranks))]
     spans = [(index, min(row.ranks), max(row.ranks)) for index, row in enumerate(layers) if row.ranks]
     axes.vlines(*zip(*spans, strict=True), color=PALETTE["soft"], linewidth=2.4)
@@ -150,7 +159,7 @@ def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = W
         (left, "held-out accuracy", [row.accuracy for row in epochs], "accent"),
         (right, "training loss", [row.loss for row in epochs], "second"),
     ):
-        _style(axes, "epoch", label)
+        style_axes(axes, "epoch", label)
         marker = "o" if len(epochs) <= 40 else None
         axes.plot(numbers, values, marker=marker, markersize=4, color=PALETTE[colour], linewidth=1.6)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
@@ -164,20 +173,21 @@ def _dashes(count: int) -> list[tuple[int, tuple[int, ...]]]:
     return [styles[index % len(styles)] for index in range(count)]
 
 
-def _style(axes: Axes, x_label: str, y_label: str) -> None:
+def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
     """Light grid, no box, one font size."""
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(PALETTE["muted"])
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=PALETTE["line"], linewidth=0.8)
-    axes.tick_params(colors=PALETTE["muted"], labelsize=_FONT, length=0)
-    axes.set_xlabel(x_label, color=PALETTE["muted"], fontsize=_FONT)
-    axes.set_ylabel(y_label, color=PALETTE["muted"], fontsize=_FONT)
+    axes.tick_params(colors=PALETTE["muted"], labelsize=FONT, length=0)
+    axes.set_xlabel(x_label, color=PALETTE["muted"], fontsize=FONT)
+    axes.set_ylabel(y_label, color=PALETTE["muted"], fontsize=FONT)
     axes.patch.set_visible(False)
 
 
-def _legend(figure: Figure, *, columns: int) -> None:
+def upper_legend(figure: Figure, *, columns: int) -> None:
+    """The legend of the first panel, above all of them."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(
         handles,
@@ -185,7 +195,7 @@ def _legend(figure: Figure, *, columns: int) -> None:
         loc="outside upper left",
         ncols=columns,
         frameon=False,
-        fontsize=_FONT,
+        fontsize=FONT,
         labelcolor=PALETTE["ink"],
         handlelength=1.6,
         columnspacing=1.4,

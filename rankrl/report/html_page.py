@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
@@ -11,13 +12,40 @@ from matplotlib.figure import Figure
 from rankrl.report.svg import inline_svg
 
 
-def page(title: str, header: str, sections: Sequence[str]) -> str:
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a sortable table.
+
+    Attributes:
+        text: What it shows, plain text.
+        value: What it is sorted by; None stands at the end.
+        link: Where it leads, or None.
+    """
+
+    text: str
+    value: float | str | None = None
+    link: str | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The value as an attribute."""
+        return "" if self.value is None else f' data-value="{escape(str(self.value))}"'
+
+    @property
+    def content(self) -> str:
+        """The text, linked where it leads somewhere."""
+        text = escape(self.text)
+        return text if self.link is None else f'<a href="{escape(self.link)}">{text}</a>'
+
+
+def page(title: str, header: str, sections: Sequence[str], *, script: str = "") -> str:
     """A complete document with its style inside.
 
     Args:
         title: The page's title, plain text.
         header: HTML for the top of the page.
         sections: HTML of each section; empty ones are left out.
+        script: JavaScript to run at the end of the page, if any.
 
     Returns:
         The document.
@@ -30,7 +58,9 @@ def page(title: str, header: str, sections: Sequence[str]) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
         f"<header>\n{header}\n</header>\n<main>\n{body}\n</main>\n"
-        "<footer>Written by rankrl.</footer>\n</body>\n</html>\n"
+        "<footer>Written by rankrl.</footer>\n"
+        + (f"<script>\n{script}</script>\n" if script else "")
+        + "</body>\n</html>\n"
     )
 
 
@@ -78,21 +108,55 @@ def table(
     Returns:
         A `<table>` in a scrolling region that the keyboard can reach.
     """
+    cells = [[Cell(text) for text in row] for row in rows]
+    return _table(caption, columns, cells, text_columns, "<table>")
 
+
+def sortable_table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    text_columns: Sequence[int] = (0,),
+) -> str:
+    """A table that the page's script sorts by the column whose title is clicked.
+
+    Args:
+        caption: What the table holds, plain text.
+        columns: Titles of the columns, plain text.
+        rows: Cells of each row; the first cell is the row's heading.
+        text_columns: Columns of words, which are set flush left and sorted as text.
+
+    Returns:
+        A `<table>` in a scrolling region that the keyboard can reach.
+    """
+    return _table(caption, columns, rows, text_columns, '<table class="sortable">')
+
+
+def _table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    text_columns: Sequence[int],
+    opening: str,
+) -> str:
     def kind(index: int) -> str:
         return ' class="text"' if index in text_columns else ""
 
     head = "".join(f'<th scope="col"{kind(index)}>{escape(name)}</th>' for index, name in enumerate(columns))
     body = "\n".join(
-        f'<tr><th scope="row"{kind(0)}>{escape(row[0])}</th>'
-        + "".join(f"<td{kind(index)}>{escape(cell)}</td>" for index, cell in enumerate(row[1:], start=1))
+        f'<tr><th scope="row"{kind(0)}{row[0].attribute}>{row[0].content}</th>'
+        + "".join(
+            f"<td{kind(index)}{cell.attribute}>{cell.content}</td>"
+            for index, cell in enumerate(row[1:], start=1)
+        )
         + "</tr>"
         for row in rows
     )
     return (
         f'<p class="caption">{escape(caption)}</p>\n'
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}">\n'
-        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>"
+        f"{opening}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>"
     )
 
 

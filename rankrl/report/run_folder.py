@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rankrl.report.data import EpisodeRow
+from rankrl.plan_search.history import EpisodeRow
 from rankrl.report.errors import ReportError
 
 EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow))
@@ -83,10 +83,13 @@ def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
     return EpisodeRow(
         episode=int(number("episode")),
         reward=number("reward"),
+        score=number("score"),
         accuracy=number("accuracy"),
         params_kept=number("params_kept"),
         macs_kept=number("macs_kept"),
         best_reward=number("best_reward"),
+        images=int(number("images")),
+        cached=row["cached"] == str(True),
         seconds=number("seconds"),
         phase=row["phase"] or "",
         ranks=row["ranks"] or "",

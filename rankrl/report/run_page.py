@@ -57,7 +57,7 @@ def run_title(metrics: Mapping[str, Any]) -> str:
 def _header(title: str, metrics: Mapping[str, Any]) -> str:
     parts = [
         str(metrics[key]).replace("_", " ")
-        for key in ("task", "decomposition", "selector")
+        for key in ("task", "pruner", "decomposition", "selector")
         if metrics.get(key)
     ]
     if metrics.get("seed") is not None:
@@ -151,10 +151,12 @@ def _layers(report: RunReport) -> str:
         caption,
     )
     ranked = any(row.ranks for row in report.layers)
+    pruned = any(row.channels for row in report.layers)
     measured = any(row.error is not None for row in report.layers)
     columns = [
         "Layer",
         "Shape",
+        *(["Channels kept"] if pruned else []),
         *(["Ranks"] if ranked else []),
         "Parameters before",
         "Parameters after",
@@ -164,15 +166,19 @@ def _layers(report: RunReport) -> str:
         *(["Relative error"] if measured else []),
         *(["Left dense because"] if dense else []),
     ]
-    rows = [_layer_cells(row, ranked=ranked, measured=measured, dense=dense > 0) for row in report.layers]
+    rows = [
+        _layer_cells(row, pruned=pruned, ranked=ranked, measured=measured, dense=dense > 0)
+        for row in report.layers
+    ]
     text_columns = (0, len(columns) - 1) if dense else (0,)
     return f"{drawing}\n{table('Every layer, before and after.', columns, rows, text_columns=text_columns)}"
 
 
-def _layer_cells(row: LayerRow, *, ranked: bool, measured: bool, dense: bool) -> list[str]:
+def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, dense: bool) -> list[str]:
     return [
         row.name,
         "×".join(map(str, row.shape)),
+        *([UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)] if pruned else []),
         *([", ".join(map(str, row.ranks)) or UNKNOWN] if ranked else []),
         format_count(row.params_before),
         format_count(row.params_after),

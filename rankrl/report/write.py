@@ -55,15 +55,16 @@ def write_report(
     page = folder / "report.html"
     document = run_page(report)
     if report.episodes:
-        _save(reward_figure(report.episodes), folder / "plots" / "reward.png")
+        save_figure(reward_figure(report.episodes), folder / "plots" / "reward.png")
     if report.layers:
-        _save(layers_figure(report.layers), folder / "plots" / "layers.png")
+        save_figure(layers_figure(report.layers), folder / "plots" / "layers.png")
     if report.epochs:
-        _save(fine_tuning_figure(report.epochs), folder / "plots" / "finetune.png")
+        save_figure(fine_tuning_figure(report.epochs), folder / "plots" / "finetune.png")
     write_atomically(page, document)
     return page
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, atomically."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=_DOTS_PER_INCH, facecolor="white")

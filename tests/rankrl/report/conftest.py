@@ -69,13 +69,16 @@ def make_episodes(count: int = 120) -> list[EpisodeRow]:
             EpisodeRow(
                 episode=episode,
                 reward=reward,
+                score=reward,
                 accuracy=min(1.0, reward + 0.02),
                 params_kept=0.4,
                 macs_kept=0.48,
                 best_reward=best,
+                images=2000,
+                cached=episode % 7 == 6,
                 seconds=0.6,
                 phase=phase,
-                ranks=json.dumps({"conv1": [3, 3, 3], "layer1.0.conv1": [4, 5, 4]}),
+                ranks=json.dumps([[3, 3, 3], [4, 5, 4]]),
             )
         )
     return rows

@@ -56,9 +56,9 @@ def test_damaged_metrics_are_refused(run_folder: Path, content: str) -> None:
     [
         (lambda text: text.replace("reward,", "prize,", 1), "lacks the columns reward"),
         (lambda text: "", "lacks the columns"),
-        (lambda text: text + "7,nan,1,1,1,1,1,search,{}\n", r"line 122: reward is 'nan'"),
-        (lambda text: text + "7,0.5\n", r"line 122: accuracy is None"),
-        (lambda text: text + "x,0.5,1,1,1,1,1,search,{}\n", r"line 122: episode is 'x'"),
+        (lambda text: text + "7,nan,1,1,1,1,1,9,False,1,search,[]\n", r"line 122: reward is 'nan'"),
+        (lambda text: text + "7,0.5\n", r"line 122: score is None"),
+        (lambda text: text + "x,0.5,1,1,1,1,1,9,False,1,search,[]\n", r"line 122: episode is 'x'"),
     ],
 )
 def test_damaged_episodes_are_refused(run_folder: Path, damage: Callable[[str], str], message: str) -> None:

@@ -1,0 +1,80 @@
+"""The page and the files of a comparison of choosers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rankrl.files import write_atomically
+from rankrl.report.comparison import ComparisonRow, comparison_cells, comparison_csv, comparison_markdown
+from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
+from rankrl.report.figures import NARROW, WIDE
+from rankrl.report.html_page import facts, figure, page, section, table
+from rankrl.report.run_page import run_title
+from rankrl.report.stages import number
+from rankrl.report.write import save_figure
+
+_CAPTION = (
+    "Every chooser had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
+    "over the seeds. The test set chose nothing. Best reward first."
+)
+
+
+def comparison_page(
+    rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
+) -> str:
+    """Write the page of a comparison as one self-contained HTML document.
+
+    Args:
+        rows: The searches, at least one.
+        metrics: The content of `metrics.json`.
+        setup: What the run was made with, from `collect_setup`.
+    """
+    title = f"Choosers compared: {run_title(metrics)}"
+    baseline = number(metrics, "baseline", "accuracy")
+    columns, cells = comparison_cells(rows)
+    sections = [
+        section("Result", table(_CAPTION, columns, cells)),
+        section(
+            "Search",
+            figure(
+                rewards_figure(rows, WIDE),
+                rewards_figure(rows, NARROW),
+                "rewards",
+                "Best reward so far of every chooser over the episodes; the table holds the last values.",
+                "Mean over the seeds; the band spans them. Dashed: choosers with a single plan.",
+            ),
+        ),
+        section(
+            "Test accuracy",
+            figure(
+                accuracies_figure(rows, baseline, WIDE),
+                accuracies_figure(rows, baseline, NARROW),
+                "accuracies",
+                "Test accuracy of every search's plan. The table above holds the means.",
+                "One dot for each search.",
+            ),
+        ),
+        section("Setup", facts(setup)),
+    ]
+    return page(title, f"<h1>{escape(title)}</h1>", sections)
+
+
+def write_comparison(
+    folder: Path, rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
+) -> Path:
+    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    write_atomically(folder / "compare.csv", comparison_csv(rows))
+    write_atomically(folder / "compare.md", comparison_markdown(rows))
+    save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
+    baseline = number(metrics, "baseline", "accuracy")
+    save_figure(accuracies_figure(rows, baseline), folder / "plots" / "accuracies.png")
+    document = folder / "report.html"
+    write_atomically(document, comparison_page(rows, metrics, setup))
+    return document

@@ -1,0 +1,145 @@
+"""Gathering the runs below a folder: finished, failed and unfinished ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rankrl.report.errors import ReportError
+from rankrl.report.run_folder import read_metrics
+from rankrl.report.stages import Stage, stages
+
+Status = Literal["finished", "failed", "unfinished"]
+
+# Tasks that compute nothing to compare.
+_NO_RUNS = ("report", "inspect")
+_CONFIGURATION = Path("state", "configuration.json")
+
+
+@dataclass(frozen=True)
+class GatheredRun:
+    """One run of many.
+
+    Attributes:
+        folder: Its folder, relative to the one that was searched.
+        status: Whether it has ended, ended with an error, or neither.
+        error: What it failed with, one paragraph; empty where it did not fail.
+        metrics: The content of its `metrics.json`, as far as the run got.
+        config: Its configuration, as far as it was recorded.
+        stages: Baseline, compressed and fine-tuned, as far as the run went.
+        has_page: Whether it has a page of its own.
+    """
+
+    folder: Path
+    status: Status
+    error: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    has_page: bool = False
+
+    @property
+    def baseline(self) -> Stage | None:
+        """The dense network."""
+        return self.stages[0] if self.stages and self.stages[0].name == "Baseline" else None
+
+    @property
+    def final(self) -> Stage | None:
+        """The compressed network as the run left it; None where the run compressed nothing."""
+        last = self.stages[-1] if self.stages else None
+        return None if last is None or last.name == "Baseline" else last
+
+    @property
+    def method(self) -> str:
+        """The tensor format, the pruner, or both."""
+        names = [str(self.metrics[key]) for key in ("pruner", "decomposition") if self.metrics.get(key)]
+        if not names:
+            pruned = self.config.get("task") == "prune"
+            group, key = ("pruner", "name") if pruned else ("decomposition", "format")
+            names = [str(self._configured(group, key) or "")]
+        return " + ".join(names)
+
+    @property
+    def budget(self) -> str:
+        """The budget as text: `params 0.5`."""
+        budget = self.config.get("budget")
+        if not isinstance(budget, Mapping):
+            return ""
+        return ", ".join(f"{name} {value:g}" for name, value in budget.items() if isinstance(value, float))
+
+    def named(self, key: str) -> str:
+        """A plain value of the metrics (model, dataset, selector) as text; empty where there is none."""
+        value = self.metrics.get(key)
+        return "" if value is None else str(value)
+
+    def _configured(self, group: str, key: str) -> Any:
+        content = self.config.get(group)
+        return content.get(key) if isinstance(content, Mapping) else None
+
+
+def gather_runs(folder: str | Path) -> list[GatheredRun]:
+    """Read all runs below a folder.
+
+    Args:
+        folder: A sweep's folder, or any that holds run folders.
+
+    Returns:
+        The runs, by their folders' names. A damaged run counts as failed.
+
+    Raises:
+        ReportError: There is no such folder, it holds no run, or it is one run itself.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ReportError(f"there is no folder {folder}; give the folder of a sweep with runs=FOLDER")
+    if _is_run(folder):
+        raise ReportError(
+            f"{folder} is one run, whose page is {folder / 'report.html'}; give the folder above it with "
+            "runs=FOLDER"
+        )
+    runs = [_read(path, folder) for path in _run_folders(folder)]
+    found = [run for run in runs if run.config.get("task") not in _NO_RUNS]
+    if not found:
+        raise ReportError(f"there is no run below {folder}; give the folder of a sweep with runs=FOLDER")
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("metrics.json", "error.json", str(_CONFIGURATION)))
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the topmost run folders below a folder, sorted."""
+    for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+        if _is_run(path):
+            yield path
+        else:
+            yield from _run_folders(path)
+
+
+def _read(path: Path, above: Path) -> GatheredRun:
+    folder = path.relative_to(above)
+    config = _object(path / _CONFIGURATION).get("config")
+    config = config if isinstance(config, dict) else {}
+    page = (path / "report.html").is_file()
+    if not (path / "metrics.json").is_file():
+        failed = (path / "error.json").is_file()
+        error = str(_object(path / "error.json").get("error", "")) if failed else ""
+        return GatheredRun(folder, "failed" if failed else "unfinished", error, config=config)
+    try:
+        metrics = read_metrics(path)
+        return GatheredRun(folder, "finished", "", metrics, config, tuple(stages(metrics)), page)
+    except ReportError as error:
+        return GatheredRun(folder, "failed", str(error), config=config)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one where it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

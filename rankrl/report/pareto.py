@@ -1,0 +1,150 @@
+"""The Pareto front of accuracy and cost, and its plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from rankrl.report.figures import FONT, NARROW, PALETTE, style_axes, upper_legend
+from rankrl.report.gather import GatheredRun
+
+COSTS = {"params": "parameters", "macs": "MACs", "latency_ms": "latency, ms"}
+"""What accuracy is shown over: attributes of a stage and the labels of their axes."""
+
+Network = tuple[str, str, float]
+
+_FIXED = {
+    "tensor_ring": ("series-1", "o"),
+    "tensor_train": ("series-2", "s"),
+    "tucker": ("series-3", "^"),
+    "cp": ("series-4", "D"),
+}
+_OTHERS = (("series-5", "v"), ("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (cost, accuracy) that no other one beats, by rising cost.
+
+    A point is beaten by one that costs no more and is no less accurate, and is better in one of the two.
+    """
+    front: list[tuple[float, float]] = []
+    for cost, accuracy in sorted(set(points), key=lambda point: (point[0], -point[1])):
+        if not front or accuracy > front[-1][1]:
+            front.append((cost, accuracy))
+    return front
+
+
+def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the colour's role and the marker of every method; a tensor format has the same on every page."""
+    others = [name for name in sorted(set(methods)) if name not in _FIXED]
+    chosen = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
+    return {**{name: each for name, each in _FIXED.items() if name in methods}, **chosen}
+
+
+def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, float, float]]:
+    """Return the runs that have an accuracy and this cost, with both."""
+    found = []
+    for run in runs:
+        final = run.final
+        value = None if final is None else getattr(final, cost)
+        if final is not None and final.accuracy is not None and value is not None:
+            found.append((run, value, final.accuracy))
+    return found
+
+
+def pareto_figure(runs: Sequence[GatheredRun], *, narrow: bool) -> Figure:
+    """Accuracy over each cost that was measured: runs, their Pareto front and the dense networks.
+
+    Args:
+        runs: The runs, at least one of which was compressed and measured.
+        narrow: Whether the panels stand below each other, for a window as narrow as a telephone's.
+
+    Returns:
+        The figure.
+    """
+    costs = [cost for cost in COSTS if plotted(runs, cost)]
+    count = len(costs)
+    width = NARROW[0] if narrow else 9.4
+    height = 0.4 + 2.6 * count if narrow else 3.6
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(count if narrow else 1, 1 if narrow else count, sharey=True, squeeze=False)
+    styles = method_styles([run.method for run in runs])
+    for index, (axes, cost) in enumerate(zip(panels.flat, costs, strict=True)):
+        _draw(axes, runs, cost, styles, labelled=narrow or index == 0)
+    upper_legend(figure, columns=3 if narrow else 7)
+    return figure
+
+
+def _draw(
+    axes: Axes,
+    runs: Sequence[GatheredRun],
+    cost: str,
+    styles: Mapping[str, tuple[str, str]],
+    *,
+    labelled: bool,
+) -> None:
+    style_axes(axes, COSTS[cost], "test accuracy" if labelled else "")
+    axes.grid(axis="x", color=PALETTE["line"], linewidth=0.8)
+    points = plotted(runs, cost)
+    front = pareto_front([(value, accuracy) for _, value, accuracy in points])
+    axes.step(*zip(*front, strict=True), where="post", color=PALETTE["muted"], linewidth=1.1, zorder=1)
+    for method, (role, marker) in styles.items():
+        chosen = [(value, accuracy) for run, value, accuracy in points if run.method == method]
+        if chosen:
+            axes.plot(
+                *zip(*chosen, strict=True),
+                marker,
+                color=PALETTE[role],
+                markersize=6,
+                label=method.replace("_", " "),
+            )
+    dense = dense_costs(runs, cost)
+    if dense:
+        axes.plot(
+            *zip(*dense.values(), strict=True),
+            "o",
+            markersize=8,
+            markerfacecolor="none",
+            markeredgecolor=PALETTE["ink"],
+            markeredgewidth=1.4,
+            label="dense",
+        )
+    axes.plot([], [], color=PALETTE["muted"], linewidth=1.1, label="Pareto front")
+    axes.set_xlim(
+        0, 1.05 * max(value for value, _ in [*dense.values(), *((value, 0) for _, value, _ in points)])
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    spread = axes.get_ylim()[1] - axes.get_ylim()[0]
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if spread > 0.03 else 1))
+    axes.tick_params(labelsize=FONT)
+
+
+def dense_costs(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float, float]]:
+    """Return cost and accuracy of each dense network; of a latency measured in every run, the median."""
+    networks: dict[Network, list[float]] = {}
+    for run, _, _ in plotted(runs, cost):
+        dense = run.baseline
+        value = None if dense is None else getattr(dense, cost)
+        if dense is not None and dense.accuracy is not None and value is not None:
+            networks.setdefault(dense_network(run), []).append(value)
+    return {network: (median(values), network[2]) for network, values in networks.items()}
+
+
+def dense_network(run: GatheredRun) -> Network:
+    """Return what tells a run's dense network from others: model, dataset and accuracy."""
+    accuracy = None if run.baseline is None else run.baseline.accuracy
+    return run.named("model"), run.named("dataset"), math.nan if accuracy is None else accuracy
+
+
+def _short(value: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{name}"
+    return f"{value:g}"

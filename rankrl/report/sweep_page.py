@@ -1,0 +1,149 @@
+"""The page of many runs: Pareto front, sortable table, and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from rankrl.files import write_atomically
+from rankrl.report.gather import GatheredRun, gather_runs
+from rankrl.report.html_page import cards, facts, figure, page, section, sortable_table, table
+from rankrl.report.pareto import COSTS, dense_costs, dense_network, pareto_figure, plotted
+from rankrl.report.run_page import run_title
+from rankrl.report.stages import format_accuracy
+from rankrl.report.sweep_table import runs_csv, shared_values, shown_columns, table_rows
+
+PAGE_FILE = "report.html"
+CSV_FILE = "runs.csv"
+
+
+def write_sweep_report(folder: str | Path) -> Path:
+    """Write the page and the CSV file of all runs below a folder into that folder.
+
+    Args:
+        folder: A sweep's folder, or any that holds run folders.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ReportError: The folder holds no run, or is one run itself.
+        StorageError: The folder cannot be written.
+    """
+    folder = Path(folder)
+    runs = gather_runs(folder)
+    write_atomically(folder / CSV_FILE, runs_csv(runs))
+    write_atomically(folder / PAGE_FILE, sweep_page(runs, folder))
+    return folder / PAGE_FILE
+
+
+def sweep_page(runs: Sequence[GatheredRun], folder: Path) -> str:
+    """Write the page of many runs as one self-contained HTML document.
+
+    Args:
+        runs: The runs, at least one.
+        folder: The folder that they were found in.
+
+    Returns:
+        The document; it refers to nothing but the runs' own pages below its folder.
+    """
+    finished = [run for run in runs if run.status == "finished"]
+    sections = [
+        section("Accuracy and cost", _pareto(finished)),
+        section("Runs", _table(finished)),
+        section("Failed and unfinished", _others(runs)),
+        section("The same in all runs", facts(shared_values(finished))),
+    ]
+    titles = {run_title(run.metrics) for run in finished}
+    title = titles.pop() if len(titles) == 1 else folder.resolve().name
+    script = resources.files("rankrl.report").joinpath("sort.js").read_text(encoding="utf-8")
+    return page(title, _header(title, folder, runs), sections, script=script)
+
+
+def _header(title: str, folder: Path, runs: Sequence[GatheredRun]) -> str:
+    counts = [
+        folder.resolve().name,
+        *(
+            f"{sum(run.status == status for run in runs)} {status}"
+            for status in ("finished", "failed", "unfinished")
+            if any(run.status == status for run in runs)
+        ),
+    ]
+    return (
+        f'<p class="eyebrow">{escape(" · ".join(counts))}</p>\n<h1>{escape(title)}</h1>\n'
+        f"{cards(_headline(runs))}"
+    )
+
+
+def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
+    """The most accurate run, and the smallest and the fastest that lose at most a point."""
+    values = []
+    measured = [run for run in runs if run.final is not None and run.final.accuracy is not None]
+    if measured:
+        best = max(measured, key=_accuracy)
+        values.append(("Most accurate", format_accuracy(_accuracy(best)), _name(best)))
+    for title, cost, unit in (
+        ("Fewest parameters", "params", "fewer"),
+        ("Fewest MACs", "macs", "fewer"),
+        ("Least latency", "latency_ms", "faster"),
+    ):
+        dense = dense_costs(measured, cost)
+        near = [
+            (value / dense[dense_network(run)][0], run)
+            for run, value, accuracy in plotted(measured, cost)
+            if dense_network(run) in dense and accuracy >= dense[dense_network(run)][1] - 0.01
+        ]
+        if near:
+            kept, run = min(near, key=lambda pair: pair[0])
+            note = f"{_name(run)}, {format_accuracy(_accuracy(run))}; at most 1 point lost"
+            values.append((title, f"{1 / kept:.2f}× {unit}", note))
+    return values
+
+
+def _accuracy(run: GatheredRun) -> float:
+    accuracy = None if run.final is None else run.final.accuracy
+    return -1.0 if accuracy is None else accuracy
+
+
+def _name(run: GatheredRun) -> str:
+    return ", ".join(part for part in (run.method.replace("_", " "), run.budget) if part)
+
+
+def _pareto(runs: Sequence[GatheredRun]) -> str:
+    if not any(plotted(runs, cost) for cost in COSTS):
+        return ""
+    caption = (
+        "Each point is a run, as it ended. The line joins the runs that no other one beats in both accuracy "
+        "and cost. Accuracy is that on the test set, which nothing was chosen by."
+    )
+    if plotted(runs, "latency_ms"):
+        caption += " Latency is that of the ONNX files."
+    return figure(
+        pareto_figure(runs, narrow=False),
+        pareto_figure(runs, narrow=True),
+        "pareto",
+        "Test accuracy over parameters, MACs and latency of every run. The table below holds the numbers.",
+        caption,
+    )
+
+
+def _table(runs: Sequence[GatheredRun]) -> str:
+    if not runs:
+        return ""
+    columns = shown_columns(runs)
+    return sortable_table(
+        "A click on a column's title sorts by it. The first column leads to the run's own page.",
+        [column.title for column in columns],
+        table_rows(runs, columns),
+        text_columns=[index for index, column in enumerate(columns) if column.is_text],
+    )
+
+
+def _others(runs: Sequence[GatheredRun]) -> str:
+    rows = [[str(run.folder), run.status, run.error] for run in runs if run.status != "finished"]
+    if not rows:
+        return ""
+    caption = "The sweep's command, given again with the same hydra.sweep.dir, runs these, no others."
+    return table(caption, ["Folder", "State", "Error"], rows, text_columns=(0, 1, 2))

@@ -1,0 +1,45 @@
+"""One GPU a job, where a machine has several and jobs run beside each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import MutableMapping
+
+import torch
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def runs_beside_others() -> bool:
+    """Whether this process is one of a pool's workers."""
+    return multiprocessing.current_process().name != "MainProcess"
+
+
+def worker_number(job: int) -> int:
+    """Return the number of this worker in its pool, from 0 on; the number of the job where there is none.
+
+    A pool's worker keeps the first GPU that it has used, so GPUs are dealt to workers there.
+    """
+    number = re.search(r"-(\d+)$", multiprocessing.current_process().name)
+    return job if number is None else int(number[1]) - 1
+
+
+def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let this process see one GPU only, chosen by the number of its worker or job.
+
+    What a cluster's scheduler has chosen (one device in CUDA_VISIBLE_DEVICES, or none) stays as it is. Call
+    it before anything uses a GPU.
+
+    Args:
+        job: Number of the job in its sweep.
+        environment: Where CUDA_VISIBLE_DEVICES is read and set.
+    """
+    given = environment.get(VISIBLE)
+    if given is None:
+        devices = [str(index) for index in range(torch.cuda.device_count())]
+    else:
+        devices = [name for name in given.split(",") if name.strip()]
+    if len(devices) > 1:
+        environment[VISIBLE] = devices[worker_number(job) % len(devices)]

@@ -1,0 +1,73 @@
+"""The registry of trackers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from rankrl.errors import ConfigError, did_you_mean
+from rankrl.tracking.base import Tracker
+
+_TRACKERS: dict[str, type[Tracker]] = {}
+T = TypeVar("T", bound=type[Tracker])
+
+
+def register_tracker(name: str) -> Callable[[T], T]:
+    """Register the decorated class as the tracker `name`.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def register(tracker: T) -> T:
+        if name in _TRACKERS:
+            raise ValueError(f"a tracker named {name!r} is registered already")
+        _TRACKERS[name] = tracker
+        return tracker
+
+    return register
+
+
+def list_trackers() -> list[str]:
+    """Return the names of the trackers, sorted."""
+    return sorted(_TRACKERS)
+
+
+def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
+    """Make a tracker.
+
+    Args:
+        name: Its name.
+        folder: The run folder.
+        **options: Its options.
+
+    Raises:
+        ConfigError: There is no such tracker, it does not know an option, or its package is not installed.
+    """
+    if name not in _TRACKERS:
+        raise ConfigError(
+            f"there is no tracker {name!r}; choose from {', '.join([*list_trackers(), 'none'])}."
+            f"{did_you_mean(name, _TRACKERS)}"
+        )
+    try:
+        return _TRACKERS[name](folder, **options)
+    except TypeError as error:
+        raise ConfigError(f"tracking={name}: {error}") from error
+
+
+def import_optional(module: str, extra: str) -> ModuleType:
+    """Import a package that is installed by an extra.
+
+    Raises:
+        ConfigError: It is not installed; the message gives the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracking={extra} needs the package {module.partition('.')[0]} ({error}); install it with "
+            f"`pip install 'rankrl[{extra}]'`, or choose tracking=csv"
+        ) from error

@@ -1,0 +1,182 @@
+"""One page for many runs: all of them listed, the front right, the table sortable, nothing from outside."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankrl.report import ReportError, gather_runs, write_sweep_report
+from rankrl.report.pareto import method_styles, pareto_front
+
+METHODS = ("tensor_ring", "tucker", "cp")
+BUDGETS = (0.5, 0.25)
+
+
+def metrics(method: str, budget: float, seed: int = 0) -> dict[str, Any]:
+    """Plausible numbers that were made up."""
+    accuracy = 0.9 + 0.02 * budget - 0.005 * METHODS.index(method)
+    params, macs = round(269_722 * budget), round(40_551_040 * budget**0.5)
+    return {
+        "task": "pipeline",
+        "model": "resnet20",
+        "dataset": "cifar10",
+        "decomposition": method,
+        "selector": "ddpg",
+        "seed": seed,
+        "baseline": {"accuracy": 0.9173, "params": 269_722, "macs": 40_551_040},
+        "compressed": {"accuracy": accuracy - 0.1, "params": params, "macs": macs},
+        "finetuned": {"accuracy": accuracy},
+        "ratios": {"params": 269_722 / params, "macs": 40_551_040 / macs, "latency": 1.5 - budget},
+        "onnx": {"latency_ms": 23.0 / (1.5 - budget), "baseline_latency_ms": 23.0},
+    }
+
+
+def make_run(folder: Path, content: dict[str, Any] | None, config: dict[str, Any] | None = None) -> None:
+    (folder / "state").mkdir(parents=True)
+    record = {"config": config or {"task": "pipeline"}, "overrides": []}
+    (folder / "state" / "configuration.json").write_text(json.dumps(record))
+    if content is not None:
+        (folder / "metrics.json").write_text(json.dumps(content))
+        (folder / "report.html").write_text("<!doctype html>")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    folder = tmp_path / "sweep"
+    for method in METHODS:
+        for budget in BUDGETS:
+            config = {"task": "pipeline", "budget": {"params": budget, "macs": None}}
+            make_run(
+                folder / f"budget.params-{budget}+decomposition-{method}", metrics(method, budget), config
+            )
+    make_run(folder / "unfinished", None)
+    make_run(folder / "failed", None)
+    (folder / "failed" / "error.json").write_text(json.dumps({"error": "budget <0.001> cannot be reached"}))
+    make_run(folder / "page", None, {"task": "report"})
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_run_is_gathered_with_its_state(sweep: Path) -> None:
+    states = {str(run.folder): run.status for run in gather_runs(sweep)}
+    assert states.pop("failed") == "failed"
+    assert states.pop("unfinished") == "unfinished"
+    assert len(states) == 6
+    assert set(states.values()) == {"finished"}
+
+
+def test_csv_holds_plain_numbers(sweep: Path) -> None:
+    write_sweep_report(sweep)
+    found = {row["folder"]: row for row in rows(sweep)}
+    row = found["budget.params-0.5+decomposition-cp"]
+    assert row["method"] == "cp"
+    assert row["budget"] == "params 0.5"
+    assert float(row["accuracy"]) == metrics("cp", 0.5)["finetuned"]["accuracy"]
+    assert int(row["params"]) == 134861
+    assert float(row["latency_ratio"]) == 1.0
+    assert float(row["baseline_accuracy"]) == 0.9173
+    assert found["failed"]["error"] == "budget <0.001> cannot be reached"
+
+
+def test_page_shows_front_table_and_failures_and_needs_nothing_from_outside(sweep: Path) -> None:
+    page = write_sweep_report(sweep).read_text()
+    assert re.findall(r"<h2[^>]*>([^<]*)", page) == [
+        "Accuracy and cost",
+        "Runs",
+        "Failed and unfinished",
+        "The same in all runs",
+    ]
+    assert "budget &lt;0.001&gt; cannot be reached" in page
+    assert not re.search(r"https?:|@import|<link|<img| src=", page)
+    links = re.findall(r'href="([^"#][^"]*)"', page)
+    assert len(links) == 6
+    assert all(re.fullmatch(r"[\w.%-]+/report\.html", link) for link in links)
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 2
+    assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
+    for name in ("tensor ring", "tucker", "cp", "dense", "Pareto front"):
+        assert name in drawings[0]
+    identifiers = re.findall(r'\bid="([^"]*)"', page)
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_rows_carry_the_numbers_that_they_are_sorted_by(sweep: Path) -> None:
+    page = write_sweep_report(sweep).read_text()
+    body = page.partition('<table class="sortable">')[2].partition("</table>")[0]
+    accuracies = [float(text) for text in re.findall(r'data-value="(0\.\d+)">\d+\.\d+\xa0%', body)]
+    assert len(accuracies) == 6
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert "Seed" not in body  # the same in all runs
+
+
+def test_what_differs_gets_a_column(sweep: Path) -> None:
+    make_run(sweep / "other", {**metrics("cp", 0.5, seed=1), "model": "<b>resnet56</b>"})
+    page = write_sweep_report(sweep).read_text()
+    header = page.partition('<table class="sortable">')[2].partition("</thead>")[0]
+    assert ">Seed<" in header
+    assert ">Model<" in header
+    assert "<b>resnet56" not in page
+
+
+def test_damaged_metrics_count_as_failed(sweep: Path) -> None:
+    path = sweep / "budget.params-0.5+decomposition-cp" / "metrics.json"
+    path.write_text("{")
+    run = next(
+        run
+        for run in gather_runs(sweep)
+        if "decomposition-cp" in str(run.folder) and "0.5" in str(run.folder)
+    )
+    assert run.status == "failed"
+    assert "metrics.json" in run.error
+    write_sweep_report(sweep)
+
+
+def test_runs_that_compress_nothing_have_no_front(tmp_path: Path) -> None:
+    make_run(tmp_path / "train", {"task": "train", "model": "lenet5", "baseline": {"accuracy": 0.99}})
+    page = write_sweep_report(tmp_path).read_text()
+    assert "<svg" not in page
+    assert "lenet5" in page
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "no folder"),
+        (lambda folder: folder.mkdir(), "no run below"),
+        (lambda folder: make_run(folder, metrics("cp", 0.5)), "is one run"),
+        (lambda folder: make_run(folder / "a", None, {"task": "inspect"}), "no run below"),
+    ],
+)
+def test_folders_without_runs_are_refused(prepare: Any, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    prepare(folder)
+    with pytest.raises(ReportError, match=message):
+        write_sweep_report(folder)
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=30)
+
+
+@given(POINTS)
+def test_front_is_what_no_point_beats(points: list[tuple[int, int]]) -> None:
+    def beaten(point: tuple[float, float]) -> bool:
+        return any(other != point and other[0] <= point[0] and other[1] >= point[1] for other in points)
+
+    assert pareto_front(points) == sorted({point for point in points if not beaten(point)})
+
+
+def test_formats_keep_their_colours_whatever_else_is_shown() -> None:
+    alone, together = method_styles(["cp"]), method_styles(["magnitude", "tucker", "cp", "tensor_ring"])
+    assert alone["cp"] == together["cp"]
+    assert len(set(together.values())) == 4

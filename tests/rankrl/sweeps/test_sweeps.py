@@ -1,0 +1,185 @@
+"""Sweeps: named folders, finished jobs skipped, failed ones listed and never the end of the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from rankrl.app import main
+from rankrl.sweeps.devices import take_one_gpu
+
+Sweep = Callable[..., int]
+FOLDER = Path("sweep")
+GOOD_AND_BAD = "model.checkpoint=w.safetensors,missing.th"
+GOOD, BAD = "model.checkpoint-w.safetensors", "model.checkpoint-missing.th"
+
+
+def finished() -> list[str]:
+    return sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("metrics.json"))
+
+
+def written() -> dict[str, int]:
+    return {name: (FOLDER / name / "metrics.json").stat().st_mtime_ns for name in finished()}
+
+
+def test_jobs_are_named_after_what_varies_and_finished_ones_are_skipped(sweep: Sweep) -> None:
+    assert sweep("seed=0,1", "search.images=10") == 0
+    assert finished() == ["seed-0", "seed-1"]
+    before = written()
+    assert sweep("seed=0,1,2", "search.images=10") == 0
+    assert finished() == ["seed-0", "seed-1", "seed-2"]
+    assert {name: time for name, time in written().items() if name in before} == before
+
+
+def test_another_configuration_in_the_same_folder_is_refused_not_matched(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("seed=0,1", "search.images=10") == 0
+    before = written()
+    assert sweep("seed=0,1", "search.images=20") == 1
+    assert written() == before
+    message = capfd.readouterr().err
+    assert "2 jobs of the sweep failed" in message
+    assert "search.images was 10, is now 20" in message
+
+
+def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rankrl.tasks.evaluate.network_numbers", crash)
+        assert sweep(GOOD_AND_BAD) == 1
+    assert finished() == []
+    message = capfd.readouterr().err
+    listed = message.partition("2 jobs of the sweep failed:")[2]
+    assert f"{GOOD}: RuntimeError: a defect of ours" in listed
+    assert f"{BAD}: there is no checkpoint file missing.th" in listed
+    content = json.loads((FOLDER / GOOD / "error.json").read_text())
+    assert content["type"] == "RuntimeError"
+    assert "Traceback" in content["traceback"]
+
+    assert sweep(GOOD_AND_BAD) == 1  # the defect is mended, the file is still missing
+    assert finished() == [GOOD]
+    assert not (FOLDER / GOOD / "error.json").exists()
+    assert "1 job of the sweep failed" in capfd.readouterr().err
+
+
+def test_failures_of_an_earlier_sweep_are_not_listed(sweep: Sweep, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sweep(GOOD_AND_BAD) == 1
+    assert sweep("model.checkpoint=w.safetensors,w2.safetensors") == 1
+    listed = capfd.readouterr().err.rpartition("1 job of the sweep failed:")[2]
+    assert "w2.safetensors" in listed
+    assert "missing.th" not in listed
+
+
+def test_an_interrupted_job_goes_on_from_its_state(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rankrl.tasks.train.network_numbers", kill)
+        with pytest.raises(Killed):
+            sweep("task=train", "model.checkpoint=null", "seed=0,1")
+    state = FOLDER / "seed-0" / "state" / "train.safetensors"
+    trained = state.stat().st_mtime_ns
+    assert sweep("task=train", "model.checkpoint=null", "seed=0,1") == 0
+    assert state.stat().st_mtime_ns == trained
+    assert finished() == ["seed-0", "seed-1"]
+
+
+def test_a_bad_value_anywhere_in_a_sweep_stops_it_before_it_starts(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("train.epochs=1,many") == 2
+    assert sweep("optim=sgd,onnx_adm") == 2
+    message = capfd.readouterr().err
+    assert "Did you mean 'onnx_adam'" in message
+    assert "Traceback" not in message
+    assert not FOLDER.exists()
+
+
+def test_a_sweep_is_not_resumed_by_resume(sweep: Sweep, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sweep("seed=0") == 0
+    assert sweep("resume=sweep") == 2
+    assert "finished jobs are skipped" in capfd.readouterr().err
+
+
+def test_a_job_can_be_resumed_alone(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep("seed=0,1") == 0
+    metrics = FOLDER / "seed-1" / "metrics.json"
+    before = json.loads(metrics.read_text())
+    metrics.unlink()
+    monkeypatch.setattr(sys, "argv", ["rankrl", "resume=sweep/seed-1"])
+    GlobalHydra.instance().clear()
+    main()
+    assert json.loads(metrics.read_text())["baseline"] == before["baseline"]
+
+
+def test_ready_sweeps_name_their_jobs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANKRL_DATA", "nowhere")
+    monkeypatch.setattr("torchvision.datasets.utils.download_url", _no_network)
+    words = ["rankrl", "experiment=cifar10_sweep", "hydra.sweep.dir=sweep", "tracking=none"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    assert "9 jobs of the sweep failed" in capfd.readouterr().err
+    names = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+    assert len(names) == 9
+    assert names[0] == "budget.params-0.25+decomposition-cp"
+
+
+def _no_network(*_: object, **__: object) -> None:
+    raise OSError("no network in tests")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        ("joblib", ("hydra.launcher.n_jobs=2",)),
+        ("submitit_local", ("hydra.launcher.timeout_min=5",)),
+        ("ray", ("+hydra.launcher.ray.init.num_cpus=2",)),
+    ],
+)
+def test_jobs_run_beside_each_other(launcher: str, options: tuple[str, ...], sweep: Sweep) -> None:
+    plugin = f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher"
+    if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(plugin) is None:
+        pytest.skip(f"the launcher {launcher} is not installed")
+    assert sweep(GOOD_AND_BAD, f"hydra/launcher={launcher}", *options) == 1
+    assert finished() == [GOOD]
+    assert (FOLDER / BAD / "error.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "present", "job", "expected"),
+    [
+        (None, 4, 6, "2"),
+        (None, 1, 3, None),
+        (None, 0, 3, None),
+        ("5,7", 2, 1, "7"),
+        ("3", 1, 8, "3"),
+        ("", 0, 8, ""),
+    ],
+)
+def test_each_job_sees_one_gpu(
+    given: str | None, present: int, job: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: present)
+    environment = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    take_one_gpu(job, environment)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == expected
