@@ -12,5 +12,6 @@ from __future__ import annotations
 from rankrl.api import search
 from rankrl.envs import RankSelectionEnv
 from rankrl.export import export_onnx
+from rankrl.workflow.apply import carry_out, load_compressed
 
-__all__ = ["RankSelectionEnv", "export_onnx", "search"]
+__all__ = ["RankSelectionEnv", "carry_out", "export_onnx", "load_compressed", "search"]

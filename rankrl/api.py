@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rankrl.errors import ConfigError
+from rankrl.plan_search.parallel import ParallelScoreEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import create_reward
 from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
+from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.selectors import create_selector
 from rankrl.workflow.choose import CALIBRATION_BATCH, CandidateOptions, fit_candidates
 
@@ -33,6 +36,8 @@ def search(
     seed: int = 0,
     folder: str | Path | None = None,
     cache: str | Path | None = None,
+    workers: int | None = None,
+    cluster: Cluster = "local",
 ) -> SearchResult:
     """Choose the rank of every layer so that a score is best within a budget.
 
@@ -51,6 +56,11 @@ def search(
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
             nothing.
         cache: Where fits are kept for later searches; None keeps nothing.
+        workers: Processes that score the plans of one step at the same time; None scores in this one. The
+            plans found do not depend on it; `selector_options={"plans_per_step": N}` says how many a step
+            has. `model` and `score` must be importable by name, and the call stand under
+            `if __name__ == "__main__":`.
+        cluster: Where the processes are: `local`, or `ray` for a Ray cluster.
 
     Returns:
         The best plan, for `decomposition.apply_plan`, and the record of the search.
@@ -60,7 +70,9 @@ def search(
             range, or the score is no number.
         DecompositionError: If the budget cannot be reached or the calibration inputs are unusable.
         NonFiniteError: If a score is NaN or infinite.
+        WorkerError: If a worker process died.
     """
+    check_workers(workers, cluster)
     if params is None and macs is None:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
     batches = calibration.split(CALIBRATION_BATCH) if isinstance(calibration, Tensor) else list(calibration)
@@ -71,14 +83,20 @@ def search(
     library = fit_candidates(model, batches, CandidateOptions(decomposition), cache=fits, seed=seed)
     curves = library.curves(limit=candidates)
     problem = SearchProblem.from_model(model, curves, input_shape, params=params, macs=macs, library=library)
-    evaluator = ScoreEvaluator(model, library, problem, score, torch.cat([b[:2] for b in batches[:4]]))
-    chooser = create_selector(selector, problem, seed=seed, episodes=episodes, **(selector_options or {}))
-    return run_search(
-        problem,
-        evaluator,
-        chooser,
-        episodes=episodes,
-        reward=create_reward("accuracy", budgeted=True),
-        folder=None if folder is None else Path(folder),
-        resume=True,
+    example = torch.cat([b[:2] for b in batches[:4]])
+    scoring = (
+        nullcontext(ScoreEvaluator(model, library, problem, score, example))
+        if workers is None
+        else ParallelScoreEvaluator(model, library, problem, score, example, workers=workers, cluster=cluster)
     )
+    chooser = create_selector(selector, problem, seed=seed, episodes=episodes, **(selector_options or {}))
+    with scoring as evaluator:
+        return run_search(
+            problem,
+            evaluator,
+            chooser,
+            episodes=episodes,
+            reward=create_reward("accuracy", budgeted=True),
+            folder=None if folder is None else Path(folder),
+            resume=True,
+        )

@@ -5,46 +5,86 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
 from decomposition import DecompositionError
+from pruning import PruningError
 from rankrl.config.folder import config_folder
-from rankrl.config.overrides import check_overrides, resumed_arguments
+from rankrl.config.overrides import check_overrides, overrides_first, resumed_arguments
 from rankrl.config.schema import AppConfig
-from rankrl.errors import RankrlError, RunStoppedError, StorageError
+from rankrl.config.sweep_arguments import refuse_used_folder, sweep_arguments
+from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
+from rankrl.sweeps import run_sweep_job
 from rankrl.tasks import get_task
+from rankrl.tracking import start_tracking
 from rankrl.workflow.run_folder import RunFolder
 
 USER_ERROR = 2
 INTERRUPTED = 130
-log = logging.getLogger(__name__)
+_COMPLETION_FLAGS = {"-sc", "--shell-completion"}
+# Options that change nothing in a run's results.
+_WITHOUT_EFFECT = ("resume", "tracking")
 
 
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def _run(config: DictConfig) -> None:
     settings = OmegaConf.to_object(config)
     assert isinstance(settings, AppConfig)
-    folder = RunFolder(Path(HydraConfig.get().runtime.output_dir))
+    hydra_config = HydraConfig.get()
+    folder = RunFolder(Path(hydra_config.runtime.output_dir))
+    overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    recorded = {key: value for key, value in plain.items() if key not in _WITHOUT_EFFECT}
     try:
-        task = get_task(settings.task)
-        folder.prepare()
-        task.run(settings, folder)
-    except RunStoppedError as error:
-        _leave(error, INTERRUPTED)
-    except KeyboardInterrupt:  # outside the search, which finishes its episode first
-        _leave(RunStoppedError(folder.path), INTERRUPTED)
-    except (RankrlError, DecompositionError) as error:
-        _leave(error, USER_ERROR)
-    except (OSError, SafetensorError) as error:
+        if hydra_config.mode == RunMode.MULTIRUN:
+            run_sweep_job(
+                lambda: _carry_out(settings, plain, folder),
+                folder,
+                number=int(hydra_config.job.num),
+                config=recorded,
+                overrides=overrides,
+                sweep_folder=Path(hydra_config.sweep.dir),
+                explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
+            )
+        else:
+            if settings.resume is None:
+                refuse_used_folder(folder)
+            folder.prepare()
+            folder.claim(recorded, overrides, resume=True)
+            _carry_out(settings, plain, folder)
+    except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
+        stopped = error if isinstance(error, RunStoppedError) else RunStoppedError(folder.path)
+        _leave(stopped, INTERRUPTED)
+    except Exception as error:
+        explained = _for_users(error, folder)
+        if explained is None:
+            raise
+        _leave(explained, USER_ERROR)
+
+
+def _carry_out(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> None:
+    """Run the task, tracked."""
+    for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    task = get_task(settings.task)
+    with start_tracking(settings.tracking.name, folder.path, plain, settings.tracking.options) as tracking:
+        task.run(settings, RunFolder(folder.path, tracking))
+
+
+def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
+    """Return the error that a user is shown in one paragraph, or None for a defect of ours."""
+    if isinstance(error, (RankrlError, DecompositionError, PruningError)):
+        return error
+    if isinstance(error, (OSError, SafetensorError)):
         advice = "Check that the folder is writable and that the disk has room; then `rankrl resume=` goes on"
-        _leave(
-            StorageError(f"a file could not be read or written: {error}. {advice} ({folder.path})."),
-            USER_ERROR,
-        )
+        return StorageError(f"a file could not be read or written: {error}. {advice} ({folder.path}).")
+    return None
 
 
 def _leave(error: Exception, code: int) -> None:
@@ -57,14 +97,17 @@ def main() -> None:
     """Run the command line; errors that a user can cure exit with code 2 and one paragraph."""
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
-    for chatty in ("onnxscript", "onnx_ir", "torch.onnx"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        sys.argv[1:] = resumed_arguments(sys.argv[1:])
-        check_overrides(sys.argv[1:])
+        if not _COMPLETION_FLAGS & set(sys.argv):  # completion has arguments of its own
+            sys.argv[1:] = resumed_arguments(overrides_first(sys.argv[1:]))
+            check_overrides(sys.argv[1:])
+            sys.argv[1:] = sweep_arguments(sys.argv[1:])
     except RankrlError as error:
         _leave(error, USER_ERROR)
-    _run()
+    try:
+        _run()
+    except KeyboardInterrupt:
+        _leave(ConfigError("stopped; the same command with hydra.sweep.dir=FOLDER goes on"), INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,8 @@ def progress_bar(description: str, total: int, *, console: Console | None = None
     Yields:
         The bar to advance.
     """
-    visible = sys.stdout.isatty() if console is None else console.is_terminal
+    alone = multiprocessing.current_process().name == "MainProcess"  # bars of parallel jobs overwrite another
+    visible = alone and sys.stdout.isatty() if console is None else console.is_terminal
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
+
+from omegaconf import OmegaConf
 
 from decomposition import FitOptions
 from decomposition.apply import BatchNormCorrection
-from rankrl.config.schema import AppConfig, OptimConfig, RecipeConfig
+from rankrl.config.folder import config_folder
+from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.plan_search.evaluator import EvaluatorOptions
+from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
+from rankrl.selectors import list_selectors
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.choose import CandidateOptions, SearchOptions
+from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
+from rankrl.workflow.pruner_options import PruningOptions, pruning_options
+from rankrl.workflow.run_folder import cache_folder
 
 
 def dataset(config: AppConfig) -> ImageData:
@@ -46,8 +54,12 @@ def batch_norm_correction(config: AppConfig) -> BatchNormCorrection:
     return correction
 
 
-def check(config: AppConfig) -> None:
+def check(config: AppConfig, *, finetuning: bool = True) -> None:
     """Refuse what can be refused before anything takes time.
+
+    Args:
+        config: The configuration.
+        finetuning: Whether there is to be fine-tuning.
 
     Raises:
         RankrlError: If an option is out of its range.
@@ -56,7 +68,8 @@ def check(config: AppConfig) -> None:
     final_fit(config)
     batch_norm_correction(config)
     search_options(config)
-    finetuning_recipe(config)
+    if finetuning:
+        finetuning_recipe(config)
     training_recipe(config)
     export_options(config)
 
@@ -66,6 +79,9 @@ def search_options(config: AppConfig) -> SearchOptions:
     search = config.search
     selector, selector_options = _named(config.selector)
     reward, reward_options = _named(config.reward)
+    halving = None
+    if search.halving.fraction is not None:
+        halving = Halving(search.halving.fraction, search.halving.keep)
     return SearchOptions(
         selector=selector,
         selector_options=selector_options,
@@ -73,6 +89,10 @@ def search_options(config: AppConfig) -> SearchOptions:
         reward_options=reward_options,
         params=config.budget.params,
         macs=config.budget.macs,
+        latency=config.budget.latency,
+        timing=LatencyOptions(
+            config.export.batch, config.export.threads, config.export.runs, cache_folder() / "latencies"
+        ),
         episodes=search.episodes,
         seconds=search.seconds,
         patience=search.patience,
@@ -81,9 +101,42 @@ def search_options(config: AppConfig) -> SearchOptions:
             term=search.term,  # type: ignore[arg-type]  # checked there, with a message for users
             augmented=search.augmented,
             statistics=search.statistics,  # type: ignore[arg-type]
+            reestimation_images=search.reestimation_images,
+            batch_size=search.batch_size,
+            halving=halving,
             seed=config.seed,
         ),
+        workers=search.workers,
+        cluster=search.cluster,  # type: ignore[arg-type]
     )
+
+
+def pruning(config: AppConfig) -> PruningOptions:
+    """Return how channels are chosen and how many are kept."""
+    name, given = _named(config.pruner)
+    budget = config.budget
+    return pruning_options(name, given, params=budget.params, macs=budget.macs, seed=config.seed)
+
+
+def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
+    """Return the configuration of the decomposition that follows pruning, or None if there is to be none.
+
+    Raises:
+        ConfigError: If its budget is set twice or out of range.
+    """
+    chosen = config.prune
+    if chosen.decompose_params is None and chosen.decompose_macs is None:
+        return None
+    if chosen.decompose_params is not None and chosen.decompose_macs is not None:
+        raise ConfigError("set prune.decompose_params or prune.decompose_macs, not both")
+    for name in ("decompose_params", "decompose_macs"):
+        value = getattr(chosen, name)
+        if value is not None and not 0 < value < 1:
+            raise ConfigError(
+                f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to keep"
+            )
+    budget = BudgetConfig(params=chosen.decompose_params, macs=chosen.decompose_macs)
+    return dataclasses.replace(config, budget=budget)
 
 
 def finetuning_recipe(config: AppConfig) -> TrainingRecipe:
@@ -94,6 +147,42 @@ def finetuning_recipe(config: AppConfig) -> TrainingRecipe:
 def training_recipe(config: AppConfig) -> TrainingRecipe:
     """Return the recipe of training from scratch."""
     return _recipe(config.train, config.train.optim, config.seed)
+
+
+def comparison_recipe(config: AppConfig) -> TrainingRecipe | None:
+    """Return the recipe with which compared plans are fine-tuned, or None for finetune.epochs=0."""
+    return None if config.finetune.epochs == 0 else finetuning_recipe(config)
+
+
+def compared_selectors(config: AppConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of each selector that is compared, by name.
+
+    They are those of its file in the configuration tree; for the selector that the configuration itself
+    names, those of the configuration, with whatever was set on the command line.
+
+    Raises:
+        ConfigError: A selector is unknown or named twice.
+    """
+    names = config.compare.selectors
+    for name in names:
+        if name not in list_selectors():
+            raise ConfigError(
+                f"compare.selectors: there is no selector {name!r}; choose from "
+                f"{', '.join(list_selectors())}."
+                f"{did_you_mean(name, list_selectors())}"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"compare.selectors names {name!r} twice; compare.seeds repeats a search")
+    return {
+        name: _named(config.selector if name == config.selector["name"] else _selector_file(name))[1]
+        for name in names
+    }
+
+
+def _selector_file(name: str) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(config_folder() / "selector" / f"{name}.yaml"))
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
 
 
 def export_options(config: AppConfig) -> ExportOptions:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +18,16 @@ from omegaconf.errors import OmegaConfBaseException
 from rankrl.config import schema  # noqa: F401 - registers the types that the configuration refers to
 from rankrl.config.folder import config_folder
 from rankrl.errors import ConfigError, did_you_mean
+from rankrl.workflow.run_folder import RunFolder
+
+# Values of one sweep that are tried before it starts; Hydra itself checks every job.
+_MOST_TRIED = 30
+
+
+def overrides_first(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with overrides before flags: Hydra refuses `rankrl seed=1 -m decomposition=cp`."""
+    overrides = [each for each in arguments if not each.startswith("-") and ("=" in each or each[:1] == "~")]
+    return [*overrides, *(each for each in arguments if each not in overrides)]
 
 
 def resumed_arguments(arguments: Sequence[str]) -> list[str]:
@@ -30,21 +41,45 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
     if folder is None or str(folder) in ("", "null"):
         return list(arguments)
-    recorded = folder / ".hydra" / "overrides.yaml"
-    if not recorded.is_file():
-        raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {recorded})")
-    before = OmegaConf.to_object(OmegaConf.load(recorded))
+    if (folder / "multirun.yaml").is_file() or {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(
+            f"resume={folder} goes on with one run; a sweep goes on when its command is given again with "
+            "hydra.sweep.dir=FOLDER: finished jobs are skipped"
+        )
+    before = _recorded_overrides(folder)
     given = {argument.partition("=")[0] for argument in arguments}
-    kept = (
-        [str(a) for a in before if str(a).partition("=")[0] not in given] if isinstance(before, list) else []
-    )
-    return [*kept, *arguments, f"hydra.run.dir={folder}"]
+    kept = [override for override in before if override.partition("=")[0] not in given]
+    resume, run_folder = (quoted(key, str(folder)) for key in ("resume", "hydra.run.dir"))
+    return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
+
+
+def quoted(key: str, value: str) -> str:
+    """Return an override whose value Hydra takes as it is, whatever characters it has."""
+    text = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{text}'"
+
+
+def _recorded_overrides(folder: Path) -> list[str]:
+    """Return the overrides of the run in a folder: its own record's, or Hydra's.
+
+    Hydra writes its record before a job can refuse a folder that is another run's, so ours comes first.
+    """
+    record = RunFolder(folder).record
+    path = record if record.is_file() else folder / ".hydra" / "overrides.yaml"
+    if not path.is_file():
+        raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {path})")
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    overrides = content.get("overrides") if isinstance(content, dict) else content
+    if not isinstance(overrides, list):
+        raise ConfigError(f"resume={folder}: {path} is damaged; restore it or start anew")
+    return [str(override) for override in overrides]
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
     """Compose the configuration once, so that a mistake gives one paragraph instead of Hydra's trace.
 
-    Of an option that sweeps over several values the first is tried; flags are left to Hydra.
+    Of an option that sweeps over several values each is tried, with the first of the others; flags are left
+    to Hydra.
 
     Raises:
         ConfigError: An option or value is unknown, of the wrong type, or cannot be parsed; the message gives
@@ -57,18 +92,34 @@ def check_overrides(arguments: Sequence[str]) -> None:
         raise ConfigError(f"the command line cannot be parsed: {_first_line(error)}") from error
     with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         try:
-            OmegaConf.to_object(compose("config", overrides=[_one_value(override) for override in parsed]))
-        except HydraException as error:
-            raise ConfigError(_explain(error, parsed)) from error
-        except OmegaConfBaseException as error:
+            for overrides in _tried(parsed):
+                OmegaConf.to_object(compose("config", overrides=overrides))
+        except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_explain(error, parsed)) from error
 
 
-def _one_value(override: Override) -> str:
+def _tried(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """Yield the overrides with the first value of every sweep, then with each further value of each sweep."""
+    values = [_values(override) for override in overrides]
+    first = [each[0] for each in values]
+    yield first
+    for index, each in enumerate(values):
+        for value in each[1:_MOST_TRIED]:
+            yield [*first[:index], value, *first[index + 1 :]]
+
+
+def _values(override: Override) -> list[str]:
+    """Return the override once for every value that it sweeps over."""
     line = override.input_line or ""
     if not override.is_sweep_override():
-        return line
-    return f"{line.partition('=')[0]}={next(iter(override.sweep_string_iterator()))}"
+        return [line]
+    key = line.partition("=")[0]
+    found: Any = override.value()
+    if isinstance(found, Glob):
+        return [f"{key}={name}" for name in found.filter(_choices(override.key_or_group))] or [line]
+    if not override.is_discrete_sweep():  # an interval, which some sweepers understand
+        return [f"{key}={found.start}"] if isinstance(found, IntervalSweep) else [line]
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,6 +28,15 @@ class BudgetConfig:
 
     params: float | None = None
     macs: float | None = None
+    latency: float | None = None
+
+
+@dataclass
+class PruneConfig:
+    """What follows pruning: the fraction of the pruned network that a decomposition keeps; at most one."""
+
+    decompose_params: float | None = None
+    decompose_macs: float | None = None
 
 
 @dataclass
@@ -35,6 +44,14 @@ class CalibrationConfig:
     """Training images that layers are fitted on."""
 
     images: int = 768
+
+
+@dataclass
+class HalvingConfig:
+    """Which plans are scored on a part of the images only; none without a fraction."""
+
+    fraction: float | None = None
+    keep: float = 0.5
 
 
 @dataclass
@@ -48,6 +65,21 @@ class SearchConfig:
     term: str = "accuracy"
     augmented: bool = True
     statistics: str = "corrected"
+    reestimation_images: int = 500
+    batch_size: int | None = None
+    halving: HalvingConfig = field(default_factory=HalvingConfig)
+    workers: int | None = None
+    cluster: str = "local"
+
+
+@dataclass
+class CompareConfig:
+    """Which choosers are compared, and over which seeds."""
+
+    selectors: list[str] = field(
+        default_factory=lambda: ["ddpg", "tpe", "local", "random", "greedy", "energy", "vbmf", "uniform"]
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
 
 
 @dataclass
@@ -95,6 +127,14 @@ class ExportConfig:
 
 
 @dataclass
+class TrackingConfig:
+    """Where the run is tracked while it goes on."""
+
+    name: str = "tensorboard"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class AppConfig:
     """The whole configuration."""
 
@@ -103,18 +143,23 @@ class AppConfig:
     resume: str | None = None
     plan: str | None = None
     weights: str | None = None
+    runs: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
     decomposition: DecompositionConfig = field(default_factory=DecompositionConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     selector: dict[str, Any] = field(default_factory=dict)
     reward: dict[str, Any] = field(default_factory=dict)
+    pruner: dict[str, Any] = field(default_factory=dict)
+    prune: PruneConfig = field(default_factory=PruneConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     finetune: RecipeConfig = field(default_factory=RecipeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
 # `configs/config.yaml` takes its types from here, whoever composes it.

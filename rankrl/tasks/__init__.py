@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from rankrl.tasks import apply, evaluate, export, finetune, inspect, pipeline, search, train
+from rankrl.tasks import (
+    apply,
+    compare,
+    evaluate,
+    export,
+    finetune,
+    inspect,
+    pipeline,
+    prune,
+    report,
+    search,
+    train,
+)
 from rankrl.tasks.registry import Task, get_task, list_tasks, register_task
 
 __all__ = [
     "Task",
     "apply",
+    "compare",
     "evaluate",
     "export",
     "finetune",
@@ -15,7 +28,9 @@ __all__ = [
     "inspect",
     "list_tasks",
     "pipeline",
+    "prune",
     "register_task",
+    "report",
     "search",
     "train",
 ]

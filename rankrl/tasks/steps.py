@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
+from decomposition import CompressionPlan, FitLibrary
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -22,6 +22,7 @@ from rankrl.models import save_checkpoint
 from rankrl.plan_search.run import SearchResult
 from rankrl.report import LayerRow, collect_setup, summary_table, write_report
 from rankrl.training import EpochRow
+from rankrl.workflow.apply import carry_out, load_compressed
 from rankrl.workflow.choose import (
     CALIBRATION_BATCH,
     Choice,
@@ -40,7 +41,8 @@ def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.M
     recipe = options.training_recipe(config)
     network = build_network(config.model, data, seed=config.seed)
     if not config.model.get("checkpoint"):
-        run_training("train", network, data, recipe, state_file=folder.state / "train.safetensors")
+        state, track = folder.state / "train.safetensors", folder.tracking.epochs("train")
+        run_training("train", network, data, recipe, state_file=state, on_epoch=track)
         save_checkpoint(network, folder.dense)
     return network
 
@@ -77,6 +79,7 @@ def chosen_plan(
         candidates=options.candidate_options(config).candidates,
         folder=folder.path,
         seed=config.seed,
+        on_episode=folder.tracking.episode,
     )
     if choice.result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
@@ -87,7 +90,7 @@ def chosen_plan(
 def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
     """Return the compressed network."""
     log.info("rewriting the network, layer by layer")
-    return apply_plan(
+    return carry_out(
         dense,
         plan,
         images,
@@ -99,12 +102,20 @@ def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, ima
 
 
 def finetuned(
-    config: AppConfig, data: ImageData, network: nn.Module, dense: nn.Module, folder: RunFolder
+    config: AppConfig,
+    data: ImageData,
+    network: nn.Module,
+    dense: nn.Module,
+    folder: RunFolder,
+    *,
+    stage: str = "finetune",
 ) -> Sequence[EpochRow]:
     """Fine-tune a compressed network in place with the dense one as teacher; return the epochs."""
     recipe = options.finetuning_recipe(config)
-    state = folder.state / "finetune.safetensors"
-    return run_training("fine-tune", network, data, recipe, state_file=state, teacher=dense).history
+    state, track = folder.state / f"{stage}.safetensors", folder.tracking.epochs(stage)
+    return run_training(
+        "fine-tune", network, data, recipe, state_file=state, teacher=dense, on_epoch=track
+    ).history
 
 
 def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
@@ -159,6 +170,7 @@ def finish(
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
     page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
+    folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
     write_json(folder.metrics, metrics)
     console = Console()
     table = summary_table(metrics)

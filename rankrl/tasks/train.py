@@ -19,7 +19,8 @@ def train(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
     state = folder.state / "train.safetensors"
-    epochs = run_training("train", network, data, recipe, state_file=state).history
+    track = folder.tracking.epochs("train")
+    epochs = run_training("train", network, data, recipe, state_file=state, on_epoch=track).history
     save_checkpoint(network, folder.dense)
     metrics = {**steps.head(config, data), "baseline": network_numbers(network, data)}
     steps.finish(folder, metrics, seed=config.seed, epochs=epochs)

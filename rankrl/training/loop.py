@@ -41,6 +41,7 @@ class TrainingProgress:
         lr: Learning rate of the last step.
         loss: Mean loss since the last report; at the end of an epoch, of the whole epoch.
         best_accuracy: Best held-out accuracy so far, or None in the first epoch.
+        row: The epoch's row at its end, or None before.
     """
 
     epoch: int
@@ -50,6 +51,7 @@ class TrainingProgress:
     lr: float
     loss: float
     best_accuracy: float | None
+    row: EpochRow | None = None
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,9 @@ class _Epochs:
             raise NonFiniteError(
                 f"after epoch {epoch} of training (learning rate {lr:.3g}): {error}"
             ) from error
-        state.finish_epoch(EpochRow(epoch, lr, loss, score, time.perf_counter() - started))
-        self._report(state, epoch, epoch * self.steps, lr, loss)
+        row = EpochRow(epoch, lr, loss, score, time.perf_counter() - started)
+        state.finish_epoch(row)
+        self._report(state, epoch, epoch * self.steps, lr, loss, row)
 
     def _train_epoch(self, state: TrainingState, epoch: int) -> tuple[float, float]:
         """Return the mean loss and the last learning rate."""
@@ -257,7 +260,9 @@ class _Epochs:
                 )
         return sum(recent) / len(recent)
 
-    def _report(self, state: TrainingState, epoch: int, step: int, lr: float, loss: float) -> None:
+    def _report(
+        self, state: TrainingState, epoch: int, step: int, lr: float, loss: float, row: EpochRow | None = None
+    ) -> None:
         if self.on_step is None:
             return
         best = state.best_row
@@ -270,6 +275,7 @@ class _Epochs:
                 lr=lr,
                 loss=loss,
                 best_accuracy=None if best is None else best.accuracy,
+                row=row,
             )
         )
 

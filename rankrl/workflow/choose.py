@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ from decomposition import (
     FitLibrary,
     FitOptions,
     collect_moments,
+    collect_sensitivities,
     compressible_layers,
 )
 from rankrl.data import ImageData, Images, batches
 from rankrl.errors import ConfigError
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.evaluator import Evaluator, EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.parallel import ParallelEvaluator
 from rankrl.plan_search.problem import SearchProblem
-from rankrl.plan_search.rewards import create_reward, reward_source
+from rankrl.plan_search.rewards import Reward, create_reward, reward_source
 from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
 from rankrl.selectors import create_selector
+from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +66,15 @@ class SearchOptions:
         reward_options: Its options.
         params: Fraction of the parameters to keep at most, or None.
         macs: Fraction of the multiply-accumulates to keep at most, or None.
+        latency: Fraction of the dense network's time in onnxruntime to keep at most, or None.
+        timing: How that time is measured.
         episodes: Plans to score.
         seconds: Time limit, or None.
         patience: Stop after so many episodes without a better plan, or None.
         images: Held-out images that plans are scored on at most.
         evaluator: What is scored, and how.
+        workers: Processes that score plans; None scores in this one.
+        cluster: Where they are: `local`, or `ray`.
     """
 
     selector: str
@@ -79,9 +88,14 @@ class SearchOptions:
     patience: int | None
     images: int
     evaluator: EvaluatorOptions
+    workers: int | None = None
+    cluster: Cluster = "local"
+    latency: float | None = None
+    timing: LatencyOptions = field(default_factory=LatencyOptions)
 
     def __post_init__(self) -> None:
-        for name in ("params", "macs"):
+        check_workers(self.workers, self.cluster)
+        for name in ("params", "macs", "latency"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ConfigError(
@@ -94,9 +108,27 @@ class SearchOptions:
     @property
     def kept_params(self) -> float | None:
         """The parameter budget; a reward that ignores size needs one."""
-        if self.params is None and self.macs is None and reward_source(self.reward).needs_budget:
+        given = (self.params, self.macs, self.latency)
+        if all(fraction is None for fraction in given) and reward_source(self.reward).needs_budget:
             return DEFAULT_KEPT_PARAMS
         return self.params
+
+
+@dataclass(frozen=True)
+class SearchSetting:
+    """What every chooser of one network faces alike.
+
+    Attributes:
+        problem: What is searched over.
+        evaluator: Scores plans.
+        reward: From scores to rewards.
+        latency: The budget in time, if that is what is kept.
+    """
+
+    problem: SearchProblem
+    evaluator: Evaluator
+    reward: Reward
+    latency: LatencyBudget | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +190,7 @@ def fit_candidates(
         specs,
         options.format,
         moments=moments,
+        sensitivities=collect_sensitivities(model, specs, inputs, seed=seed),
         tensorised=options.tensorised,
         options=FitOptions(iterations=options.iterations),
         folder=cache,
@@ -173,6 +206,7 @@ def choose_plan(
     candidates: int,
     folder: Path,
     seed: int,
+    on_episode: Callable[[EpisodeRow], None] | None = None,
 ) -> Choice:
     """Search for the best plan; an interrupted search in `folder` is continued.
 
@@ -184,42 +218,84 @@ def choose_plan(
         candidates: Candidate ranks a layer at most.
         folder: Where the search keeps its state and `episodes.csv`.
         seed: Seed of the selector.
+        on_episode: Called with the row of every newly scored plan.
 
     Raises:
         ConfigError: If an option is unknown or out of range.
         DecompositionError: If no plan can reach the budget.
     """
+    with search_setting(model, data, library, options, candidates=candidates) as setting:
+        result = search_plan(setting, options, folder=folder, seed=seed, on_episode=on_episode)
+    return Choice(setting.problem, result)
+
+
+@contextmanager
+def search_setting(
+    model: nn.Module, data: ImageData, library: FitLibrary, options: SearchOptions, *, candidates: int
+) -> Iterator[SearchSetting]:
+    """Fit the candidates and make what scores plans; worker processes end with the block.
+
+    The arguments and errors are those of `choose_plan`.
+    """
     with progress_bar("fit layers", total=len(library.specs)) as bar:
         curves = library.curves(limit=candidates, progress=lambda _: bar.advance())
-    problem = SearchProblem.from_model(
-        model, curves, data.input_shape, params=options.kept_params, macs=options.macs, library=library
-    )
-    images = data.heldout.subset(torch.arange(min(options.images, len(data.heldout))))
-    evaluator = PlanEvaluator(
-        model,
-        library,
-        problem,
-        images,
-        mean=data.mean,
-        std=data.std,
-        augmentation=data.augmentation,
-        options=options.evaluator,
-    )
+    timed: LatencyBudget | None = None
+    if options.latency is None:
+        problem = SearchProblem.from_model(
+            model, curves, data.input_shape, params=options.kept_params, macs=options.macs, library=library
+        )
+    else:
+        if options.params is not None or options.macs is not None:
+            raise ConfigError(
+                "budget.latency is set beside another budget; set budget.params and .macs to null"
+            )
+        timed = LatencyBudget(model, curves, data.input_shape, options.latency, options.timing)
+        problem = timed.problem(library)
     reward = create_reward(options.reward, budgeted=problem.budget is not None, **options.reward_options)
+    images = data.heldout.subset(torch.arange(min(options.images, len(data.heldout))))
+    scoring: dict[str, Any] = {
+        "mean": data.mean,
+        "std": data.std,
+        "augmentation": data.augmentation,
+        "options": options.evaluator,
+    }
+    if options.workers is None:
+        yield SearchSetting(problem, PlanEvaluator(model, library, problem, images, **scoring), reward, timed)
+        return
+    with ParallelEvaluator(
+        model, library, problem, images, workers=options.workers, cluster=options.cluster, **scoring
+    ) as evaluator:
+        yield SearchSetting(problem, evaluator, reward, timed)
+
+
+def search_plan(
+    setting: SearchSetting,
+    options: SearchOptions,
+    *,
+    folder: Path,
+    seed: int,
+    on_episode: Callable[[EpisodeRow], None] | None = None,
+) -> SearchResult:
+    """Let the selector of `options` look for the best plan; an interrupted search in `folder` is continued.
+
+    The arguments and errors are those of `choose_plan`.
+    """
     selector = create_selector(
-        options.selector, problem, seed=seed, episodes=options.episodes, **options.selector_options
+        options.selector, setting.problem, seed=seed, episodes=options.episodes, **options.selector_options
     )
     with progress_bar("search", total=options.episodes) as bar:
 
         def show(row: EpisodeRow) -> None:
             bar.update(row.episode, best=row.best_reward)
+            if on_episode is not None:
+                on_episode(row)
 
         result = run_search(
-            problem,
-            evaluator,
+            setting.problem,
+            setting.evaluator,
             selector,
             episodes=options.episodes,
-            reward=reward,
+            reward=setting.reward,
             seconds=options.seconds,
             patience=options.patience,
             folder=folder,
@@ -233,4 +309,6 @@ def choose_plan(
         result.seconds,
         result.best.reward,
     )
-    return Choice(problem, result)
+    if setting.latency is not None and result.stopped_by != "interrupt":
+        result = replace(result, plan=setting.latency.first_that_holds(setting.problem, result))
+    return result

@@ -12,6 +12,8 @@ from torch import nn
 
 from decomposition import (
     CompressionPlan,
+    FactorisedLayer,
+    LayerPlan,
     LayerSpec,
     contracted,
     count_macs,
@@ -140,14 +142,23 @@ def _faster_form(
 
 
 def layer_rows(
-    plan: CompressionPlan, specs: Sequence[LayerSpec], network: nn.Module | None = None
+    plan: CompressionPlan,
+    specs: Sequence[LayerSpec],
+    network: nn.Module | None = None,
+    *,
+    remaining: Sequence[LayerSpec] | None = None,
 ) -> list[LayerRow]:
-    """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
+    """Return the report's row of every layer, with the fit's error as the compressed `network` records it.
+
+    A plan with kept channels needs the `remaining` layers: those of the network after their removal.
+    """
+    pruned = {} if remaining is None else {spec.name: spec for spec in remaining}
     fitted = {} if network is None else factorised_layers(network)
     by_name = {spec.name: spec for spec in specs}
     rows = []
     for layer in plan:
         spec = by_name[layer.name]
+        rest = pruned.get(layer.name, spec)
         module = fitted.get(layer.name)
         rows.append(
             LayerRow(
@@ -155,11 +166,19 @@ def layer_rows(
                 shape=spec.weight_shape,
                 ranks=tuple(layer.ranks),
                 params_before=spec.params,
-                params_after=layer.params(spec),
+                params_after=layer.params(rest),
                 macs_before=spec.macs,
-                macs_after=layer.macs(spec),
-                error=0.0 if layer.format is None else None if module is None else module.error,
+                macs_after=layer.macs(rest),
+                error=_error(layer, module, pruning=bool(plan.kept_channels)),
                 reason=layer.reason or "",
+                channels=(rest.out_channels, spec.out_channels) if plan.kept_channels else None,
             )
         )
     return rows
+
+
+def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -> float | None:
+    """Return the relative error of a layer's fit, 0 for a dense one; a removal of channels has none."""
+    if layer.format is None:
+        return None if pruning else 0.0
+    return None if module is None else module.error

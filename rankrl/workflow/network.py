@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from rankrl.data import ImageData
 from rankrl.models import create_model, load_checkpoint
 from rankrl.progress import progress_bar
-from rankrl.training import TrainingProgress, TrainingRecipe, TrainingResult, train
+from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, TrainingResult, train
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,19 @@ def run_training(
     *,
     state_file: Path,
     teacher: nn.Module | None = None,
+    on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> TrainingResult:
     """Train a network in place with a progress bar, going on from `state_file` where it exists.
 
-    The network is returned to the CPU.
+    The network is returned to the CPU; `on_epoch` is called with the row of every new epoch.
     """
     steps = recipe.epochs * max(1, len(data.train) // min(recipe.batch_size, len(data.train)))
     with progress_bar(description, total=steps) as bar:
 
         def show(progress: TrainingProgress) -> None:
             bar.update(progress.step, best=progress.best_accuracy)
+            if progress.row is not None and on_epoch is not None:
+                on_epoch(progress.row)
 
         result = train(
             network,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rankrl.errors import StorageError
+from rankrl.errors import ConfigError, StorageError
+from rankrl.files import write_json
+from rankrl.tracking import NOT_TRACKED, Tracking
+
+_ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
+_MISSING = "not set"
+_LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -15,9 +24,11 @@ class RunFolder:
 
     Attributes:
         path: The folder.
+        tracking: What the run reports to while it goes on.
     """
 
     path: Path
+    tracking: Tracking = field(default=NOT_TRACKED, compare=False)
 
     @property
     def plan(self) -> Path:
@@ -49,6 +60,61 @@ class RunFolder:
         """Everything that resuming needs."""
         return self.path / "state"
 
+    @property
+    def error(self) -> Path:
+        """What a job of a sweep failed with."""
+        return self.path / "error.json"
+
+    @property
+    def record(self) -> Path:
+        """The configuration that the results in the folder belong to, and its overrides."""
+        return self.state / "configuration.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run has ended here."""
+        return self.metrics.exists()
+
+    @property
+    def holds_results(self) -> bool:
+        """Whether a run has ended here, or has got far enough to go on."""
+        files = (self.metrics, self.plan, self.path / "episodes.csv")
+        return any(file.exists() for file in files) or any(self.state.rglob("*.safetensors"))
+
+    def claim(self, config: Mapping[str, Any], overrides: Sequence[str], *, resume: bool = False) -> None:
+        """Record the configuration whose results the folder is about to hold.
+
+        Args:
+            config: The run's configuration, plain values.
+            overrides: The overrides that it was composed from, for `resume=`.
+            resume: Whether the user asked to go on here, perhaps with other options.
+
+        Raises:
+            ConfigError: The folder holds results of another configuration and `resume` is off; the options
+                that differ are named.
+            StorageError: The folder cannot be written.
+        """
+        config = json.loads(json.dumps(config))
+        if self.holds_results and not resume:
+            known = self._recorded()
+            if known is None:
+                raise ConfigError(f"{self.path} holds a run of unknown configuration; {_ANOTHER_FOLDER}")
+            changes = list(_changes(known, config))
+            if changes:
+                raise ConfigError(
+                    f"{self.path} holds a run with another configuration ({'; '.join(changes[:3])}"
+                    f"{'; ...' if len(changes) > 3 else ''}); {_ANOTHER_FOLDER}"
+                )
+        write_json(self.record, {"config": config, "overrides": list(overrides)})
+
+    def _recorded(self) -> dict[str, Any] | None:
+        """The recorded configuration, or None where there is none that can be read."""
+        try:
+            config = json.loads(self.record.read_text(encoding="utf-8"))["config"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return config if isinstance(config, dict) else None
+
     def prepare(self) -> None:
         """Create the folder and make sure that it can be written.
 
@@ -65,6 +131,21 @@ class RunFolder:
                 f"the run folder {self.path} cannot be written ({error.strerror}); "
                 "choose another one with hydra.run.dir=FOLDER"
             ) from error
+
+
+def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:
+    """Yield `option was A, is now B` for every option in which two configurations differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in {**before, **after}:
+            inner = f"{name}.{key}" if name else str(key)
+            yield from _changes(before.get(key, _MISSING), after.get(key, _MISSING), inner)
+    elif before != after:
+        yield f"{name} was {_brief(before)}, is now {_brief(after)}"
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def cache_folder() -> Path:

@@ -133,7 +133,7 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.tasks.steps.apply_plan", kill)
+        patch.setattr("rankrl.tasks.steps.carry_out", kill)
         with pytest.raises(Killed):
             run("broken")
     broken = whole.parent / "broken"
@@ -164,13 +164,60 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankrl.tasks.steps.apply_plan", interrupt)
+    monkeypatch.setattr("rankrl.tasks.steps.carry_out", interrupt)
     with pytest.raises(SystemExit) as stopped:
         run("stopped")
     assert stopped.value.code == 130
     message = capfd.readouterr().err
     assert "`rankrl resume=" in message
     assert "Traceback" not in message
+
+
+def test_a_new_run_refuses_the_folder_of_an_earlier_one(
+    run: Callable[..., Path], rankrl: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = run("train", "task=train")
+    before = (folder / ".hydra" / "overrides.yaml").read_text()
+    for arguments in (("task=train",), ("task=search",)):
+        with pytest.raises(SystemExit) as refused:
+            run("train", *arguments)
+        assert refused.value.code == 2
+        message = capfd.readouterr().err
+        assert "holds a run already; `rankrl resume=" in message
+        assert "Traceback" not in message
+    assert (folder / ".hydra" / "overrides.yaml").read_text() == before
+    rankrl(f"resume={folder}", "export.runs=4")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_in_a_folder_with_unusual_characters_can_be_resumed(
+    run: Callable[..., Path], rankrl: Command, tmp_path: Path
+) -> None:
+    folder = run("first", "task=train").rename(tmp_path / "a=1,b='x y'")
+    (folder / "metrics.json").unlink()
+    rankrl(f"resume={folder}")
+    assert (folder / "metrics.json").exists()
+
+
+def test_overrides_may_stand_around_flags(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    rankrl("seed=1", "--cfg", "job", "task=train")
+    shown = capfd.readouterr().out
+    assert "task: train" in shown
+    assert "seed: 1" in shown
+
+
+def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        rankrl("--help")
+    assert not left.value.code
+    shown = capfd.readouterr().out
+    for expected in ("task=inspect", "decomposition: cp, tensor_ring", "tracking: csv, ", "search:"):
+        assert expected in shown
+
+
+def test_shell_completion_can_be_installed(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    rankrl("-sc", "install=bash")
+    assert "hydra_bash_completion" in capfd.readouterr().out
 
 
 def test_every_task_is_named_in_the_configuration() -> None:

@@ -1,0 +1,90 @@
+"""`task=compare`: choosers side by side."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.files import write_json
+from rankrl.report import collect_setup
+from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, summarise
+from rankrl.report.comparison_page import write_comparison
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.choose import search_setting
+from rankrl.workflow.compare import FinalTest, contestants, search_all, tested
+from rankrl.workflow.measure import network_numbers
+from rankrl.workflow.run_folder import RunFolder
+
+
+@register_task("compare", "several selectors on the same evaluator, over several seeds")
+def compare(config: AppConfig, folder: RunFolder) -> None:
+    """Search with every selector and seed, fine-tune their plans alike, and write one table.
+
+    Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
+    """
+    recipe = options.comparison_recipe(config)
+    options.check(config, finetuning=recipe is not None)
+    search = options.search_options(config)
+    entered = contestants(options.compared_selectors(config), config.compare.seeds)
+    data = options.dataset(config)
+    dense = steps.dense_network(config, data, folder)
+    images = steps.calibration(config, data)
+    library = steps.candidate_fits(config, dense, images)
+    candidates = options.candidate_options(config).candidates
+    with search_setting(dense, data, library, search, candidates=candidates) as setting:
+        results = search_all(setting, search, entered, folder.path / "searches")
+    max(results.values(), key=lambda result: result.best.reward).plan.save(folder.plan)
+    final = FinalTest(
+        data,
+        dense,
+        lambda plan: steps.applied_plan(config, plan, dense, images),
+        recipe,
+        folder.state / "plans",
+    )
+    rows = tested(setting.problem, results, final)
+    metrics = {
+        **steps.head(config, data),
+        "selector": ",".join(config.compare.selectors),
+        "baseline": network_numbers(dense, data),
+        "search": {
+            "episodes": sum(row.episodes for row in rows),
+            "evaluations": sum(row.evaluations for row in rows),
+            "seconds": sum(row.seconds for row in rows),
+            "best_reward": max(row.best_reward for row in rows),
+        },
+        "compare": _numbers(rows),
+    }
+    setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
+    page = write_comparison(folder.path, rows, metrics, setup)
+    folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
+    write_json(folder.metrics, metrics)
+    console = Console()
+    console.print(_table(rows))
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
+    """Return the section `compare` of metrics.json."""
+    return {
+        summary.selector: {
+            "runs": summary.runs,
+            **{name: {"mean": s.mean, "std": s.std} for name, s in summary.measures.items()},
+        }
+        for summary in summarise(rows)
+    }
+
+
+def _table(rows: list[ComparisonRow]) -> Table:
+    columns, cells = comparison_cells(rows, SHORT)
+    table = Table(header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,127 @@
+"""`task=prune`: channels removed to a target, with proof; decomposed afterwards if wanted."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from decomposition import CompressionPlan, inspect_layers, save_compressed
+from pruning import PruningError
+from rankrl.config import options
+from rankrl.config.schema import AppConfig
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError
+from rankrl.tasks import steps
+from rankrl.tasks.registry import register_task
+from rankrl.workflow.measure import cost_ratios, export_numbers, layer_rows, network_numbers, test_accuracy
+from rankrl.workflow.network import build_network
+from rankrl.workflow.prune import PrunedNetwork, check_target, prune_network
+from rankrl.workflow.pruner_options import PruningOptions
+from rankrl.workflow.run_folder import RunFolder
+
+
+@register_task("prune", "remove channels to a target, fine-tune, export and report")
+def prune(config: AppConfig, folder: RunFolder) -> None:
+    """Run all steps; each finished step is reused when the run is resumed."""
+    chosen = options.pruning(config)
+    decomposing = options.decomposition_after_pruning(config)
+    options.check(config if decomposing is None else decomposing)
+    data = options.dataset(config)
+    with _refusals():
+        check_target(build_network(config.model, data, seed=config.seed), data.input_shape, chosen)
+        dense = steps.dense_network(config, data, folder)
+        images = steps.calibration(config, data)
+        state = folder.state / "pruned.safetensors"
+        pruned = prune_network(dense, data, chosen, images, state_file=state)
+    metrics: dict[str, Any] = {
+        **_head(config, data, decomposing),
+        "baseline": network_numbers(dense, data),
+        "pruning": _pruning_numbers(chosen, pruned, dense, data),
+    }
+    network, plan = pruned.network, pruned.plan
+    remaining = inspect_layers(network, data.input_shape)
+    if decomposing is None:
+        plan.save(folder.plan)
+    else:
+        tuned = copy.deepcopy(network)
+        steps.finetuned(config, data, tuned, dense, folder, stage="finetune-pruned")
+        metrics["pruned"] = network_numbers(tuned, data)
+        network, plan, metrics["search"] = _decomposed(
+            decomposing, data, tuned, pruned, images, dense, folder
+        )
+    rows = layer_rows(plan, inspect_layers(dense, data.input_shape), network, remaining=remaining)
+    finetuned = copy.deepcopy(network)
+    epochs = steps.finetuned(config, data, finetuned, dense, folder)
+    save_compressed(finetuned, plan, folder.model)
+    metrics["compressed"] = network_numbers(network, data)
+    metrics["finetuned"] = {"accuracy": test_accuracy(finetuned, data)}
+    metrics["onnx"], latency = export_numbers(
+        finetuned,
+        dense,
+        data,
+        folder.onnx,
+        options.export_options(config),
+        metadata={"plan": plan.to_json(), "metrics": json.dumps(metrics)},
+        scratch=folder.state,
+    )
+    metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
+    steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)
+
+
+def _decomposed(
+    config: AppConfig,
+    data: ImageData,
+    tuned: nn.Module,
+    pruned: PrunedNetwork,
+    images: Tensor,
+    dense: nn.Module,
+    folder: RunFolder,
+) -> tuple[nn.Module, CompressionPlan, dict[str, Any]]:
+    """Return the fine-tuned pruned network decomposed, one plan for both steps, and the search's numbers."""
+    choice = steps.chosen_plan(config, data, tuned, images, folder)
+    found = choice.result.plan
+    network = steps.applied_plan(config, found, tuned, images)
+    plan = dataclasses.replace(
+        found.with_removal(dense, pruned.plan.kept_channels),
+        chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",
+    )
+    plan.save(folder.plan)
+    return network, plan, steps.search_numbers(choice.result)
+
+
+def _head(config: AppConfig, data: ImageData, decomposing: AppConfig | None) -> dict[str, Any]:
+    """Return what metrics.json says of the run itself; what took no part in it is null."""
+    found = {**steps.head(config, data), "pruner": config.pruner["name"]}
+    return found if decomposing is not None else {**found, "decomposition": None, "selector": None}
+
+
+def _pruning_numbers(
+    chosen: PruningOptions, pruned: PrunedNetwork, dense: nn.Module, data: ImageData
+) -> dict[str, Any]:
+    """Return the section `pruning` of metrics.json."""
+    before = {spec.name: spec.out_channels for spec in inspect_layers(dense, data.input_shape)}
+    kept = pruned.plan.kept_channels
+    return {
+        "measure": chosen.measure,
+        "target": chosen.kept,
+        "channels": sum(before.values()),
+        "channels_kept": sum(len(kept.get(name, range(count))) for name, count in before.items()),
+        "seconds": pruned.seconds,
+        "mask_epochs": [dataclasses.asdict(epoch) for epoch in pruned.epochs],
+        "jump": None if pruned.jump is None else dataclasses.asdict(pruned.jump),
+    }
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Hand the pruning library's refusals on as errors of the configuration."""
+    try:
+        yield
+    except PruningError as error:
+        raise ConfigError(f"the network cannot be pruned as asked: {error}") from error

@@ -1,0 +1,116 @@
+"""Carrying out a plan of any kind, channels removed first, and loading what was saved with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import decomposition
+from decomposition import (
+    CompressionPlan,
+    FitOptions,
+    LayerSpec,
+    apply_plan,
+    build_structure,
+    inspect_layers,
+    reestimate_batch_norm,
+)
+from decomposition.apply import FINAL, BatchNormCorrection
+from decomposition.cost import example_batch
+from decomposition.errors import PlanError
+from pruning import PruningError, remove_channels
+
+_STATISTICS_BATCH = 256
+
+
+def carry_out(
+    model: nn.Module,
+    plan: CompressionPlan,
+    calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    *,
+    sequential: bool = True,
+    batch_norm: BatchNormCorrection = "mean",
+    options: FitOptions = FINAL,
+    seed: int = 0,
+) -> nn.Module:
+    """Return a compressed copy of `model`: the plan's channels removed, then its layers decomposed.
+
+    Args:
+        model: The dense model; left untouched.
+        plan: What becomes of every layer.
+        calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
+        sequential: See `decomposition.apply_plan`.
+        batch_norm: See there. A removal changes the inputs of batch norms by more than their mean: after it
+            their statistics are re-estimated on the calibration inputs, unless this is `keep`.
+        options: See there.
+        seed: See there.
+
+    Raises:
+        DecompositionError: If the plan does not fit the model or the calibration inputs are unusable.
+    """
+    images = calibration
+    if images is not None and not isinstance(images, torch.Tensor):
+        batches = list(images)
+        images = torch.cat(batches) if batches else torch.empty(0)
+    if plan.kept_channels:
+        model, plan = without_channels(model, plan)
+        if images is not None and batch_norm != "keep":
+            reestimate_batch_norm(model, images.split(_STATISTICS_BATCH))
+    return apply_plan(
+        model, plan, images, sequential=sequential, batch_norm=batch_norm, options=options, seed=seed
+    )
+
+
+def without_channels(model: nn.Module, plan: CompressionPlan) -> tuple[nn.Module, CompressionPlan]:
+    """Return a copy of `model` without the channels that the plan removes, and what is left of the plan.
+
+    Raises:
+        PlanError: If the plan was made for another model or its kept channels do not fit this one.
+    """
+    plan.check_model(model)
+    # Two examples: an axis of one is not told apart from one that is broadcast.
+    examples = example_batch(model, plan.input_shape, 2)
+    try:
+        pruned = remove_channels(model, plan.kept_channels, examples)
+    except PruningError as error:
+        raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error
+    return pruned, plan.after_removal(pruned)
+
+
+def specs_after_removal(model: nn.Module, plan: CompressionPlan) -> list[LayerSpec]:
+    """Return the layers of `model` as they are when the plan's channels are removed, in forward order.
+
+    Raises:
+        PlanError: If the plan was made for another model or its kept channels do not fit this one.
+    """
+    if plan.kept_channels:
+        model, plan = without_channels(model, plan)
+    return inspect_layers(model, plan.input_shape)
+
+
+def load_compressed(
+    model: nn.Module, path: str | Path, plan: CompressionPlan | None = None
+) -> tuple[nn.Module, CompressionPlan]:
+    """Load what `decomposition.save_compressed` wrote, with or without removed channels.
+
+    Args:
+        model: The dense model's architecture; its weights are not used and it is left untouched.
+        path: The file.
+        plan: The plan, if it is to be another copy than the file's own.
+
+    Returns:
+        The compressed model and its plan.
+
+    Raises:
+        PlanError: If the file cannot be read, holds no plan, or does not fit the model.
+    """
+    return decomposition.load_compressed(model, path, plan, structure=_structure)
+
+
+def _structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
+    if plan.kept_channels:
+        model, plan = without_channels(model, plan)
+    return build_structure(model, plan)

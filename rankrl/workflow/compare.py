@@ -1,0 +1,179 @@
+"""Comparing choosers: the same fits, evaluator and number of evaluations, then the same fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import CompressionPlan
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.files import write_json
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.run import SearchResult
+from rankrl.report.comparison import ComparisonRow
+from rankrl.selectors import create_selector, selector_is_seeded
+from rankrl.training import TrainingRecipe
+from rankrl.workflow.choose import SearchOptions, SearchSetting, search_plan
+from rankrl.workflow.measure import test_accuracy
+from rankrl.workflow.network import run_training
+
+log = logging.getLogger(__name__)
+
+Rewrite = Callable[[CompressionPlan], nn.Module]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One search of a comparison.
+
+    Attributes:
+        selector: Name of the selector.
+        seed: Its seed; None for a selector that draws nothing.
+        options: The selector's options.
+    """
+
+    selector: str
+    seed: int | None
+    options: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder that its search is kept in."""
+        return self.selector if self.seed is None else f"{self.selector}-{self.seed}"
+
+
+def contestants(selectors: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> list[Contestant]:
+    """Return all searches: every selector with every seed, those that draw nothing once.
+
+    Args:
+        selectors: Options by name of the selector.
+        seeds: Seeds, at least one.
+
+    Raises:
+        ConfigError: There are no selectors or seeds, a seed is negative or named twice, or a selector is
+            unknown.
+    """
+    if not selectors or not seeds:
+        raise ConfigError("compare.selectors and compare.seeds must each hold at least one entry")
+    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"compare.seeds must be different whole numbers >= 0, got {list(seeds)}")
+    return [
+        Contestant(name, seed, options)
+        for name, options in selectors.items()
+        for seed in (seeds if selector_is_seeded(name) else (None,))
+    ]
+
+
+def search_all(
+    setting: SearchSetting, options: SearchOptions, entered: Sequence[Contestant], folder: Path
+) -> dict[Contestant, SearchResult]:
+    """Let every contestant search; finished searches are read, an interrupted one is continued.
+
+    Args:
+        setting: What all of them face.
+        options: Number of evaluations and limits; its selector is not looked at.
+        entered: The contestants.
+        folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
+
+    Raises:
+        ConfigError: A selector's options are wrong, or it lacks a package; nothing was searched yet.
+        RunStoppedError: The user stopped a search.
+    """
+    for contestant in entered:
+        if contestant.seed is not None:  # the others are quick to fail and slow to make
+            _check_options(setting.problem, options, contestant)
+    results = {}
+    for number, contestant in enumerate(entered, 1):
+        log.info("compare: %s (%d of %d)", contestant.folder_name, number, len(entered))
+        own = folder / contestant.folder_name
+        # What one chooser has scored must not help, or be counted for, the next.
+        setting.evaluator.restore({"first_scores": []}, {})
+        result = search_plan(
+            setting,
+            replace(options, selector=contestant.selector, selector_options=contestant.options),
+            folder=own,
+            seed=contestant.seed or 0,
+        )
+        if result.stopped_by == "interrupt":
+            raise RunStoppedError(folder.parent)
+        result.plan.save(own / "plan.json")
+        results[contestant] = result
+    return results
+
+
+@dataclass(frozen=True)
+class FinalTest:
+    """How plans are tested in the end: rewritten, measured, fine-tuned alike, measured again.
+
+    Attributes:
+        data: The dataset.
+        teacher: The dense network.
+        rewrite: From a plan to the compressed network.
+        recipe: Of fine-tuning; None leaves it out.
+        folder: Results are kept here, by plan: equal plans are fine-tuned once, and none again after a kill.
+    """
+
+    data: ImageData
+    teacher: nn.Module
+    rewrite: Rewrite
+    recipe: TrainingRecipe | None
+    folder: Path
+
+    def accuracies(self, problem: SearchProblem, plan: CompressionPlan) -> tuple[float, float | None]:
+        """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
+        recipe = None if self.recipe is None else asdict(self.recipe)
+        identity = [problem.fingerprint, problem.ranks(plan), recipe]
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        kept, state = self.folder / f"{key}.json", self.folder / f"{key}.safetensors"
+        if kept.exists():
+            known = json.loads(kept.read_text(encoding="utf-8"))
+            return known["test_accuracy"], known["finetuned_accuracy"]
+        network = self.rewrite(plan)
+        before, after = test_accuracy(network, self.data), None
+        if self.recipe is not None:
+            run_training("fine-tune", network, self.data, self.recipe, state_file=state, teacher=self.teacher)
+            after = test_accuracy(network, self.data)
+        write_json(kept, {"test_accuracy": before, "finetuned_accuracy": after})
+        state.unlink(missing_ok=True)
+        return before, after
+
+
+def tested(
+    problem: SearchProblem, results: Mapping[Contestant, SearchResult], final: FinalTest
+) -> list[ComparisonRow]:
+    """Return the rows of the comparison: every search with the test accuracies of its plan."""
+    rows = []
+    for contestant, result in results.items():
+        before, after = final.accuracies(problem, result.plan)
+        log.info(
+            "compare: %s: test accuracy %.4f", contestant.folder_name, before if after is None else after
+        )
+        rows.append(
+            ComparisonRow(
+                selector=contestant.selector,
+                seed=contestant.seed,
+                best_reward=result.best.reward,
+                heldout_accuracy=result.best.accuracy,
+                params_kept=result.best.params_kept,
+                macs_kept=result.best.macs_kept,
+                test_accuracy=before,
+                finetuned_accuracy=after,
+                episodes=len(result.rows),
+                evaluations=result.evaluations,
+                seconds=result.seconds,
+                best_rewards=tuple(row.best_reward for row in result.rows),
+            )
+        )
+    return rows
+
+
+def _check_options(problem: SearchProblem, options: SearchOptions, contestant: Contestant) -> None:
+    create_selector(contestant.selector, problem, episodes=options.episodes, **contestant.options)

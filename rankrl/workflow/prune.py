@@ -1,0 +1,176 @@
+"""Pruning a network to a target: channels chosen by a criterion or by masks that learn, then removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decomposition import CompressionPlan, LayerPlan, fingerprint, inspect_layers
+from decomposition.cost import example_batch
+from pruning import (
+    ChannelGroup,
+    KeptChannels,
+    MaskEpoch,
+    QualityJump,
+    channel_groups,
+    keep_within,
+    removable_groups,
+)
+from pruning.selection import require_reachable
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError
+from rankrl.state_file import write_state
+from rankrl.workflow.apply import carry_out, without_channels
+from rankrl.workflow.mask_training import (
+    EXAMPLES,
+    STATE_VERSION,
+    pruning_setup,
+    read_pruning_state,
+    target_cost,
+    train_channel_masks,
+)
+from rankrl.workflow.pruner_options import PruningOptions
+
+
+@dataclass(frozen=True)
+class PrunedNetwork:
+    """A network without the channels that did not matter enough.
+
+    Attributes:
+        network: The smaller network on the CPU, in evaluation mode.
+        plan: Its kept channels, for the dense network.
+        epochs: The history of the masks; empty for a criterion.
+        jump: The held-out accuracy around the moment at which the masks were fixed; None for a criterion.
+        seconds: How long choosing and removing took.
+    """
+
+    network: nn.Module
+    plan: CompressionPlan
+    epochs: Sequence[MaskEpoch] = ()
+    jump: QualityJump | None = None
+    seconds: float = 0.0
+
+
+def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningOptions) -> None:
+    """Refuse what cannot be pruned before anything takes time; the weights do not matter.
+
+    Raises:
+        PruningError: If no layer can be pruned, a named one cannot, or the target cannot be reached.
+        ConfigError: If `strengths` names a layer that heads no channel group.
+    """
+    inputs = example_batch(model, input_shape, EXAMPLES)
+    groups = removable_groups(channel_groups(model, inputs), options.layers)
+    names = [group.name for group in groups]
+    for name in options.training.strengths:
+        if name not in names:
+            raise ConfigError(f"pruner.strengths names {name!r}; the channel groups are {', '.join(names)}")
+    require_reachable(model, inputs, groups, target_cost(options.measure, input_shape), options.kept)
+
+
+def prune_network(
+    model: nn.Module,
+    data: ImageData,
+    options: PruningOptions,
+    calibration: Tensor,
+    *,
+    state_file: Path | None = None,
+) -> PrunedNetwork:
+    """Remove channels until the target is met; nothing is fine-tuned afterwards.
+
+    A criterion leaves the weights as they are; a mask's training changes them. Held-out images measure what
+    fixing the masks costs, and choose nothing.
+
+    Args:
+        model: The dense network, left untouched.
+        data: The dataset.
+        options: The pruner and the target.
+        calibration: Model inputs, for criteria that look at activations and for batch norm statistics.
+        state_file: Where the result is kept; a later call with the same options returns it from there. Beside
+            it lies the state of a mask training, which goes on after its last finished epoch, to the result
+            of an undisturbed one.
+
+    Raises:
+        PruningError: If the network cannot be pruned so, or the training of the masks diverges.
+        CheckpointError: If `state_file` belongs to other options.
+    """
+    setup = pruning_setup(data, options)
+    if state_file is not None and state_file.exists():
+        return _restore(state_file, model, setup)
+    started = time.perf_counter()
+    if options.definition.is_mask:
+        masks = None if state_file is None else state_file.with_stem(f"{state_file.stem}-masks")
+        masked, result = train_channel_masks(model, data, options, masks)
+        network = masked.removed().cpu().to(memory_format=torch.contiguous_format)
+        groups = channel_groups(model, example_batch(model, data.input_shape, EXAMPLES))
+        plan = removal_plan(model, data.input_shape, masked.kept_channels(), groups, options.pruner)
+        pruned = PrunedNetwork(network.eval(), plan, result.epochs, result.jump)
+    else:
+        pruned = _by_criterion(model, data, options, calibration)
+    pruned = PrunedNetwork(
+        pruned.network, pruned.plan, pruned.epochs, pruned.jump, time.perf_counter() - started
+    )
+    if state_file is not None:
+        content = {
+            "setup": setup,
+            "plan": pruned.plan.to_json(),
+            "epochs": [asdict(epoch) for epoch in pruned.epochs],
+            "jump": None if pruned.jump is None else asdict(pruned.jump),
+            "seconds": pruned.seconds,
+        }
+        write_state(state_file, pruned.network.state_dict(), content, STATE_VERSION)
+    return pruned
+
+
+def removal_plan(
+    model: nn.Module,
+    input_shape: Sequence[int],
+    kept: KeptChannels,
+    groups: Sequence[ChannelGroup],
+    chosen_by: str,
+) -> CompressionPlan:
+    """Return the plan that keeps the `kept` output channels and decomposes nothing."""
+    obstacles = {name: group.obstacle for group in groups for name in group.layers}
+    specs = inspect_layers(model, input_shape)
+    layers = tuple(
+        LayerPlan(spec.name)
+        if len(kept.get(spec.name, range(spec.out_channels))) < spec.out_channels
+        else LayerPlan(spec.name, reason=obstacles.get(spec.name) or "all its output channels stay")
+        for spec in specs
+    )
+    plan = CompressionPlan(layers, fingerprint(specs), tuple(input_shape), chosen_by)
+    return plan.with_removal(model, kept)
+
+
+def _by_criterion(
+    model: nn.Module, data: ImageData, options: PruningOptions, calibration: Tensor
+) -> PrunedNetwork:
+    inputs = example_batch(model, data.input_shape, EXAMPLES)
+    every = channel_groups(model, inputs)
+    groups = removable_groups(every, options.layers)
+    generator = torch.Generator().manual_seed(options.seed)
+    criterion = options.definition.definition
+    scores = {group.name: criterion(model, group, calibration, generator) for group in groups}
+    cost = target_cost(options.measure, data.input_shape)
+    kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope)
+    plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
+    return PrunedNetwork(carry_out(model, plan, calibration).eval(), plan)
+
+
+def _restore(path: Path, model: nn.Module, setup: Mapping[str, Any]) -> PrunedNetwork:
+    tensors, content = read_pruning_state(path, "pruned network", setup)
+    plan = CompressionPlan.from_json(content["plan"], source=f"the plan in {path}")
+    network = without_channels(model, plan)[0]
+    network.load_state_dict(tensors)
+    return PrunedNetwork(
+        network.eval(),
+        plan,
+        [MaskEpoch(**epoch) for epoch in content["epochs"]],
+        None if content["jump"] is None else QualityJump(**content["jump"]),
+        content["seconds"],
+    )

@@ -1,0 +1,158 @@
+"""`task=compare`: the same terms for all choosers, one table, and an exact continuation after a kill."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankrl.config import options
+from rankrl.config.schema import AppConfig, CompareConfig
+from rankrl.errors import ConfigError
+from rankrl.models import create_model, save_checkpoint
+from rankrl.selectors import list_selectors, selector_options
+from rankrl.workflow import compare
+from rankrl.workflow.compare import contestants
+
+_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_conftest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_conftest)
+QUICK, read_json = _conftest.QUICK, _conftest.read_json
+
+Command = Callable[..., None]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    save_checkpoint(create_model("conv4", input_shape=(1, 8, 8), num_classes=10), tmp_path / "w.safetensors")
+    return [
+        *QUICK,
+        "task=compare",
+        f"model.checkpoint={tmp_path / 'w.safetensors'}",
+        "compare.selectors=[random,greedy,local,uniform]",
+        "compare.seeds=[3,4]",
+        "decomposition=tucker",
+        "budget.params=0.2",
+        "search.term=soft_agreement",
+    ]
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The rows of compare.csv without what the clock decides."""
+    with (folder / "compare.csv").open(newline="") as file:
+        return [
+            {key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)
+        ]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def die_at(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Let a function of the comparison be its last one at its n-th call."""
+    original, calls = getattr(compare, name), []
+
+    def call(*positional: Any, **named: Any) -> Any:
+        calls.append(name)
+        if len(calls) == number:
+            raise Killed
+        return original(*positional, **named)
+
+    patch.setattr(compare, name, call)
+
+
+def test_comparison_goes_on_exactly_and_repeats_nothing(
+    rankrl: Command, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    rankrl(*arguments, f"hydra.run.dir={whole}")
+    found = rows(whole)
+    assert [(row["selector"], row["seed"]) for row in found] == [
+        ("random", "3"),
+        ("random", "4"),
+        ("greedy", ""),
+        ("local", "3"),
+        ("local", "4"),
+        ("uniform", ""),
+    ]
+    assert [row["episodes"] for row in found] == ["3", "3", "1", "3", "3", "1"]
+    assert all(0 <= float(row["finetuned_accuracy"]) <= 1 for row in found)
+    metrics = read_json(whole / "metrics.json")
+    assert metrics["compare"]["local"]["runs"] == 2
+    assert metrics["compare"]["greedy"]["best_reward"]["std"] is None
+    assert metrics["search"]["best_reward"] == max(float(row["best_reward"]) for row in found)
+    for name in ("compare.md", "report.html", "plots/rewards.png", "plots/accuracies.png", "plan.json"):
+        assert (whole / name).stat().st_size > 0, name
+    assert "| local | 2 |" in (whole / "compare.md").read_text()
+
+    with monkeypatch.context() as patch:
+        die_at(patch, "search_plan", 4)
+        with pytest.raises(Killed):
+            rankrl(*arguments, f"hydra.run.dir={broken}")
+    with monkeypatch.context() as patch:
+        die_at(patch, "run_training", 2)
+        with pytest.raises(Killed):
+            rankrl(f"resume={broken}")
+    assert not (broken / "metrics.json").exists()
+    assert len(list((broken / "state" / "plans").glob("*.json"))) == 1
+    rankrl(f"resume={broken}")
+    assert rows(broken) == found
+    again = read_json(broken / "metrics.json")
+    assert (
+        again["compare"]["local"]["finetuned_accuracy"] == (metrics["compare"]["local"]["finetuned_accuracy"])
+    )
+
+
+def test_fine_tuning_can_be_left_out(rankrl: Command, arguments: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    rankrl(*arguments, "finetune.epochs=0", "compare.selectors=[greedy]", f"hydra.run.dir={folder}")
+    (row,) = rows(folder)
+    assert row["finetuned_accuracy"] == ""
+    assert "Fine-tuned" not in (folder / "compare.md").read_text()
+
+
+def test_each_selector_has_the_options_of_its_file() -> None:
+    config = AppConfig(selector={"name": "ddpg", "noise": 0.7}, compare=CompareConfig(list_selectors(), [0]))
+    found = options.compared_selectors(config)
+    assert found["ddpg"] == {"noise": 0.7}
+    for name in ("local", "random", "tpe", "greedy"):
+        assert set(found[name]) == set(selector_options(name))
+
+
+def test_choosers_that_draw_nothing_run_once() -> None:
+    entered = contestants({name: {} for name in list_selectors()}, [5, 6])
+    once = {each.selector for each in entered if each.seed is None}
+    assert once == {"energy", "greedy", "uniform", "vbmf"}
+    assert len(entered) == len(once) + 2 * (len(list_selectors()) - len(once))
+    assert len({each.folder_name for each in entered}) == len(entered)
+
+
+@pytest.mark.parametrize(
+    ("selectors", "message"),
+    [(["ddgp"], "Did you mean 'ddpg'"), (["greedy", "greedy"], "names 'greedy' twice")],
+)
+def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options.compared_selectors(AppConfig(selector={"name": "ddpg"}, compare=CompareConfig(selectors)))
+
+
+@pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])
+def test_bad_seeds_are_refused(seeds: list[int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        contestants({"random": {}}, seeds)
+
+
+def test_wrong_options_are_refused_before_anything_is_searched(
+    arguments: list[str], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    message = refused(*arguments, "selector=random", "selector.plans_per_step=0", f"hydra.run.dir={folder}")
+    assert "selector.plans_per_step" in message
+    assert not (folder / "searches").exists()

@@ -1,0 +1,179 @@
+"""`task=prune` on digits with a small network."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decomposition import CompressionPlan
+
+_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_conftest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_conftest)
+QUICK, read_json = _conftest.QUICK, _conftest.read_json
+
+Command = Callable[..., None]
+Refused = Callable[..., str]
+MASKS = ("pruner.epochs=2", "pruner.settling_epochs=1")
+
+
+@pytest.fixture
+def prune(rankrl: Command, tmp_path: Path) -> Callable[..., Path]:
+    """Prune in a folder of the given name and return it."""
+
+    def task(name: str, *arguments: str) -> Path:
+        folder = tmp_path / name
+        rankrl(*QUICK, "task=prune", f"hydra.run.dir={folder}", *arguments)
+        return folder
+
+    return task
+
+
+def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) -> None:
+    folder = prune("run", "pruner=group_lasso", *MASKS, "budget.macs=0.6")
+    for name in ("plan.json", "metrics.json", "model.safetensors", "model.onnx", "report.html"):
+        assert (folder / name).stat().st_size > 0, name
+    assert {path.name for path in (folder / "plots").iterdir()} >= {"layers.png", "finetune.png"}
+    metrics = read_json(folder / "metrics.json")
+    assert (metrics["task"], metrics["pruner"]) == ("prune", "group_lasso")
+    assert metrics["decomposition"] is metrics["selector"] is None
+    assert metrics["compressed"]["macs"] <= 0.6 * metrics["baseline"]["macs"]
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    assert metrics["onnx"]["accuracy"] == pytest.approx(metrics["finetuned"]["accuracy"], abs=0.01)
+    assert set(metrics["ratios"]) == {"params", "macs", "latency"}
+    pruning = metrics["pruning"]
+    assert (pruning["measure"], pruning["target"]) == ("macs", 0.6)
+    assert pruning["channels_kept"] < pruning["channels"]
+    assert len(pruning["mask_epochs"]) == 3
+    assert set(pruning["jump"]) == {"sampled", "deterministic", "fixed"}
+    plan = CompressionPlan.load(folder / "plan.json")
+    kept = plan.kept_channels
+    page = (folder / "report.html").read_text()
+    assert "group lasso" in page
+    assert "Channels kept" in page
+    for name, channels in kept.items():
+        assert f"{len(channels)} of " in page, name
+
+
+def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
+    prune: Callable[..., Path], rankrl: Command, tmp_path: Path
+) -> None:
+    folder = prune(
+        "run",
+        "pruner=magnitude",
+        "budget.macs=0.6",
+        "prune.decompose_params=0.5",
+        "selector=greedy",
+        "decomposition=tucker",
+    )
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["pruned"]["macs"] <= 0.6 * metrics["baseline"]["macs"]
+    assert metrics["compressed"]["params"] <= 0.5 * metrics["pruned"]["params"]
+    assert (metrics["decomposition"], metrics["selector"]) == ("tucker", "greedy")
+    plan = CompressionPlan.load(folder / "plan.json")
+    assert plan.chosen_by == "magnitude, then greedy"
+    assert plan.kept_channels
+    assert any(layer.format == "tucker" for layer in plan)
+    checkpoint, weights = folder / "dense.safetensors", folder / "model.safetensors"
+    common = (*QUICK, f"model.checkpoint={checkpoint}")
+    for task, given in (
+        ("apply", f"plan={folder / 'plan.json'}"),
+        ("evaluate", f"weights={weights}"),
+        ("export", f"weights={weights}"),
+        ("finetune", f"weights={weights}"),
+    ):
+        rankrl(*common, f"task={task}", given, f"hydra.run.dir={tmp_path / task}")
+    compressed = [
+        read_json(tmp_path / task / "metrics.json")["compressed"] for task in ("apply", "evaluate", "export")
+    ]
+    assert {row["params"] for row in compressed} == {metrics["compressed"]["params"]}
+    assert {row["macs"] for row in compressed} == {metrics["compressed"]["macs"]}
+    assert compressed[1]["accuracy"] == compressed[2]["accuracy"] == metrics["finetuned"]["accuracy"]
+    assert read_json(tmp_path / "export" / "metrics.json")["onnx"]["max_abs_difference"] <= 1e-4
+
+
+def test_applying_the_plan_gives_what_a_criterion_gave(
+    prune: Callable[..., Path], rankrl: Command, tmp_path: Path
+) -> None:
+    folder = prune("run", "pruner=first_k", "budget.params=0.5")
+    rankrl(
+        *QUICK,
+        "task=apply",
+        f"plan={folder / 'plan.json'}",
+        f"model.checkpoint={folder / 'dense.safetensors'}",
+        f"hydra.run.dir={tmp_path / 'apply'}",
+    )
+    expected = read_json(folder / "metrics.json")["compressed"]
+    assert read_json(tmp_path / "apply" / "metrics.json")["compressed"] == expected
+
+
+def test_an_interrupted_run_goes_on_to_the_same_result(
+    prune: Callable[..., Path], rankrl: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("pruner=hard_concrete", *MASKS, "budget.macs=0.7")
+    whole = prune("whole", *arguments)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rankrl.tasks.prune.save_compressed", kill)
+        with pytest.raises(Killed):
+            prune("broken", *arguments)
+    broken = whole.parent / "broken"
+    assert not (broken / "metrics.json").exists()
+    monkeypatch.setattr("rankrl.workflow.prune.train_channel_masks", kill)  # finished stages are not repeated
+    rankrl(f"resume={broken}")
+    for name in ("plan.json", "model.safetensors"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("budget.macs=0.0001",), "cannot be reached"),
+        (("budget.params=0.5", "budget.macs=0.5"), "one target"),
+        (("budget.macs=1.5",), "outside (0, 1)"),
+        (("pruner=lasso",), "choose from apoz"),
+        (("pruner.name=lasso",), "Did you mean 'group_lasso'"),
+        (("pruner.epoch=3",), "Did you mean 'pruner.epochs'"),
+        (("pruner.epochs=0",), "epochs must be at least 1"),
+        (("pruner=magnitude", "pruner.scope=everywhere"), "uniform, global"),
+        (("pruner.layers=[fc2]",), "layer 'fc2' cannot be pruned"),
+        (("pruner.layers=[nothing]",), "layer 'nothing' cannot be pruned"),
+        (("+pruner.strengths={layer1.0: 1}",), "the channel groups are conv1, conv2"),
+        (("prune.decompose_params=0.5", "prune.decompose_macs=0.5"), "not both"),
+        (("prune.decompose_macs=2",), "prune.decompose_macs=2.0 is outside (0, 1)"),
+    ],
+)
+def test_bad_input_is_refused_before_the_network_is_trained(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr("rankrl.workflow.network.train", None)
+    assert expected in refused("task=prune", "model=conv4", *arguments)
+
+
+def test_shared_modules_are_named(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = "\n".join(
+        (
+            "from torch import nn",
+            "class Shared(nn.Module):",
+            "    def __init__(self):",
+            "        super().__init__()",
+            "        self.same, self.head = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 10)",
+            "    def forward(self, x):",
+            "        return self.head(self.same(self.same(x)).flatten(1))",
+        )
+    )
+    (tmp_path / "shared_network.py").write_text(source)
+    message = refused("task=prune", "model=custom", "model._target_=shared_network.Shared")
+    assert "'same' is shared: it is called 2 times" in message

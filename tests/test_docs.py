@@ -1,0 +1,229 @@
+"""What the README and docs/ show works: pages are carried out from top to bottom in an empty folder.
+
+Python blocks run as they are. Commands run on digits with a small network and few episodes, sweeps over the
+first of their values; what needs a dataset, a launcher or a package that is not here is only composed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from torch import nn
+
+from rankrl.app import main
+from rankrl.config.overrides import check_overrides
+from rankrl.selectors import list_selectors
+from rankrl.tasks import list_tasks
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+SMALL = {
+    "train.epochs": "1",
+    "train.optim.lr": "0.02",
+    "search.episodes": "3",
+    "search.images": "100",
+    "calibration.images": "64",
+    "decomposition.candidates": "4",
+    "decomposition.iterations": "5",
+    "decomposition.final_iterations": "10",
+    "finetune.epochs": "1",
+    "export.runs": "3",
+}
+# The same for single tasks, and for options that a command gives.
+SMALL_TASK = {"task=prune": {"pruner.epochs": "1"}, "task=compare": {"compare.seeds": "[0]"}}
+SMALL_IF_GIVEN = {"search.workers": "2"}
+# Registries that a page may add to; they are as before afterwards.
+REGISTRIES = [
+    ("decomposition.formats.base", "_FORMATS"),
+    ("rankrl.selectors.registry", "_SELECTORS"),
+    ("rankrl.plan_search.rewards", "_REWARDS"),
+    ("pruning.registry", "_PRUNERS"),
+    ("optim.registry", "_records"),
+    ("rankrl.tracking.registry", "_TRACKERS"),
+]
+NEEDS_MORE = re.compile(
+    r"dataset=(?:cifar|mnist|imagefolder)|experiment=|tracking=(?:mlflow|wandb)|hydra/launcher="
+    r"|search.cluster=ray|[ =/](?:PATH|FOLDER|FILE|RUN)\b"
+)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and content of every block of a page, in order."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    return [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and line[0] != "#"]
+
+
+def rankrl_arguments(command: str) -> list[str] | None:
+    """The arguments of a `rankrl` command, or None for another one."""
+    words = shlex.split(command)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    return words[1:] if words and words[0] == "rankrl" else None
+
+
+def made_small(arguments: list[str]) -> list[str]:
+    """The same command with little work: a small network, few episodes, the first value of each sweep."""
+    if "-sc" in arguments or any(each.startswith("resume=") for each in arguments):
+        return arguments
+    given = {each.partition("=")[0]: each for each in arguments}
+    small = {
+        name: value for name, value in SMALL.items() if name != "pruner.epochs" or "task=prune" in arguments
+    }
+    kept = []
+    for each in arguments:
+        name, _, value = each.partition("=")
+        if name in small:
+            continue
+        swept = "-m" in arguments and "," in value and not value.startswith(("[", "{"))
+        kept.append(f"{name}={value.split(',')[0]}" if swept else each)
+    network = [] if "model" in given else ["model=conv4"]
+    return [*network, *(f"{name}={value}" for name, value in small.items()), *kept]
+
+
+def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = rankrl_arguments(command)
+    if arguments is None:
+        for script in re.findall(r"scripts/\w+\.py", command):
+            assert (ROOT / script).exists(), command
+        return
+    if "-sc" not in arguments:
+        composed = [each for each in arguments if "launcher" not in each and not each.startswith("resume=")]
+        check_overrides(composed)
+    task = next((each.removeprefix("task=") for each in arguments if each.startswith("task=")), "pipeline")
+    assert task in list_tasks(), command
+    if NEEDS_MORE.search(command):
+        return
+    monkeypatch.setattr(sys, "argv", ["rankrl", *made_small(arguments)])
+    GlobalHydra.instance().clear()
+    code = None
+    try:
+        main()
+    except SystemExit as left:
+        code = left.code
+    assert not code, command
+
+
+def run_python(page: Path, code: str, scope: dict[str, Any]) -> None:
+    name = re.match(r"# (\w+\.py)\n", code)
+    if name is not None:
+        Path(name[1]).write_text(code)
+        importlib.invalidate_caches()
+    code = code.replace("episodes=100", "episodes=3")
+    exec(compile(code, page.name, "exec"), scope)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """An empty folder with an own cache; what Hydra and the pages do to the process is undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANKRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RANKRL_DATA", str(tmp_path / "no-data"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for module, name in REGISTRIES:
+        registry = importlib.import_module(module)
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield monkeypatch
+    sys.modules.pop("my_models", None)
+    GlobalHydra.instance().clear()
+    root.handlers, root.level = handlers, level
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_can_be_carried_out_from_top_to_bottom(page: Path, workplace: pytest.MonkeyPatch) -> None:
+    scope: dict[str, Any] = example_scope() if page == README else {}
+    for language, content in blocks(page):
+        if language == "python":
+            run_python(page, content, scope)
+        elif language in ("sh", "bash"):
+            for command in commands(content):
+                run_command(command, workplace)
+    if page == README:
+        assert Path("small.onnx").stat().st_size > 0
+        assert Path("small.safetensors").stat().st_size > 0
+
+
+def example_scope() -> dict[str, Any]:
+    """What the README's example takes for granted: a model, images and a score."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()).eval()
+    images = torch.randn(32, 3, 32, 32)
+    expected = model(images).detach()
+    return {
+        "model": model,
+        "images": images,
+        "accuracy_on_heldout_images": lambda network: -float((network(images) - expected).square().mean()),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_pictures_exist(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_readme_opens_with_the_two_commands_and_a_short_example() -> None:
+    shell = [line for language, content in blocks(README) if language == "sh" for line in commands(content)]
+    assert shell[:2] == ["make run", "make test"]
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"run", "test"} <= set(targets)
+    (example,) = [content for language, content in blocks(README) if language == "python"]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+
+
+def test_readme_names_every_task_and_selector_and_links_every_page() -> None:
+    text = README.read_text()
+    for name in (*list_tasks(), *list_selectors()):
+        assert f"`{name}`" in text, name
+    for page in PAGES[1:]:
+        assert f"(docs/{page.name})" in text, page.name
+
+
+def test_configuration_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ROOT / "scripts" / "make_config_reference.py"
+    spec = importlib.util.spec_from_file_location("make_config_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(sys, "argv", ["make_config_reference.py", "--check"])
+    assert script.main() == 0, "run python scripts/make_config_reference.py"
+
+
+def test_options_of_nested_blocks_and_shared_comments_are_read() -> None:
+    path = ROOT / "scripts" / "make_config_reference.py"
+    spec = importlib.util.spec_from_file_location("make_config_reference_reader", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    spec.loader.exec_module(script)
+    text = "# About.\na: 1\n# Two.\nb: 2\nc: {d: 3}\n\ne:\n  # Deep.\n  f: null\ndefaults:\n  - x: y\n"
+    about, options = script.read_options(text)
+    assert about == "About."
+    found = [(option.name, option.default, option.comment) for option in options if option.default]
+    assert found == [
+        ("a", "1", ""),
+        ("b", "2", "Two."),
+        ("c", "{d: 3}", "Two."),
+        ("e.f", "null", "Deep."),
+    ]
