@@ -307,3 +307,19 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
 def test_sizes_out_of_range_are_refused(tmp_path: Path, size: int, resize: int | None) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.(size|resize) must be"):
         load_dataset("imagefolder", path=tmp_path, size=size, resize=resize)
+
+
+def test_fewer_training_images_are_drawn_by_class_and_never_held_out() -> None:
+    whole, part = load_dataset("digits"), load_dataset("digits", train_images=200)
+    assert len(part.train) == 200
+    assert torch.equal(part.heldout.x, whole.heldout.x)
+    shares = [torch.bincount(data.train.y).double() / len(data.train) for data in (whole, part)]
+    assert (shares[0] - shares[1]).abs().max() < 0.01
+    known = {image.numpy().tobytes() for image in whole.train.x}
+    assert all(image.numpy().tobytes() in known for image in part.train.x)
+
+
+@pytest.mark.parametrize("count", [0, -1, 10_000])
+def test_an_impossible_number_of_training_images_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match=r"dataset\.train_images must lie between 1 and"):
+        load_dataset("digits", train_images=count)
