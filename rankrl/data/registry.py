@@ -177,8 +177,8 @@ def load_dataset(
     if train_images is not None:
         if not 1 <= train_images <= len(stay):
             raise ConfigError(
-                f"dataset.train_images must lie between 1 and {len(stay)}, the images of {name!r} that are not "
-                f"held out, or be null; got {train_images}"
+                f"dataset.train_images must lie between 1 and {len(stay)}, the images of {name!r} that are "
+                f"not held out, or be null; got {train_images}"
             )
         stay = stay[stratified_split(files.train.y[stay], train_images, seed)[1]]
     default = source.augmentation
