@@ -186,6 +186,7 @@ def plan_by_heuristic(
     measure: str = "params",
     latency: Callable[[Sequence[RankCurve]], LatencyTable] | None = None,
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    weigh_outputs: bool = True,
     tensorised: bool = False,
     candidates: int = 16,
     options: FitOptions = FAST,
@@ -204,6 +205,7 @@ def plan_by_heuristic(
         latency: For `measure="latency"`: measures all candidates of the curves, as they will be run.
         calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None` fits
             to the weights alone.
+        weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
         tensorised: Split channel counts into small factors (tensor ring and tensor train).
         candidates: Ranks to fit a layer at most.
         options: How much work each fit may do.
@@ -236,7 +238,7 @@ def plan_by_heuristic(
     if calibration is not None:
         batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
         moments = collect_moments(model, specs, batches)
-        sensitivities = collect_sensitivities(model, specs, batches)
+        sensitivities = collect_sensitivities(model, specs, batches) if weigh_outputs else None
     library = FitLibrary(
         model,
         specs,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from decomposition.cost import evaluation_mode
+from decomposition.errors import DecompositionError
 from decomposition.layers import LayerSpec
 
 _BATCH = 64
@@ -33,12 +34,15 @@ def collect_sensitivities(
     Args:
         model: The dense network; left as it was. Its output may be a tensor or any nesting of tensors.
         specs: Layers to watch.
-        calibration: Batches of floating-point model inputs, or one tensor of them.
+        calibration: Batches of model inputs, or one tensor of them.
         seed: Seed of the random directions.
 
     Returns:
         G (out, out), float64, by layer name: summed over the output's positions and a layer's calls, the mean
         over inputs. Layers that the output does not depend on, or whose gradient is not finite, are left out.
+
+    Raises:
+        DecompositionError: If no gradient can be sent back through the model.
     """
     batches = [calibration] if isinstance(calibration, torch.Tensor) else calibration
     modules = dict(model.named_modules())
@@ -59,28 +63,40 @@ def collect_sensitivities(
 
     handles = [watch(spec.name, spec.kind == "linear") for spec in specs]
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = {parameter: parameter.grad for parameter in learnt}
     try:
         with evaluation_mode(model), torch.enable_grad():
-            for parameter in learnt:  # only gradients of activations are needed
-                parameter.requires_grad_(False)
             for images in batches:
                 for batch in images.split(_BATCH):
-                    outputs = tree_leaves(model(batch.detach().clone().requires_grad_()))
-                    reached = [y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
-                    directions = [
-                        torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached
-                    ]
-                    if reached:
-                        torch.autograd.backward(reached, directions)
+                    real = batch.is_floating_point()
+                    for parameter in learnt:  # only gradients of activations are needed
+                        parameter.requires_grad_(not real)
+                    # A copy of the leaf, since models may change their input in place.
+                    outputs = model(batch.detach().requires_grad_(real).clone())
+                    _send_back(outputs, generator)
                     inputs += len(batch)
+    except RuntimeError as error:
+        raise DecompositionError(
+            f"no gradient can be sent back through {type(model).__name__} ({str(error).splitlines()[0]}); "
+            "use weigh_outputs=False (decomposition.weigh_outputs=false on the command line)"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
         for parameter in learnt:
             parameter.requires_grad_()
+            parameter.grad = gradients[parameter]
     found = {name: total / max(1, inputs) for name, total in sums.items()}
     return {
         name: matrix
         for name, matrix in found.items()
         if bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
     }
+
+
+def _send_back(outputs: object, generator: torch.Generator) -> None:
+    """Send a random direction back from every differentiable tensor in a model's output."""
+    reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+    directions = [torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached]
+    if reached:
+        torch.autograd.backward(reached, directions)

@@ -33,6 +33,7 @@ def search(
     selector_options: Mapping[str, Any] | None = None,
     episodes: int = 100,
     candidates: int = 16,
+    weigh_outputs: bool = True,
     seed: int = 0,
     folder: str | Path | None = None,
     cache: str | Path | None = None,
@@ -52,6 +53,8 @@ def search(
         selector_options: Its options.
         episodes: Plans to score.
         candidates: Candidate ranks a layer at most.
+        weigh_outputs: Count channels and layers by what the network's output makes of them; it must be
+            differentiable for that.
         seed: Seed of everything random.
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
             nothing.
@@ -80,7 +83,8 @@ def search(
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
     input_shape = tuple(batches[0].shape[1:])
     fits = None if cache is None else Path(cache)
-    library = fit_candidates(model, batches, CandidateOptions(decomposition), cache=fits, seed=seed)
+    options = CandidateOptions(decomposition, weigh_outputs=weigh_outputs)
+    library = fit_candidates(model, batches, options, cache=fits, seed=seed)
     curves = library.curves(limit=candidates)
     problem = SearchProblem.from_model(model, curves, input_shape, params=params, macs=macs, library=library)
     example = torch.cat([b[:2] for b in batches[:4]])

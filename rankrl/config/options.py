@@ -33,7 +33,9 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     chosen = config.decomposition
     if chosen.candidates < 1:
         raise ConfigError(f"decomposition.candidates must be at least 1, got {chosen.candidates}")
-    return CandidateOptions(chosen.format, chosen.tensorised, chosen.candidates, chosen.iterations)
+    return CandidateOptions(
+        chosen.format, chosen.tensorised, chosen.candidates, chosen.iterations, chosen.weigh_outputs
+    )
 
 
 def final_fit(config: AppConfig) -> FitOptions:

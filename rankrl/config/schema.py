@@ -18,6 +18,7 @@ class DecompositionConfig:
     iterations: int = 60
     final_iterations: int = 200
     final_starts: int = 1
+    weigh_outputs: bool = True
     sequential: bool = True
     batch_norm: str = "mean"
 

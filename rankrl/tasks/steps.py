@@ -95,6 +95,7 @@ def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, ima
         plan,
         images,
         sequential=config.decomposition.sequential,
+        weigh_outputs=config.decomposition.weigh_outputs,
         batch_norm=options.batch_norm_correction(config),
         options=options.final_fit(config),
         seed=config.seed,

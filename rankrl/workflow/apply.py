@@ -32,6 +32,7 @@ def carry_out(
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
     *,
     sequential: bool = True,
+    weigh_outputs: bool = True,
     batch_norm: BatchNormCorrection = "mean",
     options: FitOptions = FINAL,
     seed: int = 0,
@@ -43,6 +44,7 @@ def carry_out(
         plan: What becomes of every layer.
         calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
         sequential: See `decomposition.apply_plan`.
+        weigh_outputs: See there.
         batch_norm: See there. A removal changes the inputs of batch norms by more than their mean: after it
             their statistics are re-estimated on the calibration inputs, unless this is `keep`.
         options: See there.
@@ -60,7 +62,14 @@ def carry_out(
         if images is not None and batch_norm != "keep":
             reestimate_batch_norm(model, images.split(_STATISTICS_BATCH))
     return apply_plan(
-        model, plan, images, sequential=sequential, batch_norm=batch_norm, options=options, seed=seed
+        model,
+        plan,
+        images,
+        sequential=sequential,
+        weigh_outputs=weigh_outputs,
+        batch_norm=batch_norm,
+        options=options,
+        seed=seed,
     )
 
 

@@ -47,12 +47,14 @@ class CandidateOptions:
         tensorised: Whether channel counts are split into factors.
         candidates: Candidate ranks a layer at most.
         iterations: L-BFGS iterations of each fit.
+        weigh_outputs: Whether channels and layers count by what the network's output makes of them.
     """
 
     format: str
     tensorised: bool = False
     candidates: int = 16
     iterations: int = 60
+    weigh_outputs: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,9 @@ def fit_candidates(
         specs,
         options.format,
         moments=moments,
-        sensitivities=collect_sensitivities(model, specs, inputs, seed=seed),
+        sensitivities=collect_sensitivities(model, specs, inputs, seed=seed)
+        if options.weigh_outputs
+        else None,
         tensorised=options.tensorised,
         options=FitOptions(iterations=options.iterations),
         folder=cache,

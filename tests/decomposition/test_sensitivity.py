@@ -189,3 +189,44 @@ def test_layers_that_stay_dense_take_part_in_the_refit(small_net: nn.Module) -> 
         untouched = float((network(images) - wanted).square().mean())
         refitted = float((apply_plan(small_net, plan, images)(images) - wanted).square().mean())
     assert refitted < untouched
+
+
+def test_models_that_change_their_input_in_place_are_differentiated() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3))
+    assert set(collect_sensitivities(model, compressible_layers(model, (4,)), torch.randn(8, 4))) == {"1"}
+
+
+def test_integer_inputs_are_no_obstacle() -> None:
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3))
+    specs = compressible_layers(nn.Sequential(nn.Identity(), model[1]), (5,))
+    assert [spec.name for spec in specs] == ["1"]
+    found = collect_sensitivities(model, specs, torch.randint(0, 7, (16,)))
+    assert found["1"].shape == (3, 3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_that_were_there_are_left() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    model(torch.ones(1, 4)).sum().backward()
+    before = model[0].weight.grad.clone()
+    collect_sensitivities(model, compressible_layers(model, (4,)), torch.randn(8, 4))
+    assert torch.equal(model[0].weight.grad, before)
+
+
+def test_a_model_without_gradients_says_what_to_do() -> None:
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.exp(self.layer(x))
+            y += 1  # the exponential's gradient needs the old values
+            return y
+
+    model = Stubborn()
+    images = torch.randn(8, 4)
+    with pytest.raises(DecompositionError, match=r"Stubborn.*weigh_outputs=False"):
+        collect_sensitivities(model, compressible_layers(model, (4,)), images)
+    plan = make_plan(model, (4,), "cp", ranks=1)
+    assert apply_plan(model, plan, images, weigh_outputs=False)(images).shape == (8, 3)
