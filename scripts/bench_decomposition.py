@@ -46,6 +46,7 @@ from decomposition import (
     apply_plan,
     collect_moments,
     collect_sensitivities,
+    contracted,
     count_parameters,
     fit_weight,
     get_format,
@@ -265,7 +266,8 @@ def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, da
         reestimated = copy.deepcopy(compressed)
         reestimate_batch_norm(reestimated, images.split(256))
         for network in (compressed, reestimated):
-            found.append(100 * report_accuracy(network, data.test, mean=data.mean, std=data.std))
+            # The same function, faster to evaluate here.
+            found.append(100 * report_accuracy(contracted(network), data.test, mean=data.mean, std=data.std))
     return found
 
 
