@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,3 +94,13 @@ def _has_native_bfloat16(device: torch.device) -> bool:
         capabilities = query()
         return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return False
+
+
+def processor_name() -> str:
+    """Return the processor's model name, which Linux gives only in /proc/cpuinfo."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

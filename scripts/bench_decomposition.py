@@ -17,15 +17,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import resource
-import shlex
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +56,8 @@ from decomposition import (
 from decomposition.heuristics import get_heuristic
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.models import create_model, load_checkpoint
-from rankrl.report.markdown import write_section
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
 from rankrl.training.accuracy import report_accuracy
 
 ALGEBRAIC = FitOptions(iterations=0)
@@ -360,30 +358,10 @@ def _finished_rows(path: Path | None) -> dict[tuple[str, float, str], str]:
     return {(name, ratio, chooser): row for name, ratio, chooser, row in entries}
 
 
-def hardware_line() -> str:
-    """Name the processor, the threads used and the versions that matter."""
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    versions = f"torch {torch.__version__}, tensorly {tensorly.__version__}"
-    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used, {versions}"
-
-
 def write_part(path: Path, part: str, text: str) -> None:
     """Write the section of a part; see `rankrl.report.markdown.write_section`."""
     marker = "bench_decomposition" if part == "fits" else f"bench_decomposition_{part}"
     write_section(path, marker, TITLES[part], text)
-
-
-def shown_command(arguments: Sequence[str], checkpoint: Path | None) -> str:
-    """Return the command line for the page: the checkpoint's bare name, no file of finished rows."""
-    words = [checkpoint.name if word == str(checkpoint) else word for word in arguments]
-    if "--rows" in words:
-        del words[words.index("--rows") : words.index("--rows") + 2]
-    threads = os.environ.get("OMP_NUM_THREADS")
-    return f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(words)}"
 
 
 def main() -> None:
@@ -417,7 +395,9 @@ def main() -> None:
         parser.error("--repeats, --iterations and --calibration must be at least 1")
     reports = {"fits": fits_report, "accuracy": accuracy_report, "network": network_report}
     table = reports[options.part](options)
-    text = f"`{shown_command(sys.argv, options.checkpoint)}`\n\n{hardware_line()}\n\n{table}"
+    short = {} if options.checkpoint is None else {str(options.checkpoint): options.checkpoint.name}
+    command = shown_command(sys.argv, shortened=short, dropped=["--rows"])
+    text = f"`{command}`\n\n{hardware_line('tensorly')}\n\n{table}"
     print(text)
     if options.output:
         write_part(options.output, options.part, text)

@@ -9,12 +9,8 @@ time is the median over the rounds. Temporary memory is the peak of what one ste
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import shlex
 import statistics
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -29,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet50
 
 from optim import OnnxAdagrad, OnnxAdam
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
 
-START, END = "<!-- bench_optim:start -->", "<!-- bench_optim:end -->"
 SAMPLE_SECONDS = 0.02
 
 Shapes = list[tuple[int, ...]]
@@ -146,18 +143,6 @@ def compare(shapes: Shapes, algorithm: str, rounds: int, device: str) -> list[tu
     ]
 
 
-def hardware_line(device: str) -> str:
-    """Name the processor, the threads used, the device and torch's version."""
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [line for line in information.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    gpu = f", {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else ""
-    threads = torch.get_num_threads()
-    return f"{model}, {os.cpu_count()} cores, {threads} thread(s) used{gpu}, torch {torch.__version__}"
-
-
 def report(rounds: int, device: str) -> str:
     """Run all comparisons and return them as Markdown; progress goes to the standard error."""
     models = {
@@ -185,34 +170,6 @@ def report(rounds: int, device: str) -> str:
     return "\n".join(lines)
 
 
-def write_section(path: Path, text: str) -> None:
-    """Put the text between this benchmark's markers in a Markdown file, which is replaced atomically.
-
-    Args:
-        path: The file; made when missing. Without the markers the section is appended.
-        text: The section's text.
-
-    Raises:
-        ValueError: If only one of the markers is there.
-    """
-    document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
-    section = f"{START}\n{text}\n{END}"
-    if START in document and END in document:
-        before, rest = document.split(START, 1)
-        document = before + section + rest.split(END, 1)[1]
-    elif START in document or END in document:
-        raise ValueError(f"{path} has only one of {START} and {END}: put the other one back")
-    else:
-        document = f"{document.rstrip()}\n\n## Optimizer steps\n\n{section}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(document)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).chmod(0o644)
-    os.replace(file.name, path)
-
-
 def main() -> None:
     """Read the command line, run the comparisons, print and perhaps save the table."""
     parser = argparse.ArgumentParser(
@@ -227,13 +184,11 @@ def main() -> None:
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}: give at least 1")
     table = report(options.rounds, options.device)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(sys.argv)}"
-    conditions = f"{hardware_line(options.device)}; medians of {options.rounds} interleaved rounds."
-    text = f"`{command}`\n\n{conditions}\n\n{table}"
+    conditions = f"{hardware_line()}; medians of {options.rounds} interleaved rounds."
+    text = f"`{shown_command(sys.argv)}`\n\n{conditions}\n\n{table}"
     print(text)
     if options.output:
-        write_section(options.output, text)
+        write_section(options.output, "bench_optim", "Optimizer steps", text)
 
 
 if __name__ == "__main__":

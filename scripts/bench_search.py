@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,16 +22,16 @@ from typing import Any
 
 import torch
 
-from decomposition.layers import compressible_layers
-from decomposition.library import FitLibrary
-from decomposition.moments import collect_moments
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
 from rankrl.models import create_model, load_checkpoint
 from rankrl.plan_search.evaluator import PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import run_search
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
+from rankrl.workflow.choose import CandidateOptions, fit_candidates
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.
@@ -50,6 +51,7 @@ class Costs:
     fitting: float = 0.0
     scoring: float = 0.0
     agent: float = 0.0
+    first_reward: float = 0.0
     best_reward: float = 0.0
 
     @property
@@ -74,26 +76,39 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=300)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--params", type=float, default=0.25, help="kept fraction of the parameters")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     arguments = parser.parse_args()
     rows = [measure(name, arguments) for name in arguments.models]
+    text = report(rows, arguments)
+    print(text)
+    if arguments.output is not None:
+        command = shown_command(sys.argv, shortened={str(arguments.checkpoints): "CHECKPOINTS"})
+        section = f"`{command}`\n\n{hardware_line()}\n\n{text}"
+        write_section(arguments.output, "bench_search", "What a search costs", section)
+    print(f"ratio {rows[0].ratio:.2f}")
+
+
+def report(rows: list[Costs], arguments: argparse.Namespace) -> str:
+    """Return the table as Markdown."""
     precision = inference_precision()
-    print(
+    lines = [
         f"{arguments.episodes} DDPG episodes, {arguments.images} held-out CIFAR-10 images, "
-        f"{arguments.format}, budget.params={arguments.params}, {precision.device.type} {precision.dtype}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
-    )
-    print("| model | forward s | search s | ratio | fitting | forward passes | agent | bookkeeping | best |")
-    print("|---|---|---|---|---|---|---|---|---|")
+        f"{arguments.format}, budget.params={arguments.params}, {precision.device.type} {precision.dtype}.",
+        "",
+        "| model | forward s | search s | ratio | fitting | forward passes | agent | bookkeeping "
+        "| greedy | best |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for row in rows:
         parts = (row.fitting, row.scoring, row.agent, row.bookkeeping)
         shares = " | ".join(f"{part:.1f} s ({part / row.total:.0%})" for part in parts)
-        print(
+        lines.append(
             f"| {row.model} | {row.forward:.1f} | {row.total:.1f} | {row.ratio:.2f} | {shares} "
-            f"| {row.best_reward:.3f} |"
+            f"| {row.first_reward:.3f} | {row.best_reward:.3f} |"
         )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"\npeak memory {peak:.0f} MiB")
-    print(f"ratio {rows[0].ratio:.2f}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    lines += ["", f"Peak memory of the process: {peak:.2f} GiB."]
+    return "\n".join(lines)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Costs:
@@ -135,11 +150,10 @@ def search(
     """Run the search with a clock on each of its parts."""
     costs = Costs(name, sum(p.numel() for p in model.parameters()), forward=0.0)
     start = time.perf_counter()
-    layers = compressible_layers(model, data.input_shape)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(data.train), generator=generator)[:CALIBRATION_IMAGES]
     calibration = [x for x, _ in batches(data.train.subset(chosen), 128, mean=data.mean, std=data.std)]
-    library = FitLibrary(model, layers, arguments.format, moments=collect_moments(model, layers, calibration))
+    library = fit_candidates(model, calibration, CandidateOptions(arguments.format), cache=None, seed=0)
     curves = library.curves()
     costs.fitting = time.perf_counter() - start
     problem = SearchProblem.from_model(
@@ -152,7 +166,7 @@ def search(
     selector.observe = clocked(selector.observe, costs, "agent")  # type: ignore[method-assign]
     result = run_search(problem, evaluator, selector, episodes=arguments.episodes, folder=folder)
     costs.total = time.perf_counter() - start
-    costs.best_reward = result.best.reward
+    costs.first_reward, costs.best_reward = result.rows[0].reward, result.best.reward
     return costs
 
 

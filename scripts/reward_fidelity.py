@@ -18,8 +18,6 @@ import csv
 import dataclasses
 import hashlib
 import io
-import os
-import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +36,8 @@ from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
 from rankrl.plan_search.problem import RanksKey, SearchProblem
-from rankrl.report import collect_setup
-from rankrl.report.markdown import write_section
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, accuracy, train
 from rankrl.workflow.choose import (
     CALIBRATION_BATCH,
@@ -283,15 +281,9 @@ def main() -> None:
     deciding = {key: str(value) for key, value in vars(options).items() if key not in ("rows", "output")}
     setup = hashlib.sha256(repr(sorted(deciding.items())).encode()).hexdigest()[:12]
     rows = measure(options, setup)
-    words = [options.checkpoint.name if word == str(options.checkpoint) else word for word in sys.argv]
-    if "--rows" in words:
-        del words[words.index("--rows") : words.index("--rows") + 2]
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = f"{f'OMP_NUM_THREADS={threads} ' if threads else ''}python {shlex.join(words)}"
-    machine = collect_setup([], options.seed)
-    text = "\n\n".join(
-        [f"`{command}`", f"{machine['Processor']}, torch {torch.__version__}", report(rows, options.epochs)]
-    )
+    short = {str(options.checkpoint): options.checkpoint.name}
+    command = shown_command(sys.argv, shortened=short, dropped=["--rows"])
+    text = "\n\n".join([f"`{command}`", hardware_line(), report(rows, options.epochs)])
     print(text)
     if options.output:
         write_section(options.output, "reward_fidelity", "Reward fidelity", text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from decomposition import DecompositionError, LatencyTable, RankCurve, get_format, inspect_layers
 from decomposition.formats import Ranks
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
+from rankrl.device import processor_name
 from rankrl.export.latency import measure_latency
 from rankrl.export.onnx_file import export_onnx
 from rankrl.export.session import open_session
@@ -166,16 +166,7 @@ def _fitted(layers: dict[str, dict[Ranks, float]], whole: float, conditions: str
 
 
 def _conditions(batch: int, threads: int) -> str:
-    return f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {_processor()}, ms"
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms"
 
 
 def _geometry(curve: RankCurve) -> str:

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankrl.files import write_atomically
+
+
+def shown_command(
+    arguments: Sequence[str], *, shortened: Mapping[str, str] | None = None, dropped: Sequence[str] = ()
+) -> str:
+    """Return the command line for a page that others read: nothing in it belongs to this machine alone.
+
+    Args:
+        arguments: `sys.argv`.
+        shortened: What to write instead of an argument, such as a file's bare name for its path.
+        dropped: Options that are left out together with their values.
+    """
+    words: list[str] = []
+    skip = False
+    for word in arguments:
+        if not skip and word not in dropped:
+            words.append((shortened or {}).get(word, word))
+        skip = word in dropped
+    variables = [f"{name}={os.environ[name]} " for name in ("OMP_NUM_THREADS",) if name in os.environ]
+    if "RANKRL_DATA" in os.environ:
+        variables.insert(0, "RANKRL_DATA=data ")
+    return f"{''.join(variables)}python {shlex.join(words)}"
 
 
 def write_section(path: Path, marker: str, title: str, text: str) -> None:

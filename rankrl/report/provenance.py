@@ -7,9 +7,10 @@ import platform
 import shlex
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 
 import torch
+
+from rankrl.device import processor_name
 
 _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
 
@@ -33,22 +34,21 @@ def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
             continue
     setup["Versions"] = ", ".join(versions)
     setup["System"] = f"{platform.system()} {platform.machine()}"
-    setup["Processor"] = f"{_processor()}, {_usable_cores()} cores"
+    setup["Processor"] = f"{processor_name()}, {_usable_cores()} cores"
     if torch.cuda.is_available():
         setup["GPU"] = torch.cuda.get_device_name()
     return setup
 
 
+def hardware_line(*packages: str) -> str:
+    """Name processor, threads in use, GPU if there is one, and the versions of torch and other packages."""
+    parts = [processor_name(), f"{_usable_cores()} cores", f"{torch.get_num_threads()} thread(s) used"]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    parts += [f"{package} {metadata.version(package)}" for package in ("torch", *packages)]
+    return ", ".join(parts)
+
+
 def _usable_cores() -> int:
     """Cores that this process may use, which in a container can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _processor() -> str:
-    """The processor's model name, which Linux gives only in /proc/cpuinfo."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from decomposition import contracted, factorised_layers
 from rankrl.data.batches import batches
 from rankrl.data.images import Images, TestImages
 from rankrl.device import Precision, exact_float32, inference_precision, model_device
@@ -24,6 +25,8 @@ def predict_logits(
 ) -> Tensor:
     """Return the class scores of a network in evaluation mode.
 
+    Decomposed layers run contracted to dense weights: the same function, for whole datasets in less time.
+
     Args:
         model: A network on the device of `precision`; its training mode is restored afterwards.
         images: N images; test images are refused with a TypeError.
@@ -36,6 +39,8 @@ def predict_logits(
         (N, classes) float32 on the model's device.
     """
     precision = inference_precision(model_device(model)) if precision is None else precision
+    if factorised_layers(model):
+        model = contracted(model).to(memory_format=torch.channels_last)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -48,19 +48,3 @@ def test_no_more_memory_than_torch_foreach(bench: ModuleType, algorithm: str) ->
     _, _, torch_state, torch_temporary = rows["torch foreach"]
     assert state <= torch_state
     assert temporary <= torch_temporary
-
-
-def test_only_the_marked_section_is_replaced(bench: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "docs" / "benchmarks.md"
-    bench.write_section(path, "first")
-    path.write_text(f"intro\n\n{path.read_text()}\noutro\n")
-    bench.write_section(path, "second")
-    text = path.read_text()
-    assert text.startswith("intro\n")
-    assert text.endswith("outro\n")
-    assert "second" in text
-    assert "first" not in text
-    assert [file.name for file in path.parent.iterdir()] == ["benchmarks.md"]
-    path.write_text(bench.START)
-    with pytest.raises(ValueError, match="only one of"):
-        bench.write_section(path, "third")

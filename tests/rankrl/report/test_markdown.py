@@ -1,0 +1,36 @@
+"""Sections that programs write into a page, and command lines fit for others to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankrl.report.markdown import shown_command, write_section
+
+
+def test_only_the_marked_section_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "benchmarks.md"
+    write_section(path, "one", "One", "first")
+    path.write_text(f"intro\n\n{path.read_text()}\noutro\n")
+    write_section(path, "two", "Two", "other")
+    write_section(path, "one", "One", "second")
+    text = path.read_text()
+    assert text.startswith("intro\n")
+    assert [word in text for word in ("outro", "second", "other", "first")] == [True, True, True, False]
+    assert [file.name for file in tmp_path.iterdir()] == ["benchmarks.md"]
+
+
+def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "benchmarks.md"
+    path.write_text("<!-- one:start -->")
+    with pytest.raises(ValueError, match="put the other one back"):
+        write_section(path, "one", "One", "text")
+
+
+def test_nothing_of_this_machine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RANKRL_DATA", "/mnt/mine")
+    words = ["bench.py", "--checkpoint", "/mnt/a b.th", "--rows", "/tmp/rows", "--part", "fits"]
+    found = shown_command(words, shortened={"/mnt/a b.th": "a b.th"}, dropped=["--rows"])
+    assert found == "RANKRL_DATA=data OMP_NUM_THREADS=1 python bench.py --checkpoint 'a b.th' --part fits"
