@@ -31,6 +31,8 @@ from decomposition.surgery import replace_module
 
 # Refits shrink towards the original weight by this fraction of the inputs' mean power.
 RIDGE = 1e-3
+# The error that a layer reports is an average; so many patches, evenly spread, give it to a few digits.
+_PATCHES_FOR_ERROR = 16_384
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class _LayerPair(nn.Module):
     def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor) -> nn.Module:
         weight = weight_of(self.dense)
         matrix = weight.flatten(1)
-        dense_mean, mean = (x.mean(0, dtype=torch.float64).cpu() for x in (dense_patches, arriving))
+        dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
         means = (dense_mean, mean) if self.mean_absorbed else (0 * dense_mean, 0 * mean)
         solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
         target, metric = solve(matrix, dense_patches, arriving, *means)
@@ -155,6 +157,8 @@ class _LayerPair(nn.Module):
         bias: torch.Tensor | None = getattr(fitted, "bias", None)
         if bias is not None:
             bias += shift.to(bias)
+        some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))
+        dense_patches, arriving = dense_patches[some], arriving[some]
         outputs = dense_patches @ matrix.T.to(dense_patches)
         rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
         if self.mean_absorbed:

@@ -53,7 +53,7 @@ class MomentAccumulator:
         if self._count == 0:
             self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
         patches = patches.float()
-        self._sum += patches.sum(0, dtype=torch.float64).cpu()
+        self._sum += patches.sum(0).double().cpu()
         self._count += patches.shape[0]
         if self._products is None:
             self._rows.append(patches.cpu())
