@@ -125,6 +125,7 @@ class ExportConfig:
     batch: int = 64
     threads: int = 1
     runs: int = 30
+    training: bool = False
 
 
 @dataclass

@@ -23,5 +23,6 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     metrics["onnx"], latency = export_numbers(
         network, dense, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state
     )
+    steps.exported_step(config, network, folder)
     metrics["ratios"] = {"latency": latency}
     steps.finish(folder, metrics, seed=config.seed)

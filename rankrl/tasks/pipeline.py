@@ -46,5 +46,6 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         metadata=metadata,
         scratch=folder.state,
     )
+    steps.exported_step(config, finetuned, folder)
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)

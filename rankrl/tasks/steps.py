@@ -32,6 +32,7 @@ from rankrl.workflow.choose import (
 )
 from rankrl.workflow.network import build_network, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
+from rankrl.workflow.training_step import write_training_step
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,12 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
     dense = build_network(config.model, data, seed=config.seed)
     network, plan = load_compressed(dense, Path(config.weights))
     return network.eval(), dense, plan
+
+
+def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
+    """Write the optimizer's step as ONNX if the configuration asks for it."""
+    if config.export.training:
+        write_training_step(network, options.finetuning_recipe(config), folder.optimizer_step)
 
 
 def head(config: AppConfig, data: ImageData) -> dict[str, Any]:

@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "model.onnx"
 
     @property
+    def optimizer_step(self) -> Path:
+        """The step of the optimizer as ONNX."""
+        return self.path / "optimizer_step.onnx"
+
+    @property
     def dense(self) -> Path:
         """The dense network that the run trained itself."""
         return self.path / "dense.safetensors"
