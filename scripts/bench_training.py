@@ -1,0 +1,128 @@
+"""Images a second of the whole training loop beside a bare forward, backward and step on one fixed batch.
+
+    RANKRL_DATA=data python scripts/bench_training.py --output docs/benchmarks.md
+
+Both sides train the same network with the same optimizer in the same precision and memory format. The loop
+also draws, crops, flips and normalises its batches, watches the loss, follows its schedule, scores held-out
+images after every epoch and writes its state. They run in turns; the ratio is the median over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from rankrl.data import ImageData, batches, load_dataset
+from rankrl.device import Precision, inference_precision
+from rankrl.models import create_model
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+from rankrl.training import TrainingRecipe, train
+from rankrl.training.optimizer import build_optimizer
+
+HELDOUT = 500
+
+
+def loop_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision) -> float:
+    """Return the images a second of `train`, with everything it does."""
+    model = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        train(model, data, recipe, precision=precision, state_file=Path(folder) / "state.safetensors")
+        seconds = time.perf_counter() - start
+    steps = len(data.train) // recipe.batch_size
+    return recipe.epochs * steps * recipe.batch_size / seconds
+
+
+def bare_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision) -> float:
+    """Return the images a second of forward, backward and step on one batch that is there already."""
+    model = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+    model = model.to(precision.device).to(memory_format=torch.channels_last).train()
+    optimizer = build_optimizer(model, recipe)
+    x, y = next(iter(batches(data.train, recipe.batch_size, mean=data.mean, std=data.std)))
+    x, y = x.to(precision.device), y.to(precision.device)
+
+    def step() -> None:
+        with precision.autocast():
+            loss = F.cross_entropy(model(x).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    steps = recipe.epochs * (len(data.train) // recipe.batch_size)
+    _wait(precision)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait(precision)
+    return steps * recipe.batch_size / (time.perf_counter() - start)
+
+
+def _wait(precision: Precision) -> None:
+    if precision.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def report(options: argparse.Namespace) -> str:
+    """Run both sides in turns and return the table as Markdown."""
+    data = load_dataset("cifar10", heldout=HELDOUT, train_images=options.images)
+    fastest = inference_precision()
+    lines = [
+        f"{options.images} training images, {HELDOUT} held out, {options.epochs} epoch(s), batch "
+        f"{options.batch_size}; medians of {options.turns} turns.",
+        "",
+        "| model | optimizer | precision | loop, images/s | bare step, images/s | loop ÷ bare |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for name in options.models:
+        for optimizer in options.optimizers:
+            for dtype in dict.fromkeys((fastest.dtype, torch.float32)):
+                precision = Precision(fastest.device, dtype)
+                recipe = TrainingRecipe(
+                    epochs=options.epochs, batch_size=options.batch_size, optimizer=optimizer
+                )
+                loops, bares = [], []
+                for turn in range(options.turns):
+                    print(f"{name}, {optimizer}, {dtype}, turn {turn + 1}", file=sys.stderr, flush=True)
+                    loops.append(loop_speed(name, data, recipe, precision))
+                    bares.append(bare_speed(name, data, recipe, precision))
+                ratio = statistics.median(a / b for a, b in zip(loops, bares, strict=True))
+                lines.append(
+                    f"| {name} | {optimizer} | {str(dtype).removeprefix('torch.')} | "
+                    f"{statistics.median(loops):.0f} | {statistics.median(bares):.0f} | {ratio:.2f} |"
+                )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line, run, print and perhaps save the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", nargs="+", default=["resnet20"])
+    parser.add_argument("--optimizers", nargs="+", default=["onnx_adam", "sgd"])
+    parser.add_argument("--images", type=int, default=10_240, help="training images (default 10240)")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    options = parser.parse_args()
+    if min(options.images, options.epochs, options.batch_size, options.turns) < 1:
+        parser.error("--images, --epochs, --batch-size and --turns must be at least 1")
+    text = f"`{shown_command(sys.argv)}`\n\n{hardware_line()}\n\n{report(options)}"
+    print(text)
+    if options.output:
+        write_section(options.output, "bench_training", "Training loop", text)
+
+
+if __name__ == "__main__":
+    main()
