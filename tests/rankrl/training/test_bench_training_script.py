@@ -21,4 +21,4 @@ def test_both_sides_have_a_speed() -> None:
     data = load_dataset("digits", train_images=64)
     recipe = TrainingRecipe(epochs=1, batch_size=32)
     for measure in (bench.loop_speed, bench.bare_speed):
-        assert measure("lenet5", data, recipe, inference_precision()) > 0
+        assert measure("resnet20", data, recipe, inference_precision()) > 0
