@@ -127,6 +127,8 @@ class RankAgent:
         tensors |= {f"buffer.{name}": torch.from_numpy(v) for name, v in self._buffer.state().items()}
         if self._plan_critic is not None:
             tensors |= {f"plan_critic.{name}": value for name, value in self._plan_critic.state().items()}
+            known = np.frombuffer(b"".join(sorted(self._known)))
+            tensors["known"] = torch.from_numpy(known.reshape(-1, self.env.layers).copy())
         tensors["best"] = torch.from_numpy(self._best)
         tensors["random.torch"] = self._random.torch_state
         tensors["random.numpy"] = torch.from_numpy(self._random.numpy_state)
@@ -152,7 +154,7 @@ class RankAgent:
             self._plan_critic.restore(
                 {key.removeprefix(prefix): v for key, v in tensors.items() if key.startswith(prefix)}
             )
-            self._known = {row.tobytes() for row in tensors["plan_critic.losses"].numpy()}
+            self._known = {row.tobytes() for row in tensors["known"].numpy()}
         self._best = tensors["best"].numpy().copy()
         self._random = RandomState(tensors["random.torch"].clone(), tensors["random.numpy"].numpy().copy())
         self._played, self.model._n_updates = int(values["played"]), int(values["updates"])

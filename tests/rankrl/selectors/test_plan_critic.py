@@ -124,3 +124,10 @@ def test_imagined_losses_are_those_of_the_plans(small_problem, action) -> None:
 def test_free_bonds_have_no_known_losses(small_problem) -> None:
     chosen = create_action_map(small_problem, per_bond=True)
     assert chosen.losses(np.zeros((1, len(small_problem.curves), chosen.components))) is None
+
+
+def test_only_the_worst_plans_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr("rankrl.agents.plan_critic._CAPACITY", 10)
+    critic, losses = taught(15)
+    kept = critic.state()["rewards"]
+    assert sorted(kept.tolist()) == sorted(reward_of(losses).tolist())[5:]
