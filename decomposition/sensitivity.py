@@ -19,7 +19,9 @@ from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.layers import LayerSpec
 
+# Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
+_ELEMENTS = 2**20
 
 
 def collect_sensitivities(
@@ -67,7 +69,7 @@ def collect_sensitivities(
     try:
         with evaluation_mode(model), torch.enable_grad():
             for images in batches:
-                for batch in images.split(_BATCH):
+                for batch in images.split(max(1, min(_BATCH, _ELEMENTS // max(1, images[0].numel())))):
                     real = batch.is_floating_point()
                     for parameter in learnt:  # only gradients of activations are needed
                         parameter.requires_grad_(not real)
