@@ -61,7 +61,7 @@ from rankrl.report.provenance import hardware_line
 from rankrl.training.accuracy import report_accuracy
 
 ALGEBRAIC = FitOptions(iterations=0)
-ITERATED = FitOptions(iterations=300, starts=32)
+ITERATED = FitOptions(iterations=300, starts=64)
 ITERATED_LARGE = FitOptions(iterations=240)
 LARGE = 256  # channels from which a fit gets fewer iterations
 SLOW_SECONDS = 20.0  # routines slower than that are run once
