@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,12 @@ class FitLibrary:
 
     def curve(self, name: str, *, limit: int = 16) -> RankCurve:
         """Fit the candidates of a layer and return its curve, the dense layer last."""
+        curve = self.unfitted_curve(name, limit=limit)
+        errors = [self.fit(name, entry.ranks).error for entry in curve.entries[:-1]]
+        return replace(curve, errors=np.array([*errors, 0.0]), importance=self.importance(name))
+
+    def unfitted_curve(self, name: str, *, limit: int = 16) -> RankCurve:
+        """Return the candidates of a layer and their costs; errors are 1 but for the dense layer's 0."""
         spec, modes = self.specs[name], self.modes[name]
         factors = None if modes.plain else modes.to_dict()
         spectra = self.format.spectra(self.weights[name], modes, self._metrics[name], self._root(name))
@@ -121,8 +128,7 @@ class FitLibrary:
             entries=entries,
             params=np.array([entry.params(spec) for entry in entries], dtype=np.int64),
             macs=np.array([entry.macs(spec) for entry in entries], dtype=np.int64),
-            errors=np.array([*(self.fit(name, each).error for each in ranks), 0.0]),
-            importance=self.importance(name),
+            errors=np.array([*(1.0 for _ in ranks), 0.0]),
         )
 
     def importance(self, name: str) -> float:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,18 +242,24 @@ def search_setting(
 
     The arguments and errors are those of `choose_plan`.
     """
+    describe = partial(
+        SearchProblem.from_model,
+        model,
+        input_shape=data.input_shape,
+        params=options.kept_params,
+        macs=options.macs,
+    )
+    if options.latency is None:  # a budget that no plan can reach is refused before the fits take their time
+        unfitted = [library.unfitted_curve(name, limit=candidates) for name in library.specs]
+        describe(curves=unfitted)
+    elif options.params is not None or options.macs is not None:
+        raise ConfigError("budget.latency is set beside another budget; set budget.params and .macs to null")
     with progress_bar("fit layers", total=len(library.specs)) as bar:
         curves = library.curves(limit=candidates, progress=lambda _: bar.advance())
     timed: LatencyBudget | None = None
     if options.latency is None:
-        problem = SearchProblem.from_model(
-            model, curves, data.input_shape, params=options.kept_params, macs=options.macs, library=library
-        )
+        problem = describe(curves=curves, library=library)
     else:
-        if options.params is not None or options.macs is not None:
-            raise ConfigError(
-                "budget.latency is set beside another budget; set budget.params and .macs to null"
-            )
         timed = LatencyBudget(model, curves, data.input_shape, options.latency, options.timing)
         problem = timed.problem(library)
     reward = create_reward(options.reward, budgeted=problem.budget is not None, **options.reward_options)
