@@ -27,7 +27,9 @@ from rankrl.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
-_ADJUSTMENTS = 4
+_ADJUSTMENTS = 5
+# A greedy plan that takes at least this share of the time allowed leaves little unused.
+_CLOSE = 0.95
 _PLANS_TRIED = 20
 
 
@@ -73,27 +75,37 @@ class LatencyBudget:
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
 
-        Layers measured alone do not quite add up to a network. The budget of the search is tightened until
-        the greedy plan, exported as a whole, keeps the fraction that was asked for.
+        Layers measured alone do not quite add up to a network. The budget of the search is tightened or
+        loosened until the greedy plan, exported as a whole, keeps the fraction that was asked for, and little
+        less.
 
         Raises:
             DecompositionError: If no plan can reach the budget.
         """
         table = self._table()
-        wanted = self.fraction
+        wanted, holds, fails = self.fraction, 0.0, float("inf")
+        found: SearchProblem | None = None
         for _ in range(_ADJUSTMENTS):
             try:
                 problem = self._problem(table, wanted, library)
             except DecompositionError as error:
+                if found is not None:
+                    break
                 raise DecompositionError(
                     f"budget.latency={self.fraction}: {error} (as this machine's table of layers has it)"
                 ) from error
             kept = self.measured(problem.plan(problem.preset, "greedy"))
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", self.fraction, wanted, kept)
             if kept <= self.fraction:
+                holds, found = wanted, problem
+            else:
+                fails = wanted
+            if self.fraction * _CLOSE <= kept <= self.fraction or wanted == 1:
                 break
-            wanted *= 0.99 * self.fraction / kept
-        return problem
+            wanted = min(1.0, 0.99 * wanted * self.fraction / kept)
+            if not holds < wanted < fails:
+                wanted = (holds + min(fails, 1.0)) / 2
+        return problem if found is None else found
 
     def measured(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the dense one, exported and timed in turns.
