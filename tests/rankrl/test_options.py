@@ -1,0 +1,44 @@
+"""What the command line says arrives in the workflow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from rankrl.config import options
+from rankrl.config.folder import config_folder
+from rankrl.config.schema import AppConfig
+from rankrl.errors import ConfigError
+
+
+def settings(*overrides: str) -> AppConfig:
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config: Any = OmegaConf.to_object(hydra.compose("config", list(overrides)))
+    return config
+
+
+def test_a_budget_in_time_is_measured_as_the_export_is() -> None:
+    found = options.search_options(settings("budget.latency=0.6", "export.batch=8", "export.threads=2"))
+    assert found.latency == 0.6
+    assert (found.timing.batch, found.timing.threads) == (8, 2)
+    assert found.kept_params is None
+
+
+def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
+    assert options.search_options(settings()).kept_params == 0.4
+    assert options.search_options(settings("reward=amc")).kept_params is None
+
+
+@pytest.mark.parametrize("name", ["params", "macs", "latency"])
+@pytest.mark.parametrize("value", ["0", "1.5", "-0.2"])
+def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"budget\.{name}=.* is outside \(0, 1\]"):
+        options.search_options(settings(f"budget.{name}={value}"))
+
+
+def test_weighed_outputs_can_be_switched_off() -> None:
+    assert options.candidate_options(settings()).weigh_outputs
+    assert not options.candidate_options(settings("decomposition.weigh_outputs=false")).weigh_outputs
