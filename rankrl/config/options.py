@@ -109,6 +109,7 @@ def search_options(config: AppConfig) -> SearchOptions:
             seed=config.seed,
         ),
         workers=search.workers,
+        finalists=search.finalists,
         cluster=search.cluster,  # type: ignore[arg-type]
     )
 

@@ -69,6 +69,7 @@ class SearchConfig:
     reestimation_images: int = 500
     batch_size: int | None = None
     halving: HalvingConfig = field(default_factory=HalvingConfig)
+    finalists: int = 1
     workers: int | None = None
     cluster: str = "local"
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
+from decomposition import CompressionPlan
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.files import write_json
@@ -37,13 +39,17 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     images = steps.calibration(config, data)
     library = steps.candidate_fits(config, dense, images)
     candidates = options.candidate_options(config).candidates
-    with search_setting(dense, data, library, search, candidates=candidates) as setting:
+
+    def rewrite(plan: CompressionPlan) -> nn.Module:
+        return steps.applied_plan(config, plan, dense, images)
+
+    with search_setting(dense, data, library, search, candidates=candidates, rewrite=rewrite) as setting:
         results = search_all(setting, search, entered, folder.path / "searches")
     max(results.values(), key=lambda result: result.best.reward).plan.save(folder.plan)
     final = FinalTest(
         data,
         dense,
-        lambda plan: steps.applied_plan(config, plan, dense, images),
+        rewrite,
         recipe,
         folder.state / "plans",
     )

@@ -81,6 +81,7 @@ def chosen_plan(
         folder=folder.path,
         seed=config.seed,
         on_episode=folder.tracking.episode,
+        rewrite=lambda plan: applied_plan(config, plan, dense, images),
     )
     if choice.result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)

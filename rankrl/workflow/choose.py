@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import (
+    CompressionPlan,
     FitLibrary,
     FitOptions,
     collect_moments,
@@ -31,6 +32,7 @@ from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
 from rankrl.selectors import create_selector
+from rankrl.workflow.finalists import Rewrite, best_finalist, score_refitted
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class SearchOptions:
         macs: Fraction of the multiply-accumulates to keep at most, or None.
         latency: Fraction of the dense network's time in onnxruntime to keep at most, or None.
         timing: How that time is measured.
+        finalists: How many of the best plans are carried out, refit and all, and scored again on the held-out
+            images; the best of them is chosen. 1 takes the plan with the best reward as it is.
         episodes: Plans to score.
         seconds: Time limit, or None.
         patience: Stop after so many episodes without a better plan, or None.
@@ -95,6 +99,7 @@ class SearchOptions:
     cluster: Cluster = "local"
     latency: float | None = None
     timing: LatencyOptions = field(default_factory=LatencyOptions)
+    finalists: int = 1
 
     def __post_init__(self) -> None:
         check_workers(self.workers, self.cluster)
@@ -104,6 +109,8 @@ class SearchOptions:
                 raise ConfigError(
                     f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
                 )
+        if self.finalists < 1:
+            raise ConfigError(f"search.finalists must be at least 1, got {self.finalists}")
         if self.images < 1:
             raise ConfigError(f"search.images must be at least 1, got {self.images}")
         reward_source(self.reward)
@@ -126,12 +133,15 @@ class SearchSetting:
         evaluator: Scores plans.
         reward: From scores to rewards.
         latency: The budget in time, if that is what is kept.
+        refitted: Held-out accuracy of the network that a plan becomes, refit and all; None when that is not
+            known here.
     """
 
     problem: SearchProblem
     evaluator: Evaluator
     reward: Reward
     latency: LatencyBudget | None = None
+    refitted: Callable[[CompressionPlan], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +222,7 @@ def choose_plan(
     folder: Path,
     seed: int,
     on_episode: Callable[[EpisodeRow], None] | None = None,
+    rewrite: Rewrite | None = None,
 ) -> Choice:
     """Search for the best plan; an interrupted search in `folder` is continued.
 
@@ -224,19 +235,26 @@ def choose_plan(
         folder: Where the search keeps its state and `episodes.csv`.
         seed: Seed of the selector.
         on_episode: Called with the row of every newly scored plan.
+        rewrite: From a plan to the compressed network; needed for more than one finalist.
 
     Raises:
         ConfigError: If an option is unknown or out of range.
         DecompositionError: If no plan can reach the budget.
     """
-    with search_setting(model, data, library, options, candidates=candidates) as setting:
+    with search_setting(model, data, library, options, candidates=candidates, rewrite=rewrite) as setting:
         result = search_plan(setting, options, folder=folder, seed=seed, on_episode=on_episode)
     return Choice(setting.problem, result)
 
 
 @contextmanager
 def search_setting(
-    model: nn.Module, data: ImageData, library: FitLibrary, options: SearchOptions, *, candidates: int
+    model: nn.Module,
+    data: ImageData,
+    library: FitLibrary,
+    options: SearchOptions,
+    *,
+    candidates: int,
+    rewrite: Rewrite | None = None,
 ) -> Iterator[SearchSetting]:
     """Fit the candidates and make what scores plans; worker processes end with the block.
 
@@ -270,13 +288,15 @@ def search_setting(
         "augmentation": data.augmentation,
         "options": options.evaluator,
     }
+    refitted = None if rewrite is None else score_refitted(rewrite, images, data, options.evaluator)
     if options.workers is None:
-        yield SearchSetting(problem, PlanEvaluator(model, library, problem, images, **scoring), reward, timed)
+        evaluator = PlanEvaluator(model, library, problem, images, **scoring)
+        yield SearchSetting(problem, evaluator, reward, timed, refitted)
         return
     with ParallelEvaluator(
         model, library, problem, images, workers=options.workers, cluster=options.cluster, **scoring
-    ) as evaluator:
-        yield SearchSetting(problem, evaluator, reward, timed)
+    ) as parallel:
+        yield SearchSetting(problem, parallel, reward, timed, refitted)
 
 
 def search_plan(
@@ -322,4 +342,8 @@ def search_plan(
     )
     if setting.latency is not None and result.stopped_by != "interrupt":
         result = replace(result, plan=setting.latency.first_that_holds(setting.problem, result))
+    elif options.finalists > 1 and setting.refitted is not None and result.stopped_by != "interrupt":
+        result = replace(
+            result, plan=best_finalist(setting.problem, result, setting.refitted, options.finalists)
+        )
     return result

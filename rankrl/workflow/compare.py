@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from rankrl.report.comparison import ComparisonRow
 from rankrl.selectors import create_selector, selector_is_seeded
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.choose import SearchOptions, SearchSetting, search_plan
+from rankrl.workflow.finalists import Rewrite
 from rankrl.workflow.measure import test_accuracy
 from rankrl.workflow.network import run_training
 
 log = logging.getLogger(__name__)
-
-Rewrite = Callable[[CompressionPlan], nn.Module]
 
 
 @dataclass(frozen=True)
