@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from rankrl.device import Precision
 from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import RanksKey, SearchProblem
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
-from rankrl.plan_search.workers import Cluster, create_pool
+from rankrl.plan_search.workers import Cluster, WorkerPool, create_pool
 
 Fits = Mapping[tuple[str, Ranks], Fit]
 
@@ -120,8 +120,19 @@ class _FunctionScorer:
         return score
 
 
-class _Parallel:
-    """What both evaluators share: the pool, and the fits that it was not given at the start."""
+_Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
+
+
+class _Parallel(Generic[_Local]):
+    """What both evaluators share: the pool, the fits that it was not given at the start, and what decides.
+
+    Attributes:
+        _local: The evaluator in this process, which keeps everything that decides.
+        _pool: The workers.
+    """
+
+    _local: _Local
+    _pool: WorkerPool
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
         self.problem = problem
@@ -137,9 +148,22 @@ class _Parallel:
     ) -> None:
         self.close()
 
+    @property
+    def fingerprint(self) -> str:
+        """That of the evaluator in one process: a search may go on with another number of workers."""
+        return self._local.fingerprint
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the evaluator in one process."""
+        return self._local.state()
+
+    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
+        """Take over a state, and the evaluations of the plans scored so far."""
+        self._local.restore(state, known)
+
     def close(self) -> None:
         """End the worker processes."""
-        raise NotImplementedError
+        self._pool.close()
 
     def _fits(self, ranks: RanksKey) -> Fits:
         """Fit here what is no candidate, so that it does not depend on the worker."""
@@ -147,7 +171,7 @@ class _Parallel:
         return {pair: self._library.fit(*pair) for pair in wanted - self._at_start}
 
 
-class ParallelEvaluator(_Parallel):
+class ParallelEvaluator(_Parallel[PlanEvaluator]):
     """Scores plans like `PlanEvaluator`, in worker processes.
 
     The plans of one step (`selector.plans_per_step`) are scored at the same time; where there are fewer of
@@ -201,11 +225,6 @@ class ParallelEvaluator(_Parallel):
         )
         self._pool = create_pool(scorer, workers, cluster)
 
-    @property
-    def fingerprint(self) -> str:
-        """That of the evaluator in one process: a search may go on with another number of workers."""
-        return self._local.fingerprint
-
     def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
         """Score plans, in order.
 
@@ -228,18 +247,6 @@ class ParallelEvaluator(_Parallel):
                 known = self._local.record(plan, logits, sum(seconds for _, seconds in parts))
             evaluations.append(known)
         return evaluations
-
-    def state(self) -> dict[str, Any]:
-        """Return what scoring depends on beside its options, as plain values."""
-        return self._local.state()
-
-    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
-        """Take over a state, and the evaluations of the plans scored so far."""
-        self._local.restore(state, known)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._pool.close()
 
     def _forward(
         self, keys: Sequence[RanksKey], start: int, stop: int
@@ -264,7 +271,7 @@ class ParallelEvaluator(_Parallel):
         return found
 
 
-class ParallelScoreEvaluator(_Parallel):
+class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
     """Scores plans like `ScoreEvaluator`, by the user's own function, in worker processes.
 
     The function and the network must be importable by name (no lambda, no local class), and a script that
@@ -300,11 +307,6 @@ class ParallelScoreEvaluator(_Parallel):
         scorer = _FunctionScorer(model, self._given, replace(problem, library=None), score, example)
         self._pool = create_pool(scorer, workers, cluster)
 
-    @property
-    def fingerprint(self) -> str:
-        """That of the evaluator in one process: a search may go on with another number of workers."""
-        return self._local.fingerprint
-
     def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
         """Score plans, in order.
 
@@ -321,15 +323,3 @@ class ParallelScoreEvaluator(_Parallel):
             known = self._local.known(plan)
             evaluations.append(known or self._local.record(plan, *scored[self.problem.ranks(plan)]))
         return evaluations
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: a score depends on its plan alone."""
-        return self._local.state()
-
-    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
-        """Take over the evaluations of the plans scored so far."""
-        self._local.restore(state, known)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._pool.close()
