@@ -80,9 +80,9 @@ def apply_plan(
     images = None if calibration is None else _as_tensor(calibration)
     compressed = copy.deepcopy(model)
     modules = dict(compressed.named_modules())
+    watched = [spec for _, spec in decomposed.values()]
     sensitivities: dict[str, torch.Tensor] = {}
-    if images is not None and weigh_outputs:
-        watched = [spec for _, spec in decomposed.values()]
+    if images is not None and weigh_outputs and watched:
         sensitivities = collect_sensitivities(model, watched, images, seed=seed)
     if images is not None and sequential and decomposed:
         _apply_sequentially(
@@ -97,8 +97,7 @@ def apply_plan(
         )
     else:
         moments: dict[str, InputMoments] = {}
-        if images is not None:
-            watched = [spec for _, spec in decomposed.values()]
+        if images is not None and watched:
             batches = images.split(256)
             moments = collect_moments(model, watched, batches, max_patches=max_patches, seed=seed)
         for name, (entry, spec) in decomposed.items():
