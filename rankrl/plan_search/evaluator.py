@@ -206,7 +206,6 @@ class PlanEvaluator:
         self._written: RanksKey | None = None
         self._dense_logits = self.network.logits(self._x)
         self._check(self._dense_logits, "the dense network")
-        self._dense_probabilities = self._dense_logits.softmax(1)
         self.dense_accuracy = float((self._dense_logits.argmax(1) == self._y).float().mean())
 
     @property
@@ -317,15 +316,10 @@ class PlanEvaluator:
             logits: Class scores of the first N held-out images, (N, classes).
             term: Which one; that of the options when omitted.
         """
-        term = self.options.term if term is None else term
         count = len(logits)
-        predictions = logits.argmax(1)
-        if term == "agreement":
-            return int((predictions == self._dense_logits[:count].argmax(1)).sum()) / count
-        if term == "soft_agreement":
-            overlap = torch.minimum(logits.softmax(1), self._dense_probabilities[:count]).sum(1)
-            return float(overlap.mean(dtype=torch.float64))
-        return int((predictions == self._y[:count]).sum()) / count
+        return accuracy_term(
+            self.options.term if term is None else term, logits, self._y[:count], self._dense_logits[:count]
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what scoring depends on beside its options, as plain values."""
@@ -357,6 +351,22 @@ class PlanEvaluator:
         raise NonFiniteError(
             f"class scores are NaN or infinite for {name}; check the checkpoint and the calibration images"
         )
+
+
+def accuracy_term(term: Term, logits: Tensor, labels: Tensor, dense_logits: Tensor) -> float:
+    """Return how good a network's answers are, 0 to 1; see `EvaluatorOptions.term`.
+
+    Args:
+        term: What counts as good.
+        logits: Class scores of the compressed network, (N, classes).
+        labels: True classes (N,).
+        dense_logits: Class scores of the dense network, (N, classes).
+    """
+    if term == "soft_agreement":
+        overlap = torch.minimum(logits.softmax(1), dense_logits.softmax(1)).sum(1)
+        return float(overlap.mean(dtype=torch.float64))
+    wanted = dense_logits.argmax(1) if term == "agreement" else labels
+    return int((logits.argmax(1) == wanted).sum()) / len(logits)
 
 
 def _digest(images: Images) -> str:

@@ -73,8 +73,8 @@ class SearchOptions:
         macs: Fraction of the multiply-accumulates to keep at most, or None.
         latency: Fraction of the dense network's time in onnxruntime to keep at most, or None.
         timing: How that time is measured.
-        finalists: How many of the best plans are carried out, refit and all, and scored again on the held-out
-            images; the best of them is chosen. 1 takes the plan with the best reward as it is.
+        finalists: How many of the best plans are carried out, refit and all, and scored again on all held-out
+            images, beside the first plan; the best of them is chosen. 1 takes the plan with the best reward.
         episodes: Plans to score.
         seconds: Time limit, or None.
         patience: Stop after so many episodes without a better plan, or None.
@@ -133,8 +133,8 @@ class SearchSetting:
         evaluator: Scores plans.
         reward: From scores to rewards.
         latency: The budget in time, if that is what is kept.
-        refitted: Held-out accuracy of the network that a plan becomes, refit and all; None when that is not
-            known here.
+        refitted: Accuracy term of the network that a plan becomes, refit and all; None when no finalists are
+            wanted.
     """
 
     problem: SearchProblem
@@ -288,7 +288,11 @@ def search_setting(
         "augmentation": data.augmentation,
         "options": options.evaluator,
     }
-    refitted = None if rewrite is None else score_refitted(rewrite, images, data, options.evaluator)
+    refitted = (
+        None
+        if rewrite is None or options.finalists == 1
+        else score_refitted(rewrite, model, data, options.evaluator)
+    )
     if options.workers is None:
         evaluator = PlanEvaluator(model, library, problem, images, **scoring)
         yield SearchSetting(problem, evaluator, reward, timed, refitted)
@@ -342,8 +346,7 @@ def search_plan(
     )
     if setting.latency is not None and result.stopped_by != "interrupt":
         result = replace(result, plan=setting.latency.first_that_holds(setting.problem, result))
-    elif options.finalists > 1 and setting.refitted is not None and result.stopped_by != "interrupt":
-        result = replace(
-            result, plan=best_finalist(setting.problem, result, setting.refitted, options.finalists)
-        )
+    elif setting.refitted is not None and result.stopped_by != "interrupt":
+        plan = best_finalist(setting.problem, result, setting.refitted, setting.reward, options.finalists)
+        result = replace(result, plan=plan)
     return result

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
 from decomposition import CompressionPlan
-from rankrl.data import ImageData, Images, augmented_copy
-from rankrl.plan_search.evaluator import EvaluatorOptions
+from rankrl.data import ImageData, augmented_copy
+from rankrl.plan_search.evaluator import EvaluatorOptions, accuracy_term
+from rankrl.plan_search.history import known_evaluations
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.rewards import Reward
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.training.accuracy import accuracy
+from rankrl.training import predict_logits
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +29,26 @@ Rewrite = Callable[[CompressionPlan], nn.Module]
 
 
 def score_refitted(
-    rewrite: Rewrite, images: Images, data: ImageData, options: EvaluatorOptions
+    rewrite: Rewrite, dense: nn.Module, data: ImageData, options: EvaluatorOptions
 ) -> Callable[[CompressionPlan], float]:
-    """Return what scores a plan by the network it becomes: its accuracy on the search's own images.
+    """Return what scores a plan by the network it becomes: the search's accuracy term on all held-out images.
+
+    A search scores some of them, for speed; the few finalists differ by so little that they need all.
 
     Args:
         rewrite: From a plan to the compressed network.
-        images: Held-out images.
-        data: The dataset, for its normalisation and augmentation.
-        options: Whether the search scores an augmented copy, and its seed.
+        dense: The dense network.
+        data: The dataset, for its held-out images and their augmentation.
+        options: The term, whether an augmented copy is scored, and its seed.
     """
+    images = data.heldout
     if options.augmented:
         images = augmented_copy(images, data.augmentation, options.seed)
+    wanted = predict_logits(dense, images, mean=data.mean, std=data.std)
 
     def score(plan: CompressionPlan) -> float:
-        return accuracy(rewrite(plan), images, mean=data.mean, std=data.std)
+        logits = predict_logits(rewrite(plan), images, mean=data.mean, std=data.std)
+        return accuracy_term(options.term, logits, images.y.to(logits.device), wanted)
 
     return score
 
@@ -49,12 +57,32 @@ def best_finalist(
     problem: SearchProblem,
     result: SearchResult,
     score: Callable[[CompressionPlan], float],
+    reward: Reward,
     count: int,
 ) -> CompressionPlan:
-    """Return the best, by `score`, of the `count` plans with the highest rewards; the first of equals."""
+    """Return the plan whose refitted network has the best reward; the first of equals.
+
+    Finalists are the `count` plans with the best rewards and the plan that the search began with, greedy's
+    where the selector learns: what a search ends with is then not behind what it began with.
+
+    Args:
+        problem: What was searched over.
+        result: The search.
+        score: Accuracy term of the network that a plan becomes.
+        reward: The search's reward.
+        count: Number of finalists beside the first plan.
+    """
     rows = best_rows(result.rows, count)
+    if result.rows[0] not in rows:
+        rows.append(result.rows[0])
+    if len(rows) == 1:
+        return result.plan
+    known = known_evaluations(problem, rows)
     plans = [problem.plan_from_ranks(row.ranks_key, result.plan.chosen_by) for row in rows]
-    scores = [score(plan) for plan in plans]
-    for row, value in zip(rows, scores, strict=True):
+    rewards = [
+        reward(replace(known[row.ranks_key], score=score(plan)))
+        for row, plan in zip(rows, plans, strict=True)
+    ]
+    for row, value in zip(rows, rewards, strict=True):
         log.info("finalist of episode %d: reward %.4f, refitted %.4f", row.episode, row.reward, value)
-    return plans[scores.index(max(scores))]
+    return plans[rewards.index(max(rewards))]
