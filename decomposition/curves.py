@@ -71,6 +71,7 @@ def candidate_ranks(
     modes: WeightModes,
     *,
     limit: int = 16,
+    multiple: int = 1,
     spectra: Sequence[np.ndarray] = (),
 ) -> list[Ranks]:
     """Return ranks that make the layer smaller, in ascending order of parameters.
@@ -80,19 +81,26 @@ def candidate_ranks(
         spec: The layer.
         modes: How its weight is read.
         limit: Candidates at most; where more ranks are feasible, a geometric grid of them.
+        multiple: Each rank is a multiple of it or a bond's largest. A processor computes with several
+            channels at a time; ranks that leave none of them idle can be faster than smaller ones.
         spectra: For each bond, the energy that each rank adds, descending (`TensorFormat.spectra`). With
             them bonds get ranks of their own: the combinations that lose least, by the sum of the discarded
             energies, for their parameters. Without, all bonds share one rank up to their caps.
 
     Returns:
         Ranks a bond of every candidate; empty when no rank makes the layer smaller.
+
+    Raises:
+        DecompositionError: If `multiple` is less than 1.
     """
+    if multiple < 1:
+        raise DecompositionError(f"ranks are multiples of 1 or more, got multiple={multiple}")
     bias = spec.out_channels if spec.bias else 0
     if spectra:
-        smaller = _efficient_ranks(tensor_format, modes, spectra, spec.params - bias)
+        smaller = _efficient_ranks(tensor_format, modes, spectra, spec.params - bias, multiple)
     else:
         smaller = []
-        for rank in range(1, tensor_format.max_rank(modes) + 1):
+        for rank in _multiples(tensor_format.max_rank(modes), multiple):
             ranks = tensor_format.expand(modes, rank)
             if tensor_format.params(modes, ranks) + bias >= spec.params:
                 break
@@ -105,7 +113,11 @@ def candidate_ranks(
 
 
 def _efficient_ranks(
-    tensor_format: TensorFormat, modes: WeightModes, spectra: Sequence[np.ndarray], dense: int
+    tensor_format: TensorFormat,
+    modes: WeightModes,
+    spectra: Sequence[np.ndarray],
+    dense: int,
+    multiple: int,
 ) -> list[Ranks]:
     """Return all combinations of ranks below `dense` parameters that no smaller one beats, ascending."""
     lost = [
@@ -113,7 +125,7 @@ def _efficient_ranks(
         for energies, largest in zip(spectra, tensor_format.max_ranks(modes), strict=True)
     ]
     combinations = []
-    for ranks in product(*(range(1, len(each) + 1) for each in lost)):
+    for ranks in product(*(_multiples(len(each), multiple) for each in lost)):
         params = tensor_format.params(modes, ranks)
         if params < dense:
             combinations.append(
@@ -126,6 +138,11 @@ def _efficient_ranks(
             least = loss
             efficient.append(ranks)
     return efficient
+
+
+def _multiples(largest: int, multiple: int) -> list[int]:
+    """Return the multiples up to `largest`, and `largest` itself."""
+    return [rank for rank in range(1, largest + 1) if rank % multiple == 0 or rank == largest]
 
 
 def plan_from_choices(

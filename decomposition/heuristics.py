@@ -189,6 +189,7 @@ def plan_by_heuristic(
     weigh_outputs: bool = True,
     tensorised: bool = False,
     candidates: int = 16,
+    multiple: int = 1,
     options: FitOptions = FAST,
     folder: Path | None = None,
     progress: Callable[[str], None] | None = None,
@@ -208,6 +209,7 @@ def plan_by_heuristic(
         weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
         tensorised: Split channel counts into small factors (tensor ring and tensor train).
         candidates: Ranks to fit a layer at most.
+        multiple: They are multiples of it; 8 suits budgets in time.
         options: How much work each fit may do.
         folder: Where fits are cached for the next call; `None` keeps them in memory.
         progress: Called with each layer's name when its fits are done.
@@ -246,6 +248,7 @@ def plan_by_heuristic(
         moments=moments,
         sensitivities=sensitivities,
         tensorised=tensorised,
+        multiple=multiple,
         options=options,
         folder=folder,
     )

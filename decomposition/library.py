@@ -38,6 +38,7 @@ class FitLibrary:
         tensorised: Split channel counts into small factors.
         centred: Measure errors around the mean output, for evaluators that correct the mean (a bias or the
             batch norm behind the layer); meaningless without moments.
+        multiple: Candidate ranks are multiples of it (`candidate_ranks`).
         options: How much work each fit may do.
         folder: Where fits are kept on disk for the next run with the same weights, moments and options;
             `None` keeps them in memory only.
@@ -56,12 +57,14 @@ class FitLibrary:
         sensitivities: Mapping[str, torch.Tensor] | None = None,
         tensorised: bool = False,
         centred: bool = True,
+        multiple: int = 1,
         options: FitOptions = FAST,
         folder: Path | None = None,
     ) -> None:
         self.format = get_format(tensor_format)
         self.specs = {spec.name: spec for spec in specs}
         self.options = options
+        self.multiple = multiple
         self.folder = folder
         self.moments = moments
         self.sensitivities = dict(sensitivities or {})
@@ -83,6 +86,7 @@ class FitLibrary:
             }
         self._fits: dict[tuple[str, Ranks], Fit] = {}
         self._keys: dict[str, str] = {}
+        self._roots: dict[str, torch.Tensor] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._keys = {name: self._key(name) for name in self.specs}
@@ -117,7 +121,9 @@ class FitLibrary:
         spec, modes = self.specs[name], self.modes[name]
         factors = None if modes.plain else modes.to_dict()
         spectra = self.format.spectra(self.weights[name], modes, self._metrics[name], self._root(name))
-        ranks = candidate_ranks(self.format, spec, modes, limit=limit, spectra=spectra)
+        ranks = candidate_ranks(
+            self.format, spec, modes, limit=limit, multiple=self.multiple, spectra=spectra
+        )
         reason = "dense is the better choice here" if ranks else "no rank makes it smaller"
         entries = (
             *(LayerPlan(name, self.format.name, each, factors) for each in ranks),
@@ -166,8 +172,9 @@ class FitLibrary:
             raise DecompositionError(f"layer {name!r}: {error}") from error
 
     def _root(self, name: str) -> torch.Tensor | None:
-        sensitivity = self.sensitivities.get(name)
-        return None if sensitivity is None else symmetric_root(sensitivity)
+        if name not in self._roots and name in self.sensitivities:
+            self._roots[name] = symmetric_root(self.sensitivities[name])
+        return self._roots.get(name)
 
     def _key(self, name: str) -> str:
         """Hash everything that a fit of this layer depends on but its ranks."""

@@ -15,6 +15,7 @@ class DecompositionConfig:
     format: str = "tensor_ring"
     tensorised: bool = False
     candidates: int = 16
+    rank_multiple: int | None = None
     iterations: int = 60
     final_iterations: int = 200
     final_starts: int = 1

@@ -49,6 +49,7 @@ class CandidateOptions:
         format: Name of the tensor format.
         tensorised: Whether channel counts are split into factors.
         candidates: Candidate ranks a layer at most.
+        multiple: They are multiples of it.
         iterations: L-BFGS iterations of each fit.
         weigh_outputs: Whether channels and layers count by what the network's output makes of them.
     """
@@ -56,6 +57,7 @@ class CandidateOptions:
     format: str
     tensorised: bool = False
     candidates: int = 16
+    multiple: int = 1
     iterations: int = 60
     weigh_outputs: bool = True
 
@@ -207,6 +209,7 @@ def fit_candidates(
         if options.weigh_outputs
         else None,
         tensorised=options.tensorised,
+        multiple=options.multiple,
         options=FitOptions(iterations=options.iterations),
         folder=cache,
     )

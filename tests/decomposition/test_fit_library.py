@@ -143,6 +143,32 @@ def test_candidates_are_every_rank_that_shrinks_the_layer_or_a_grid_of_them(
             assert (few[0], few[-1]) == (every[0], every[-1])
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", list_formats())
+def test_candidates_are_multiples_or_a_bond_s_largest_rank(
+    small_net: nn.Module, name: str, own: bool
+) -> None:
+    tensor_format = get_format(name)
+    library = library_of(small_net, name, multiple=4)
+    found = 0
+    for spec in library.specs.values():
+        modes = tensor_format.modes(spec)
+        if own:
+            candidates = [entry.ranks for entry in library.unfitted_curve(spec.name).entries if entry.format]
+        else:
+            candidates = candidate_ranks(tensor_format, spec, modes, multiple=4)
+        for ranks in candidates:
+            caps = tensor_format.max_ranks(modes)
+            assert all(rank % 4 == 0 or rank == cap for rank, cap in zip(ranks, caps, strict=True))
+            found += 1
+    assert found
+
+
+def test_a_multiple_below_one_is_refused(small_net: nn.Module) -> None:
+    with pytest.raises(DecompositionError, match="multiple=0"):
+        library_of(small_net, multiple=0).curves()
+
+
 def test_progress_is_told_layer_by_layer(small_net: nn.Module) -> None:
     told: list[str] = []
     library_of(small_net).curves(limit=2, progress=told.append)

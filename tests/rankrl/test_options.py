@@ -39,6 +39,24 @@ def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:
         options.search_options(settings(f"budget.{name}={value}"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "multiple"),
+    [
+        ((), 1),
+        (("budget.latency=0.6",), 8),
+        (("budget.latency=0.6", "decomposition.rank_multiple=4"), 4),
+        (("decomposition.rank_multiple=16",), 16),
+    ],
+)
+def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multiple) -> None:
+    assert options.candidate_options(settings(*overrides)).multiple == multiple
+
+
+def test_ranks_cannot_be_multiples_of_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"decomposition\.rank_multiple must be at least 1, got 0"):
+        options.candidate_options(settings("decomposition.rank_multiple=0"))
+
+
 def test_weighed_outputs_can_be_switched_off() -> None:
     assert options.candidate_options(settings()).weigh_outputs
     assert not options.candidate_options(settings("decomposition.weigh_outputs=false")).weigh_outputs
