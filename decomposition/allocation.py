@@ -50,14 +50,18 @@ class Budget:
         Raises:
             DecompositionError: Naming the least fraction that can be reached.
         """
-        least = sum(float(curve.cost(self.measure).min()) for curve in curves)
-        if least > self.available:
-            smallest = (least + self.fixed) / self.total
+        least = self.least(curves)
+        if least > self.fraction:
             raise DecompositionError(
-                f"budget.{self.measure}={self.fraction} cannot be reached: with the smallest ranks "
-                f"everywhere {least + self.fixed:g} of {self.total} {self.measure} remain; the least is "
-                f"{np.ceil(smallest * 1e4) / 1e4:.4f}"
+                f"budget.{self.measure}={self.fraction} cannot be reached: with the cheapest ranks "
+                f"everywhere {least * self.total:.6g} of {self.total:.6g} {self.measure} remain; "
+                f"the least is {np.ceil(least * 1e4) / 1e4:.4f}"
             )
+
+    def least(self, curves: Sequence[RankCurve]) -> float:
+        """Return the smallest fraction that any plan can reach."""
+        cheapest = sum(float(curve.cost(self.measure).min()) for curve in curves)
+        return (cheapest + self.fixed) / self.total
 
 
 def allocate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from decomposition import (
+    Budget,
     CompressionPlan,
     DecompositionError,
     FitLibrary,
@@ -21,6 +24,7 @@ from decomposition import (
 )
 from rankrl.errors import ConfigError
 from rankrl.export import compare_latency, export_onnx, measure_layer_latencies
+from rankrl.files import write_json
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.progress import progress_bar
@@ -31,6 +35,8 @@ _ADJUSTMENTS = 5
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
 _PLANS_TRIED = 20
+# Sums of measured times are compared with their own, added up in another order.
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -77,35 +83,43 @@ class LatencyBudget:
 
         Layers measured alone do not quite add up to a network. The budget of the search is tightened or
         loosened until the greedy plan, exported as a whole, keeps the fraction that was asked for, and little
-        less.
+        less. What was found is kept beside the table of layers, so that a search is resumed with the same.
 
         Raises:
             DecompositionError: If no plan can reach the budget.
         """
         table = self._table()
-        wanted, holds, fails = self.fraction, 0.0, float("inf")
-        found: SearchProblem | None = None
+        path = self._adjusted_path(table)
+        if path is not None and path.exists():
+            return self._problem(table, float(json.loads(path.read_text(encoding="utf-8"))), library)
+        least = Budget(1.0, "latency", table.total, table.rest).least(table.attach(self.curves))
+        wanted, holds, fails = max(self.fraction, min(1.0, least * _ROUNDING)), 0.0, float("inf")
+        fastest = float("inf")
         for _ in range(_ADJUSTMENTS):
-            try:
-                problem = self._problem(table, wanted, library)
-            except DecompositionError as error:
-                if found is not None:
-                    break
-                raise DecompositionError(
-                    f"budget.latency={self.fraction}: {error} (as this machine's table of layers has it)"
-                ) from error
+            problem = self._problem(table, wanted, library)
             kept = self.measured(problem.plan(problem.preset, "greedy"))
+            fastest = min(fastest, kept)
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", self.fraction, wanted, kept)
             if kept <= self.fraction:
-                holds, found = wanted, problem
+                holds = max(holds, wanted)
             else:
-                fails = wanted
+                fails = min(fails, wanted)
             if self.fraction * _CLOSE <= kept <= self.fraction or wanted == 1:
                 break
             wanted = min(1.0, 0.99 * wanted * self.fraction / kept)
             if not holds < wanted < fails:
                 wanted = (holds + min(fails, 1.0)) / 2
-        return problem if found is None else found
+            wanted = max(wanted, min(1.0, least * _ROUNDING))
+            if wanted >= fails or wanted <= holds:
+                break
+        if holds == 0.0:
+            raise DecompositionError(
+                f"budget.latency={self.fraction} cannot be reached: the fastest plan takes {fastest:.3f} of "
+                f"the dense network's time ({table.conditions}). Ask for that, or try another format"
+            )
+        if path is not None:
+            write_json(path, holds)
+        return self._problem(table, holds, library)
 
     def measured(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the dense one, exported and timed in turns.
@@ -144,6 +158,15 @@ class LatencyBudget:
             "measure on a quiet machine, or raise search.episodes"
         )
 
+    def _adjusted_path(self, table: LatencyTable) -> Path | None:
+        if self.options.folder is None:
+            return None
+        layers = {name: sorted(times.items()) for name, times in table.layers.items()}
+        ranks = [[entry.ranks for entry in curve.entries] for curve in self.curves]
+        losses = [curve.losses.tolist() for curve in self.curves]
+        content = repr((table.conditions, table.rest, layers, ranks, losses, self.fraction))
+        return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-budget.json"
+
     def _table(self) -> LatencyTable:
         with progress_bar("time layers", total=len(self.curves)) as bar:
             return measure_layer_latencies(
@@ -157,7 +180,7 @@ class LatencyBudget:
                 progress=lambda _: bar.advance(),
             )
 
-    def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary) -> SearchProblem:
+    def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         return SearchProblem.from_model(
             self.model,
             self.curves,

@@ -159,7 +159,7 @@ def test_candidates_are_multiples_or_a_bond_s_largest_rank(
             candidates = candidate_ranks(tensor_format, spec, modes, multiple=4)
         for ranks in candidates:
             caps = tensor_format.max_ranks(modes)
-            assert all(rank % 4 == 0 or rank == cap for rank, cap in zip(ranks, caps, strict=True))
+            assert all(rank % 4 == 0 or rank in (1, 2, cap) for rank, cap in zip(ranks, caps, strict=True))
             found += 1
     assert found
 

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 import rankrl.export.layer_latency
-from decomposition import FitLibrary, FitOptions, LatencyTable, compressible_layers
+from decomposition import (
+    CompressionPlan,
+    DecompositionError,
+    FitLibrary,
+    FitOptions,
+    LatencyTable,
+    compressible_layers,
+)
 from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
 from rankrl.plan_search.problem import SearchProblem
@@ -89,13 +96,67 @@ def test_every_plan_of_the_problem_keeps_the_budget(
         assert all(curve.cost("latency")[:-1] < curve.cost("latency")[-1])
 
 
-def test_the_exported_network_keeps_the_budget(model: nn.Module, library: FitLibrary, folder: Path) -> None:
-    options = LatencyOptions(batch=4, runs=5, folder=folder)
-    budget = LatencyBudget(model, library.curves(limit=3), SHAPE, 0.8, options)
+def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, folder: Path) -> None:
+    budget = LatencyBudget(
+        model, library.curves(limit=3), SHAPE, 0.8, LatencyOptions(batch=4, runs=5, folder=folder)
+    )
     problem = budget.problem(library)
-    assert budget.measured(problem.plan(problem.preset, "greedy")) < 1.0
-    assert problem.budget is not None
-    assert problem.budget.fraction <= 0.8
+    assert 0 < budget.measured(problem.plan(problem.preset, "greedy")) < 1
+
+
+class Summing(LatencyBudget):
+    """A machine where a layer takes its parameters in time, and a network `factor` times the sum of them."""
+
+    factor = 1.0
+    measurements = 0
+
+    def _table(self) -> LatencyTable:
+        layers = {
+            curve.spec.name: {
+                entry.ranks: float(params) for entry, params in zip(curve.entries, curve.params, strict=True)
+            }
+            for curve in self.curves
+        }
+        return LatencyTable(layers, conditions="a test")
+
+    def measured(self, plan: CompressionPlan) -> float:
+        self.measurements += 1
+        problem = self._problem(self._table(), 1.0, None)
+        assert problem.budget is not None
+        return self.factor * problem.latency(plan) / problem.budget.total
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.1])
+def test_the_budget_is_adjusted_until_the_whole_network_keeps_it(
+    model: nn.Module, library: FitLibrary, tmp_path: Path, factor: float
+) -> None:
+    budget = Summing(model, library.curves(limit=16), SHAPE, 0.6, LatencyOptions(folder=tmp_path))
+    budget.factor = factor
+    problem = budget.problem(library)
+    assert 0.5 < budget.measured(problem.plan(problem.preset, "greedy")) <= 0.6
+    measurements = budget.measurements
+    assert budget.problem(library).fingerprint == problem.fingerprint
+    assert budget.measurements == measurements, "a resumed search must face the same problem"
+
+
+def test_a_table_that_is_too_pessimistic_does_not_rule_a_budget_out(
+    model: nn.Module, library: FitLibrary
+) -> None:
+    budget = Summing(model, library.curves(limit=16), SHAPE, 0.02, LatencyOptions())
+    budget.factor = 0.02
+    problem = budget.problem(library)
+    assert budget.measured(problem.plan(problem.preset, "greedy")) <= 0.02
+
+
+def test_a_budget_that_the_whole_network_cannot_keep_is_refused_with_the_least(
+    model: nn.Module, library: FitLibrary
+) -> None:
+    budget = Summing(model, library.curves(limit=16), SHAPE, 0.3, LatencyOptions())
+    budget.factor = 30.0
+    with pytest.raises(
+        DecompositionError, match=r"budget\.latency=0\.3 cannot be reached: the fastest plan takes"
+    ):
+        budget.problem(library)
 
 
 def test_senseless_budgets_in_time_are_refused(model: nn.Module, library: FitLibrary) -> None:
