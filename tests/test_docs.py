@@ -7,7 +7,6 @@ first of their values; what needs a dataset, a launcher or a package that is not
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import re
 import shlex
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import make_config_reference
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
@@ -198,27 +198,13 @@ def test_readme_names_every_task_and_selector_and_links_every_page() -> None:
 
 
 def test_configuration_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ROOT / "scripts" / "make_config_reference.py"
-    spec = importlib.util.spec_from_file_location("make_config_reference", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, script)
-    spec.loader.exec_module(script)
     monkeypatch.setattr(sys, "argv", ["make_config_reference.py", "--check"])
-    assert script.main() == 0, "run python scripts/make_config_reference.py"
+    assert make_config_reference.main() == 0, "run python scripts/make_config_reference.py"
 
 
 def test_options_of_nested_blocks_and_shared_comments_are_read() -> None:
-    path = ROOT / "scripts" / "make_config_reference.py"
-    spec = importlib.util.spec_from_file_location("make_config_reference_reader", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
     text = "# About.\na: 1\n# Two.\nb: 2\nc: {d: 3}\n\ne:\n  # Deep.\n  f: null\ndefaults:\n  - x: y\n"
-    about, options = script.read_options(text)
+    about, options = make_config_reference.read_options(text)
     assert about == "About."
     found = [(option.name, option.default, option.comment) for option in options if option.default]
     assert found == [

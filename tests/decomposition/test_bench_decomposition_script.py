@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import bench_decomposition as bench
 import pytest
 import torch
 
 from decomposition.formats import get_format
 from decomposition.modes import WeightModes
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_decomposition.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_decomposition", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.mark.parametrize(
     "rival", ["tensor_train", "tensor_ring", "partial_tucker", "tensor_ring_als", "parafac"]
 )
-def test_both_sides_solve_the_same_problem(bench: ModuleType, rival: str) -> None:
+def test_both_sides_solve_the_same_problem(rival: str) -> None:
     weight = bench.synthetic_weight(12)
     result = bench.duel(weight, bench.RIVALS[rival], ratio=3.0, repeats=1, iterations=20)
     assert 0 < result.error < 1
@@ -40,7 +25,7 @@ def test_both_sides_solve_the_same_problem(bench: ModuleType, rival: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["tensor_train", "tensor_ring", "tucker", "cp"])
-def test_ranks_are_within_the_ratio_and_accepted_by_tensorly(bench: ModuleType, name: str) -> None:
+def test_ranks_are_within_the_ratio_and_accepted_by_tensorly(name: str) -> None:
     modes = WeightModes((16,), (16,), 9)
     tensor_format = get_format(name)
     ranks = bench.common_ranks(tensor_format, modes, 6.0)
@@ -48,7 +33,7 @@ def test_ranks_are_within_the_ratio_and_accepted_by_tensorly(bench: ModuleType, 
     assert name != "tensor_ring" or ranks[0] * ranks[1] <= 16
 
 
-def test_synthetic_weights_are_reproducible_and_decay(bench: ModuleType) -> None:
+def test_synthetic_weights_are_reproducible_and_decay() -> None:
     weight = bench.synthetic_weight(16)
     assert weight.shape == (16, 16, 9)
     assert torch.equal(weight, bench.synthetic_weight(16))
@@ -57,7 +42,7 @@ def test_synthetic_weights_are_reproducible_and_decay(bench: ModuleType) -> None
 
 
 @pytest.mark.parametrize("part", ["fits", "accuracy"])
-def test_a_section_is_appended_then_replaced(bench: ModuleType, tmp_path: Path, part: str) -> None:
+def test_a_section_is_appended_then_replaced(tmp_path: Path, part: str) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("# Benchmarks\n\nKept.\n")
     bench.write_part(page, part, "first")
@@ -69,7 +54,7 @@ def test_a_section_is_appended_then_replaced(bench: ModuleType, tmp_path: Path, 
     assert text.count("start -->") == text.count("end -->") == 1
 
 
-def test_the_two_parts_do_not_touch_each_other(bench: ModuleType, tmp_path: Path) -> None:
+def test_the_two_parts_do_not_touch_each_other(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     for part in ("fits", "accuracy", "fits"):
         bench.write_part(page, part, f"section {part}")
@@ -77,7 +62,7 @@ def test_the_two_parts_do_not_touch_each_other(bench: ModuleType, tmp_path: Path
     assert text.count("section fits") == text.count("section accuracy") == 1
 
 
-def test_half_a_pair_of_markers_is_refused(bench: ModuleType, tmp_path: Path) -> None:
+def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- bench_decomposition:start -->")
     with pytest.raises(ValueError, match="put the other one back"):

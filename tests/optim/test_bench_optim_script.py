@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
+import bench_optim as bench
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_optim.py"
 
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_optim", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_models_have_the_sizes_of_their_papers(bench: ModuleType) -> None:
+def test_the_models_have_the_sizes_of_their_papers() -> None:
     def size(shapes: list[tuple[int, ...]]) -> int:
         return sum(torch.Size(shape).numel() for shape in shapes)
 
@@ -29,7 +16,7 @@ def test_the_models_have_the_sizes_of_their_papers(bench: ModuleType) -> None:
     assert size(bench.resnet50_shapes()) == 25_557_032
 
 
-def test_peak_memory_counts_what_is_alive_at_a_time(bench: ModuleType) -> None:
+def test_peak_memory_counts_what_is_alive_at_a_time() -> None:
     tensor = torch.zeros(1000)
     with bench.PeakMemory() as memory:
         tensor.add_(1)
@@ -42,7 +29,7 @@ def test_peak_memory_counts_what_is_alive_at_a_time(bench: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["Adam", "Adagrad"])
-def test_no_more_memory_than_torch_foreach(bench: ModuleType, algorithm: str) -> None:
+def test_no_more_memory_than_torch_foreach(algorithm: str) -> None:
     rows = {row[0]: row for row in bench.compare([(64, 64, 3, 3)] * 12, algorithm, rounds=1, device="cpu")}
     _, _, state, temporary = rows[f"Onnx{algorithm}"]
     _, _, torch_state, torch_temporary = rows["torch foreach"]

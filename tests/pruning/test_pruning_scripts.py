@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import bench_pruning as bench
+import pruning_curves as curves
 import pytest
 import torch
 from torch import nn
 
 from rankrl.models import create_model
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    """Load a script of the given name, with its neighbours importable."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
 
 def test_curves_are_written_point_by_point_and_go_on(
-    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    curves = script("pruning_curves")
     monkeypatch.setattr(curves, "create_model", lambda name, **_: tiny())
     arguments = ["--dataset", "digits", "--images", "64", "--points", "2", "--dense-seeds", "1"]
     arguments += ["--epochs", "1", "--mask-epochs", "1", "--finetune-epochs", "1"]
@@ -88,16 +67,15 @@ def tiny() -> nn.Module:
     )
 
 
-def test_conv6_is_longer_and_wider_than_conv4(script) -> None:
-    conv6 = script("pruning_curves").Conv6((3, 32, 32), 100).eval()
+def test_conv6_is_longer_and_wider_than_conv4() -> None:
+    conv6 = curves.Conv6((3, 32, 32), 100).eval()
     conv4 = create_model("conv4", input_shape=(3, 32, 32), num_classes=100)
     sizes = [sum(p.numel() for p in network.parameters()) for network in (conv6, conv4)]
     assert sizes[0] > sizes[1]
     assert conv6(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
 
 
-def test_projected_shortcuts_compute_the_zero_padding(script) -> None:
-    bench = script("bench_pruning")
+def test_projected_shortcuts_compute_the_zero_padding() -> None:
     torch.manual_seed(0)
     network = create_model("resnet20", input_shape=(3, 16, 16), num_classes=10).eval()
     images = torch.randn(32, 3, 16, 16)
@@ -110,10 +88,9 @@ def test_projected_shortcuts_compute_the_zero_padding(script) -> None:
 
 
 def test_the_benchmark_brings_every_pruner_to_the_same_cost(
-    script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch_pruning")
-    bench = script("bench_pruning")
     output = tmp_path / "bench.csv"
     arguments = [
         "--dataset",

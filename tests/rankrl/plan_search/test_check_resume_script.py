@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import check_resume as script
 import pytest
 import torch
 
@@ -18,19 +17,6 @@ from rankrl.plan_search.run import run_search
 from rankrl.plan_search.state import STATE_FILE, SearchState
 from rankrl.selectors import create_selector
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "check_resume.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_resume", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
 
 def search(problem, evaluator, folder: Path) -> None:
     evaluator.restore({}, {})
@@ -38,14 +24,14 @@ def search(problem, evaluator, folder: Path) -> None:
     run_search(problem, evaluator, selector, episodes=6, folder=folder).plan.save(folder / "plan.json")
 
 
-def test_equal_searches_have_no_differences(small_problem, synthetic_evaluator, tmp_path, script) -> None:
+def test_equal_searches_have_no_differences(small_problem, synthetic_evaluator, tmp_path) -> None:
     for name in ("first", "second"):
         search(small_problem, synthetic_evaluator, tmp_path / name)
     assert script.rows_on_disk(tmp_path / "first") == 6
     assert script.differences(tmp_path / "first", tmp_path / "second") == []
 
 
-def test_every_kind_of_difference_is_named(small_problem, synthetic_evaluator, tmp_path, script) -> None:
+def test_every_kind_of_difference_is_named(small_problem, synthetic_evaluator, tmp_path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     search(small_problem, synthetic_evaluator, first)
     shutil.copytree(first, second)
@@ -63,7 +49,7 @@ def test_every_kind_of_difference_is_named(small_problem, synthetic_evaluator, t
     assert script.differences(first, second) == ["plan.json", EPISODES_FILE, "array rewards", "state: rows"]
 
 
-def test_a_search_is_killed_resumed_and_compared(tmp_path, script, monkeypatch) -> None:
+def test_a_search_is_killed_resumed_and_compared(tmp_path, monkeypatch) -> None:
     """With a stand-in for the command line, which needs seconds to start."""
     worker = Path(__file__).with_name("resume_worker.py")
 
@@ -78,8 +64,7 @@ def test_a_search_is_killed_resumed_and_compared(tmp_path, script, monkeypatch) 
     assert script.rows_on_disk(tmp_path / "run") == 12
 
 
-def test_a_failing_search_stops_the_check(tmp_path, script) -> None:
-
+def test_a_failing_search_stops_the_check(tmp_path) -> None:
     (tmp_path / "run.log").write_text("the reason")
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(RuntimeError, match=r"code 3:\nthe reason"):

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+import reward_fidelity as script
 
 from decomposition import FitLibrary
 from rankrl.data import Augmentation, ImageData, TestImages
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "reward_fidelity.py"
 
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reward_fidelity", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_plans_differ_keep_the_budget_and_begin_with_greedys(
-    script: ModuleType, small_problem: SearchProblem
-) -> None:
+def test_plans_differ_keep_the_budget_and_begin_with_greedys(small_problem: SearchProblem) -> None:
     plans = script.draw_plans(small_problem, 8, seed=1)
     keys = [small_problem.ranks(plan) for plan in plans]
     assert len(set(keys)) == 8
@@ -40,13 +23,13 @@ def test_plans_differ_keep_the_budget_and_begin_with_greedys(
     assert keys == [small_problem.ranks(plan) for plan in script.draw_plans(small_problem, 8, seed=1)]
 
 
-def test_more_plans_than_there_are_is_refused(script: ModuleType, small_problem: SearchProblem) -> None:
+def test_more_plans_than_there_are_is_refused(small_problem: SearchProblem) -> None:
     with pytest.raises(ValueError, match="lower --plans"):
         script.draw_plans(small_problem, 5000, seed=1)
 
 
 def test_rewards_are_those_of_the_evaluator(
-    script: ModuleType, small_network, small_library: FitLibrary, small_problem: SearchProblem, small_images
+    small_network, small_library: FitLibrary, small_problem: SearchProblem, small_images
 ) -> None:
     data = ImageData(
         "small",
@@ -77,7 +60,7 @@ def test_rewards_are_those_of_the_evaluator(
     assert row["weights, plain, soft_agreement"] != row["data, plain, soft_agreement"]
 
 
-def rows(script: ModuleType, count: int = 8) -> list[dict[str, float]]:
+def rows(count: int = 8) -> list[dict[str, float]]:
     """Plans whose accuracies rise, whose rewards rise too but for the best quarter, and one that falls."""
     names = [*script.reward_names(), "heldout_compressed", "test_compressed", *script.AFTER]
     made = [dict.fromkeys(names, index / count) for index in range(count)]
@@ -88,8 +71,8 @@ def rows(script: ModuleType, count: int = 8) -> list[dict[str, float]]:
     return made
 
 
-def test_correlations_and_their_table(script: ModuleType) -> None:
-    made = rows(script, 12)
+def test_correlations_and_their_table() -> None:
+    made = rows(12)
     falls, turns, flat, rises = script.reward_names()[:4]
     assert list(script.correlations(made, rises)) == pytest.approx([1, 1, 1, 1])
     assert list(script.correlations(made, falls)) == pytest.approx([-1, -1, -1, -1])
@@ -103,8 +86,8 @@ def test_correlations_and_their_table(script: ModuleType) -> None:
     assert "sequential refit" in text
 
 
-def test_rows_are_read_back_and_never_mixed(script: ModuleType, tmp_path: Path) -> None:
-    path, made = tmp_path / "rows.csv", rows(script)
+def test_rows_are_read_back_and_never_mixed(tmp_path: Path) -> None:
+    path, made = tmp_path / "rows.csv", rows()
     assert script.finished_rows(path, "a") == []
     script.save_rows(path, made, "a")
     assert script.finished_rows(path, "a") == made
@@ -112,16 +95,14 @@ def test_rows_are_read_back_and_never_mixed(script: ModuleType, tmp_path: Path) 
         script.finished_rows(path, "b")
 
 
-def test_finished_plans_are_not_measured_again(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_plans_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "load_dataset", None)
     options = script.parse(["--checkpoint", "none.th", "--plans", "8", "--rows", str(tmp_path / "r.csv")])
-    script.save_rows(options.rows, rows(script), "a")
-    assert script.measure(options, "a") == rows(script)
+    script.save_rows(options.rows, rows(), "a")
+    assert script.measure(options, "a") == rows()
 
 
-def test_bad_options_are_refused(script: ModuleType) -> None:
+def test_bad_options_are_refused() -> None:
     for wrong in (["--plans", "2"], ["--epochs", "0"], ["--images", "0"], ["--format", "cpp"]):
         with pytest.raises(SystemExit):
             script.parse(["--checkpoint", "none.th", *wrong])

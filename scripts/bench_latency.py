@@ -1,0 +1,189 @@
+"""Budgets in time: what greedy's plan keeps of the dense network's latency once exported, and its accuracy.
+
+    RANKRL_DATA=DIR python scripts/bench_latency.py --checkpoints DIR [--models resnet20 resnet56 resnet18]
+
+For each network and format the candidates are timed in onnxruntime, greedy chooses within --latency, the plan
+is carried out and exported, and the file is timed beside the dense network's in turns; nothing is fine-tuned.
+CIFAR ResNets take the published CIFAR-10 checkpoints; torchvision's networks see the same images at 224 x 224
+with random weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the
+processor's lanes empty with ranks of any size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from decomposition import DecompositionError
+from rankrl.data import ImageData, Images, TestImages, load_dataset
+from rankrl.errors import RankrlError
+from rankrl.models import create_model, list_models, load_checkpoint
+from rankrl.plan_search.evaluator import EvaluatorOptions
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+from rankrl.workflow.apply import carry_out
+from rankrl.workflow.choose import (
+    CandidateOptions,
+    SearchOptions,
+    calibration_images,
+    choose_plan,
+    fit_candidates,
+)
+from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.measure import ExportOptions, cost_ratios, export_numbers, network_numbers
+
+LARGE = 224
+FEW_IMAGES = 128
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every combination and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoints", type=Path, help="folder of cifar10-MODEL.th; untrained without")
+    parser.add_argument("--dataset", default="cifar10")
+    parser.add_argument("--models", nargs="+", default=["resnet20", "resnet56", "resnet18"])
+    parser.add_argument("--formats", nargs="+", default=["cp", "tucker"])
+    parser.add_argument("--multiples", nargs="+", type=int, default=[8])
+    parser.add_argument("--latency", type=float, default=0.6, help="fraction of the dense network's time")
+    parser.add_argument("--batch", type=int, default=64, help="images of a timed batch, 1 at 224 x 224")
+    parser.add_argument("--threads", type=int, default=1, help="of onnxruntime")
+    parser.add_argument("--runs", type=int, default=30, help="timed passes")
+    parser.add_argument("--candidates", type=int, default=16, help="ranks of a layer at most")
+    parser.add_argument("--iterations", type=int, default=60, help="L-BFGS iterations of a candidate's fit")
+    parser.add_argument("--images", type=int, default=768, help="calibration images")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    chosen = parser.parse_args(arguments)
+    lines = [
+        "| network | format | ranks | asked | measured | ms dense | ms | parameters | MACs | accuracy dense "
+        "| accuracy | minutes |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in chosen.models:
+        model, data = network_and_data(name, chosen)
+        for tensor_format in chosen.formats:
+            for multiple in chosen.multiples:
+                lines.append(row(name, model, data, tensor_format, multiple, chosen))
+                print(lines[-1], flush=True)
+    text = "\n".join(lines)
+    print(text)
+    if chosen.output is not None:
+        command = shown_command(sys.argv, shortened={str(chosen.checkpoints): "CHECKPOINTS"})
+        section = f"`{command}`\n\n{hardware_line()}\n\n{text}"
+        write_section(chosen.output, "bench_latency", "Budgets in time", section)
+
+
+def network_and_data(name: str, chosen: argparse.Namespace) -> tuple[nn.Module, ImageData]:
+    """Return a network and images of its size."""
+    data = load_dataset(chosen.dataset, seed=0)
+    torch.manual_seed(0)
+    if name in list_models():
+        model = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+        if chosen.checkpoints is not None:
+            load_checkpoint(model, chosen.checkpoints / f"{chosen.dataset}-{name}.th")
+        return model.eval(), data
+    data = dataclasses.replace(
+        data,
+        train=enlarged(data.train),
+        heldout=enlarged(data.heldout),
+        test=TestImages(enlarged(data.test.for_report())),
+    )
+    model = create_model("torchvision", input_shape=data.input_shape, num_classes=data.classes, name=name)
+    return model.eval(), data
+
+
+def enlarged(images: Images) -> Images:
+    """Return the first few images at 224 x 224 pixels."""
+    few = images.subset(torch.arange(min(FEW_IMAGES, len(images))))
+    pixels = F.interpolate(few.x.float(), size=LARGE, mode="bilinear", antialias=True)
+    return dataclasses.replace(few, x=pixels.round().to(few.x.dtype))
+
+
+def row(
+    name: str,
+    model: nn.Module,
+    data: ImageData,
+    tensor_format: str,
+    multiple: int,
+    chosen: argparse.Namespace,
+) -> str:
+    """Return the table's row of one network, format and multiple."""
+    start = time.perf_counter()
+    timing: dict[str, Any] = {
+        "batch": 1 if data.input_shape[1] == LARGE else chosen.batch,
+        "threads": chosen.threads,
+        "runs": chosen.runs,
+    }
+    images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
+    candidates = CandidateOptions(
+        tensor_format, candidates=chosen.candidates, multiple=multiple, iterations=chosen.iterations
+    )
+    options = SearchOptions(
+        selector="greedy",
+        selector_options={},
+        reward="accuracy",
+        reward_options={},
+        params=None,
+        macs=None,
+        latency=chosen.latency,
+        timing=LatencyOptions(**timing),
+        episodes=1,
+        seconds=None,
+        patience=None,
+        images=1000,
+        evaluator=EvaluatorOptions(augmented=True),
+    )
+    ranks = "any" if multiple == 1 else f"multiples of {multiple}"
+    head = f"| {name} | {tensor_format} | {ranks} | {chosen.latency} "
+    with tempfile.TemporaryDirectory() as scratch:
+        library = fit_candidates(model, images.split(32), candidates, cache=None, seed=0)
+        try:
+            choice = choose_plan(
+                model,
+                data,
+                library,
+                options,
+                candidates=candidates.candidates,
+                folder=Path(scratch) / "search",
+                seed=0,
+            )
+        except (DecompositionError, RankrlError) as error:
+            return f"{head}| {error} | | | | | | | |"
+        network = carry_out(model, choice.result.plan, images)
+        found, ratio = export_numbers(
+            network,
+            model,
+            data,
+            Path(scratch) / "model.onnx",
+            ExportOptions(**timing),
+            metadata={},
+            scratch=Path(scratch),
+        )
+    before, after = network_numbers(model, data), network_numbers(network, data)
+    ratios = cost_ratios(before, after)
+    minutes = (time.perf_counter() - start) / 60
+    return (
+        f"{head}| {1 / ratio:.3f} | {found['baseline_latency_ms']:.2f} | {found['latency_ms']:.2f} "
+        f"| {ratios['params']:.2f}x fewer | {ratios['macs']:.2f}x fewer "
+        f"| {_percent(before['accuracy'], chosen, data)} | {_percent(after['accuracy'], chosen, data)} "
+        f"| {minutes:.1f} |"
+    )
+
+
+def _percent(accuracy: float, chosen: argparse.Namespace, data: ImageData) -> str:
+    trained = chosen.checkpoints is not None and data.input_shape[1] != LARGE
+    return f"{accuracy:.2%}" if trained else "–"
+
+
+if __name__ == "__main__":
+    main()

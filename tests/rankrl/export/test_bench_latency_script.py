@@ -1,0 +1,47 @@
+"""The benchmark of budgets in time reports what it exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import bench_latency
+import pytest
+import torch
+
+from rankrl.data import Images
+from rankrl.workflow.latency import LatencyBudget
+
+QUICK = ["--dataset", "digits", "--models", "conv4", "--formats", "tucker", "--batch", "2", "--runs", "2"]
+QUICK += ["--candidates", "2", "--iterations", "0", "--images", "32"]
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole networks are as fast as the test needs them."""
+    monkeypatch.setattr(LatencyBudget, "measured", lambda budget, plan: 0.9)
+
+
+def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    bench_latency.main([*QUICK, "--latency", "0.95", "--output", str(page)])
+    text = page.read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| conv4 | tucker"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:4] == ["multiples of 8", "0.95"]
+    assert 0 < float(cells[4]) < 2
+    assert float(cells[7].removesuffix("x fewer")) >= 1
+    assert row in capsys.readouterr().out
+
+
+def test_a_budget_out_of_reach_is_said_in_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_latency.main([*QUICK, "--latency", "0.001"])
+    assert "budget.latency=0.001 cannot be reached" in capsys.readouterr().out
+
+
+def test_large_images_are_the_small_ones_enlarged() -> None:
+    small = Images(torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4), torch.tensor([0, 1]))
+    large = bench_latency.enlarged(small)
+    assert large.x.shape == (2, 3, 224, 224)
+    assert large.x.dtype == torch.uint8
+    assert torch.equal(large.y, small.y)
+    assert large.x[0, 0, 0, 0] == small.x[0, 0, 0, 0]
