@@ -177,10 +177,12 @@ def _many_patches(
     """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy around the given means."""
     count = len(arriving)
     second = (arriving.T @ arriving).double().cpu() / count - torch.outer(mean, mean)
-    cross = (dense.T @ arriving).double().cpu() / count - torch.outer(dense_mean, mean)
+    # W C_xy by way of the outputs W x: they are far fewer than the inputs.
+    outputs = dense @ weight.T.to(dense)
+    cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
     ridge = RIDGE * second.diagonal().mean().clamp_min(1e-30)
     regularised = second + ridge * torch.eye(len(second), dtype=second.dtype)
-    return torch.linalg.solve(regularised, (weight @ cross + ridge * weight).T).T, second
+    return torch.linalg.solve(regularised, (cross + ridge * weight).T).T, second
 
 
 def _few_patches(
