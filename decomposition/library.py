@@ -112,7 +112,11 @@ class FitLibrary:
 
     def curve(self, name: str, *, limit: int = 16) -> RankCurve:
         """Fit the candidates of a layer and return its curve, the dense layer last."""
-        curve = self.unfitted_curve(name, limit=limit)
+        return self.fitted_curve(self.unfitted_curve(name, limit=limit))
+
+    def fitted_curve(self, curve: RankCurve) -> RankCurve:
+        """Fit the candidates of an unfitted curve and return it with their errors."""
+        name = curve.spec.name
         errors = [self.fit(name, entry.ranks).error for entry in curve.entries[:-1]]
         return replace(curve, errors=np.array([*errors, 0.0]), importance=self.importance(name))
 

@@ -270,13 +270,16 @@ def search_setting(
         params=options.kept_params,
         macs=options.macs,
     )
+    unfitted = [library.unfitted_curve(name, limit=candidates) for name in library.specs]
     if options.latency is None:  # a budget that no plan can reach is refused before the fits take their time
-        unfitted = [library.unfitted_curve(name, limit=candidates) for name in library.specs]
         describe(curves=unfitted)
     elif options.params is not None or options.macs is not None:
         raise ConfigError("budget.latency is set beside another budget; set budget.params and .macs to null")
-    with progress_bar("fit layers", total=len(library.specs)) as bar:
-        curves = library.curves(limit=candidates, progress=lambda _: bar.advance())
+    curves = []
+    with progress_bar("fit layers", total=len(unfitted)) as bar:
+        for curve in unfitted:
+            curves.append(library.fitted_curve(curve))
+            bar.advance()
     timed: LatencyBudget | None = None
     if options.latency is None:
         problem = describe(curves=curves, library=library)
