@@ -1,8 +1,29 @@
-"""Replacing modules inside a model."""
+"""Copying a model and replacing modules inside it."""
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
+import torch
 from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copied(model: Module) -> Module:
+    """Return a deep copy of `model`.
+
+    Tensors that its forward computed and kept, which torch refuses to copy (the weight of
+    `torch.nn.utils.weight_norm`), are copied by value.
+    """
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, computed)
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

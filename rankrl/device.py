@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from decomposition.cost import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,49 @@ def model_device(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
+    """Return `x` in a memory order, also where one channel lets its strides pass for either."""
+    strides = torch.empty(x.shape, device="meta", memory_format=layout).stride()
+    return x if x.stride() == strides else torch.empty_like(x, memory_format=layout).copy_(x)
+
+
+def accepted_layout(model: nn.Module, example: Tensor) -> torch.memory_format:
+    """Return the memory order in which a network, as it is, takes its inputs.
+
+    Channels last is the faster one; contiguous where the network's own code asks for it, such as
+    `x.view(len(x), -1)` behind a convolution.
+
+    Args:
+        model: The network; it runs in evaluation mode, and its mode stays as it was.
+        example: An input or two (N, ...), on the network's device.
+    """
+    if example.ndim != 4:
+        return torch.contiguous_format
+    with evaluation_mode(model):
+        try:
+            model(in_layout(example, torch.channels_last))
+        except RuntimeError:
+            return torch.contiguous_format
+    return torch.channels_last
+
+
+def to_fastest_layout(model: nn.Module, example: Tensor) -> torch.memory_format:
+    """Put a network's weights into the memory order in which it runs fastest, and return it for the inputs.
+
+    Args:
+        model: The network, changed in place; its values stay as they were.
+        example: An input or two (N, ...), on the network's device.
+    """
+    weights = {parameter: parameter.data for parameter in model.parameters() if parameter.ndim == 4}
+    for parameter, weight in weights.items():
+        parameter.data = weight.contiguous(memory_format=torch.channels_last)
+    layout = accepted_layout(model, example)
+    if layout == torch.contiguous_format:
+        for parameter, weight in weights.items():
+            parameter.data = weight
+    return layout
 
 
 @contextmanager

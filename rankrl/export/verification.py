@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rankrl.device import in_layout
 from rankrl.export.errors import ExportError
 from rankrl.export.session import fixed_batch, open_session, run
 from rankrl.export.tracing import inference_copy
@@ -41,9 +42,11 @@ def verify_onnx(model: nn.Module, path: str | Path, inputs: Tensor, *, tolerance
     session = open_session(path)
     fixed = fixed_batch(session)
     duplicate = inference_copy(model)
+    inputs = inputs.detach().cpu()
+    inputs = inputs.float() if inputs.is_floating_point() else inputs
     largest = 0.0
     for size in (fixed,) if fixed is not None else BATCH_SIZES:
-        batch = inputs.detach().cpu()[torch.arange(size) % len(inputs)]
+        batch = in_layout(inputs[torch.arange(size) % len(inputs)], torch.contiguous_format)
         with torch.no_grad():
             expected = [output.numpy() for output in _tensors(duplicate(batch))]
         got = run(session, batch.numpy())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from decomposition.formats import Ranks
 from decomposition.layers import DecomposableModule, is_decomposable_module
 from decomposition.library import FitLibrary
-from rankrl.device import Precision, deterministic_kernels
+from decomposition.surgery import copied
+from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout
 
 CACHE_BYTES = 512 * 2**20
 """Reconstructed weights kept in memory; the least recently used ones are dropped beyond it."""
@@ -22,6 +23,7 @@ CACHE_BYTES = 512 * 2**20
 _FOLDING_TOLERANCE = 1e-3
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+_PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 @dataclass
@@ -70,7 +72,7 @@ class ScoringNetwork:
         model: The dense network; it is copied.
         library: The fits of its layers.
         precision: Device and precision to run in.
-        example: Normalised images (N, C, H, W), float32, to check the folding on.
+        example: Normalised images (N, C, H, W), float32, to try the network on.
         fold: Whether to fold batch norms; not for networks whose statistics are re-estimated.
         cache_bytes: Memory for reconstructed weights, about.
     """
@@ -91,6 +93,8 @@ class ScoringNetwork:
         self._cache: OrderedDict[tuple[str, Ranks], _Weight] = OrderedDict()
         self._cached = 0
         self.model, self._sites = self._copy(model)
+        example = example.to(self.precision.device)
+        self.layout = to_fastest_layout(self.model, example[:2])
         self.folded = fold and self._fold(model, example)
         self._dense = {name: self._keep(site) for name, site in self._sites.items()}
         self._written: dict[str, Ranks] = dict.fromkeys(self._sites, ())
@@ -115,7 +119,8 @@ class ScoringNetwork:
     def logits(self, batches: Sequence[Tensor]) -> Tensor:
         """Return the class scores of batches, concatenated, (N, classes) float32."""
         with torch.inference_mode(), self.precision.autocast(), deterministic_kernels():
-            return torch.cat([self.model(batch).float() for batch in batches])
+            parts = [self.model(in_layout(batch, self.layout)) for batch in batches]
+            return torch.cat([scores.float() for scores in parts])
 
     def reestimate(self, batches: Sequence[Tensor]) -> None:
         """Replace every batch norm's statistics by those of the given batches (their plain average)."""
@@ -135,9 +140,7 @@ class ScoringNetwork:
         self._written = dict.fromkeys(self._written, (-1,))
 
     def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, _Site]]:
-        network = copy.deepcopy(model).to(self.precision.device).eval().requires_grad_(False)
-        if any(parameter.ndim == 4 for parameter in network.parameters()):
-            network = network.to(memory_format=torch.channels_last)
+        network = copied(model).to(self.precision.device).eval().requires_grad_(False)
         modules = dict(network.named_modules())
         serves = Counter(spec.batch_norm for spec in self.library.specs.values())
         sites = {}
@@ -158,8 +161,8 @@ class ScoringNetwork:
         network, sites = self._copy(model)
         for name, site in sites.items():
             batch_norm = self.library.specs[name].batch_norm
-            if site.norm is None or batch_norm is None:
-                continue
+            if type(site.norm) not in _PLAIN_NORMS or site.norm is None or batch_norm is None:
+                continue  # a subclass may do more than normalise
             site.scale, shift = _affine(site.norm)
             layer = site.layer
             layer.weight.mul_(site.scale.view(-1, *[1] * (layer.weight.ndim - 1)))
@@ -168,17 +171,19 @@ class ScoringNetwork:
             site.norm = None
             parent, _, child = batch_norm.rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
-        batch = example.to(self.precision.device)
+        network.to(memory_format=self.layout)
         with torch.inference_mode():
-            before, after = self.model(batch), network(batch)
-        if not torch.allclose(before, after, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE):
+            before, after = self.model(example), network(example)
+        if not _equal(before, after):
             return False
         self.model, self._sites = network, sites
         return True
 
     def _keep(self, site: _Site) -> _Weight:
         """Remember a layer's dense weight, and put its weight into compute precision from now on."""
-        weight = site.layer.weight.detach().to(self.precision.dtype)
+        weight = site.layer.weight.detach()
+        if self.precision.dtype == torch.bfloat16:  # what autocast would do anew in every pass
+            weight = weight.to(torch.bfloat16)
         shift = None if site.shift is None else site.shift.detach().clone()
         site.layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
         return _Weight(weight, shift)
@@ -206,6 +211,16 @@ class ScoringNetwork:
             weight = weight * scale[:, None, None]
         written = torch.empty_like(dense.weight).copy_(weight.reshape(dense.weight.shape))
         return _Weight(written, shift)
+
+
+def _equal(before: object, after: object) -> bool:
+    """Tell whether two outputs of a network, tensors or nestings of them, are equal but for rounding."""
+    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    return all(
+        torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE)
+        for x, y in pairs
+        if isinstance(x, Tensor)
+    )
 
 
 def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:

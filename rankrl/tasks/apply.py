@@ -21,7 +21,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     plan = CompressionPlan.load(config.plan)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
-    compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data))
+    compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data, dense))
     save_compressed(compressed, plan, folder.model)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)

@@ -36,7 +36,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     entered = contestants(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
-    images = steps.calibration(config, data)
+    images = steps.calibration(config, data, dense)
     library = steps.candidate_fits(config, dense, images)
     candidates = options.candidate_options(config).candidates
 

@@ -14,6 +14,7 @@ from rankrl.workflow.network import build_network
 from rankrl.workflow.run_folder import RunFolder
 
 _SHOWN_RANKS = 3
+_WIDTH = 160
 
 
 @register_task("inspect", "list the layers: shape, cost, feasible ranks and their errors, or why not")
@@ -21,12 +22,12 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a layer; errors are relative output errors on training images."""
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    library = steps.candidate_fits(config, network, steps.calibration(config, data))
+    library = steps.candidate_fits(config, network, steps.calibration(config, data, network))
     specs = inspect_layers(network, data.input_shape)
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{config.model['architecture']} as {config.decomposition.format}")
-    for column in ("layer", "weight"):
-        table.add_column(column)
+    table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
+    table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share", "ranks"):
         table.add_column(column, justify="right")
     table.add_column("rank: params, error")
@@ -42,7 +43,10 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
             "" if curve is None else _range(library, spec),
             spec.refusal if curve is None else _examples(curve),
         )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console.width = _WIDTH
+    console.print(table)
 
 
 def _range(library: FitLibrary, spec: LayerSpec) -> str:

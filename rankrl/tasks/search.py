@@ -16,7 +16,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     options.check(config)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
-    choice = steps.chosen_plan(config, data, dense, steps.calibration(config, data), folder)
+    choice = steps.chosen_plan(config, data, dense, steps.calibration(config, data, dense), folder)
     plan, problem = choice.result.plan, choice.problem
     params, macs = problem.cost(plan)
     metrics = {

@@ -16,6 +16,7 @@ from decomposition import CompressionPlan, FitLibrary
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
+from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.files import write_json
 from rankrl.models import save_checkpoint
@@ -48,9 +49,10 @@ def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.M
     return network
 
 
-def calibration(config: AppConfig, data: ImageData) -> Tensor:
-    """Return the images that layers are fitted on."""
-    return calibration_images(data, config.calibration.images, seed=config.seed)
+def calibration(config: AppConfig, data: ImageData, network: nn.Module) -> Tensor:
+    """Return the images that the network's layers are fitted on."""
+    images = calibration_images(data, config.calibration.images, seed=config.seed)
+    return in_layout(images, accepted_layout(network, images[:2]))
 
 
 def candidate_fits(config: AppConfig, dense: nn.Module, images: Tensor) -> FitLibrary:

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import contracted, factorised_layers
+from decomposition.cost import evaluation_mode
 from rankrl.data.batches import batches
 from rankrl.data.images import Images, TestImages
-from rankrl.device import Precision, exact_float32, inference_precision, model_device
+from rankrl.device import (
+    Precision,
+    accepted_layout,
+    exact_float32,
+    in_layout,
+    inference_precision,
+    model_device,
+    to_fastest_layout,
+)
 from rankrl.errors import DataError, NonFiniteError
 
 
@@ -39,19 +48,16 @@ def predict_logits(
         (N, classes) float32 on the model's device.
     """
     precision = inference_precision(model_device(model)) if precision is None else precision
+    walk = batches(images, batch_size, mean=mean, std=std, device=precision.device)
+    two = images.subset(torch.arange(min(2, len(images))))
+    example = next(batches(two, 2, mean=mean, std=std, device=precision.device))[0]
     if factorised_layers(model):
-        model = contracted(model).to(memory_format=torch.channels_last)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.inference_mode(), precision.autocast():
-            parts = [
-                model(x).float()
-                for x, _ in batches(images, batch_size, mean=mean, std=std, device=precision.device)
-            ]
-    finally:
-        for module, training in modes.items():
-            module.training = training
+        model = contracted(model)
+        layout = to_fastest_layout(model, example)
+    else:
+        layout = accepted_layout(model, example)
+    with evaluation_mode(model), torch.inference_mode(), precision.autocast():
+        parts = [model(in_layout(x, layout)).float() for x, _ in walk]
     return torch.cat(parts)
 
 

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from rankrl.data.batches import batches
 from rankrl.data.images import ImageData, Images
-from rankrl.device import Precision, deterministic_kernels, inference_precision
+from rankrl.device import (
+    Precision,
+    deterministic_kernels,
+    in_layout,
+    inference_precision,
+    to_fastest_layout,
+)
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.models.classifier import check_classifier
 from rankrl.training.accuracy import accuracy
@@ -116,9 +122,12 @@ def train(
     if resume and path is None:
         raise ConfigError("resuming needs the state_file of the run to resume")
     networks = [model] if recipe.distillation == 0 or teacher is None else [model, teacher]
+    example = torch.zeros(2, *data.input_shape, device=precision.device)
+    layouts = set()
     for network, name in zip(networks, ("the network", "the teacher"), strict=False):
-        network.to(precision.device).to(memory_format=torch.channels_last)
-        check_classifier(network, data.input_shape, data.classes, name=name)
+        check_classifier(network.to(precision.device), data.input_shape, data.classes, name=name)
+        layouts.add(to_fastest_layout(network, example))
+    layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
     average = None if recipe.ema_decay is None else WeightAverage(model, recipe.ema_decay)
     state = TrainingState(model, build_optimizer(model, recipe), average, _setup(data, recipe))
@@ -127,7 +136,8 @@ def train(
 
     fork = torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else [])
     with fork, deterministic_kernels() if precision.device.type == "cuda" else nullcontext():
-        epochs = _Epochs(data, recipe, precision, networks[1] if len(networks) == 2 else None, on_step)
+        teacher = networks[1] if len(networks) == 2 else None
+        epochs = _Epochs(data, recipe, precision, layout, teacher, on_step)
         while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
             epochs.run(state)
             if path is not None:
@@ -152,12 +162,14 @@ class _Epochs:
         data: ImageData,
         recipe: TrainingRecipe,
         precision: Precision,
+        layout: torch.memory_format,
         teacher: nn.Module | None,
         on_step: Callable[[TrainingProgress], None] | None,
     ) -> None:
         self.data = data
         self.recipe = recipe
         self.precision = precision
+        self.layout = layout
         self.teacher = None if teacher is None else teacher.eval()
         self.on_step = on_step
         self.train_images = _near(data.train, precision.device)
@@ -210,7 +222,7 @@ class _Epochs:
             done = (epoch - 1) * self.steps + step
             total = self.recipe.epochs * self.steps
             lr = self.recipe.lr * learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
-            losses[step] = self._step(state, x, y, lr)
+            losses[step] = self._step(state, in_layout(x, self.layout), y, lr)
             if step + 1 - checked >= _STEPS_BETWEEN_CHECKS or step + 1 == self.steps:
                 mean_loss = self._check(losses, checked, step + 1, epoch)
                 checked = step + 1

@@ -21,7 +21,7 @@ from pruning import MaskedNetwork, MaskEpoch, MaskTrainingResult, MaskTrainingSt
 from pruning.selection import Cost
 from pruning.training import adam
 from rankrl.data import ImageData, batches
-from rankrl.device import inference_precision
+from rankrl.device import in_layout, inference_precision, to_fastest_layout
 from rankrl.errors import CheckpointError
 from rankrl.progress import ProgressBar, progress_bar
 from rankrl.state_file import read_state, write_state
@@ -54,8 +54,9 @@ def train_channel_masks(
         CheckpointError: If `state_file` belongs to other options.
     """
     precision = inference_precision()
-    dense = copy.deepcopy(model).to(precision.device).to(memory_format=torch.channels_last)
+    dense = copy.deepcopy(model).to(precision.device)
     inputs = example_batch(dense, data.input_shape, EXAMPLES)
+    layout = to_fastest_layout(dense, inputs)
     steps, training = options.steps, options.training
 
     def evaluate(network: nn.Module) -> float:
@@ -83,7 +84,7 @@ def train_channel_masks(
             bar.advance(finished * epoch_steps)
             result = train_masks(
                 masked,
-                _Epochs(data, options, precision.device, bar, finished),
+                _Epochs(data, options, precision.device, layout, bar, finished),
                 F.cross_entropy,
                 training,
                 network_optimizer=adam(steps.lr),
@@ -133,9 +134,15 @@ class _Epochs:
     """Batches of training images; each iteration is the next epoch, seeded by its number."""
 
     def __init__(
-        self, data: ImageData, options: PruningOptions, device: torch.device, bar: ProgressBar, finished: int
+        self,
+        data: ImageData,
+        options: PruningOptions,
+        device: torch.device,
+        layout: torch.memory_format,
+        bar: ProgressBar,
+        finished: int,
     ) -> None:
-        self.data, self.options, self.device, self.bar = data, options, device, bar
+        self.data, self.options, self.device, self.layout, self.bar = data, options, device, layout, bar
         self.batch_size = min(options.steps.batch_size, len(data.train))
         self.epoch = finished
 
@@ -157,8 +164,8 @@ class _Epochs:
             shuffle=True,
             drop_last=True,
         )
-        for batch in walk:
-            yield batch
+        for x, y in walk:
+            yield in_layout(x, self.layout), y
             self.bar.advance()
 
 

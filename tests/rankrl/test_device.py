@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankrl.device import Precision, exact_float32, inference_precision, model_device, select_device
+from rankrl.device import (
+    Precision,
+    accepted_layout,
+    exact_float32,
+    in_layout,
+    inference_precision,
+    model_device,
+    select_device,
+    to_fastest_layout,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,3 +63,39 @@ def test_exact_float32_restores_what_was_set() -> None:
         assert not torch.backends.cuda.matmul.allow_tf32
         assert not torch.backends.cudnn.allow_tf32
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+class Flattening(torch.nn.Module):
+    """Flattens feature maps by `view`, which only contiguous ones allow, or by `flatten`."""
+
+    def __init__(self, channels: int, by_view: bool) -> None:
+        super().__init__()
+        self.conv, self.by_view = torch.nn.Conv2d(channels, 8, 3), by_view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return y.view(len(y), -1) if self.by_view else y.flatten(1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])  # the strides of one channel fit either order
+def test_channels_last_is_for_networks_that_take_it(channels: int) -> None:
+    images = torch.randn(4, channels, 6, 6)
+    for by_view in (True, False):
+        model = Flattening(channels, by_view)
+        expected, before = model(images), model.conv.weight.clone()
+        layout = to_fastest_layout(model, images[:2])
+        assert layout == (torch.contiguous_format if by_view else torch.channels_last)
+        assert model.training
+        torch.testing.assert_close(model(in_layout(images, layout)), expected)
+        assert torch.equal(model.conv.weight, before)
+        assert accepted_layout(Flattening(channels, by_view), images[:2]) == layout
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 3, 4, 4), (2, 3, 1, 1)])
+def test_a_layout_is_that_of_the_strides(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for layout in (torch.channels_last, torch.contiguous_format):
+        expected = torch.empty(shape, memory_format=layout).stride()
+        moved = in_layout(in_layout(x, torch.channels_last), layout)
+        assert moved.stride() == expected
+        assert torch.equal(moved, x)

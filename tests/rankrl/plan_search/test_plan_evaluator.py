@@ -253,3 +253,24 @@ def test_fingerprints_tell_images_and_options_apart(
     }
     assert len(fingerprints) == 3
     assert make(*parts, small_images).fingerprint in fingerprints
+
+
+class NormAndActivate(nn.BatchNorm2d):
+    """A batch norm that does more than normalise, as timm's BatchNormAct2d does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x))
+
+
+def test_a_batch_norm_of_a_kind_of_its_own_stays_while_others_are_folded() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), NormAndActivate(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    ).eval()
+    x = torch.randn(8, 3, 8, 8)
+    library = FitLibrary(model, compressible_layers(model, x.shape[1:]), "tucker")
+    static = ScoringNetwork(model, library, EXACT, x)
+    assert static.folded
+    assert isinstance(static.model[1], NormAndActivate)
+    assert isinstance(static.model[3], nn.Identity)
+    torch.testing.assert_close(static.logits([x]), model(x).detach())
