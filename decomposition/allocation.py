@@ -54,8 +54,9 @@ class Budget:
         if least > self.fraction:
             raise DecompositionError(
                 f"budget.{self.measure}={self.fraction} cannot be reached: with the cheapest ranks "
-                f"everywhere {least * self.total:.6g} of {self.total:.6g} {self.measure} remain; "
-                f"the least is {np.ceil(least * 1e4) / 1e4:.4f}"
+                f"everywhere {least * self.total:.10g} of {self.total:.10g} {self.measure} remain "
+                f"({self.fixed:.10g} where nothing can be decomposed); the least is "
+                f"{np.ceil(least * 1e4) / 1e4:.4f}"
             )
 
     def least(self, curves: Sequence[RankCurve]) -> float:

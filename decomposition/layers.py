@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeGuard
@@ -13,10 +14,23 @@ from torch import nn
 from decomposition.cost import evaluation_mode, example_batch
 from decomposition.errors import DecompositionError
 
-Kind = Literal["conv1d", "conv2d", "linear"]
+Kind = Literal[
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
+]
 DecomposableModule = nn.Conv1d | nn.Conv2d | nn.Linear
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+ListedModule = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed | nn.Linear
 
-_KINDS: dict[type[nn.Module], Kind] = {nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Linear: "linear"}
+_DECOMPOSABLE = (nn.Conv1d, nn.Conv2d, nn.Linear)
+_KINDS: dict[type[nn.Module], Kind] = {
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+    nn.Linear: "linear",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +40,7 @@ class LayerSpec:
     Attributes:
         name: Dotted name of the module; the first one where a module has several.
         index: Position in the order of the forward pass, from 0.
-        kind: `conv1d`, `conv2d` or `linear`.
+        kind: `conv1d`, `conv2d`, `conv3d`, `conv_transpose1d` to `conv_transpose3d`, or `linear`.
         out_channels: Output channels (features of a linear layer).
         in_channels: Input channels (features of a linear layer).
         kernel_size: Spatial kernel, `()` for a linear layer.
@@ -64,7 +78,7 @@ class LayerSpec:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight: `(out, in / groups, *kernel)`."""
+        """Shape of the weight: `(out, in / groups, *kernel)`; torch swaps out and in where transposed."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     @property
@@ -80,7 +94,7 @@ class LayerSpec:
 
 def is_decomposable_module(module: nn.Module) -> TypeGuard[DecomposableModule]:
     """Tell whether `module` is exactly a Conv1d, Conv2d or Linear (subclasses may mean something else)."""
-    return type(module) in _KINDS
+    return type(module) in _DECOMPOSABLE
 
 
 def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSpec]:
@@ -102,12 +116,10 @@ def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSp
     trace = _Trace(model)
     trace.run(example_batch(model, input_shape), input_shape)
     reached = list(trace.calls)
-    unreached = [m for m in trace.names if is_decomposable_module(m) and m not in trace.calls]
-    owners: dict[int, list[nn.Module]] = {}
-    for module in (*reached, *unreached):
-        owners.setdefault(id(module.weight), []).append(module)
+    unreached = [m for m in trace.names if isinstance(m, ListedModule) and m not in trace.calls]
+    owners = Counter(id(module.weight) for module in (*reached, *unreached))
     return [
-        _spec(trace, module, index, shared=len(owners[id(module.weight)]) > 1)
+        _spec(trace, module, index, shared=owners[id(module.weight)] > 1)
         for index, module in enumerate((*reached, *unreached))
     ]
 
@@ -131,7 +143,7 @@ class _Trace:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-        self.calls: dict[DecomposableModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.calls: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
         self.batch_norms: dict[nn.Module, nn.Module] = {}
         # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
         self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
@@ -139,24 +151,26 @@ class _Trace:
     def run(self, batch: torch.Tensor, input_shape: Sequence[int]) -> None:
         handles = []
         for module in self.names:
-            if is_decomposable_module(module):
+            if isinstance(module, ListedModule):
                 handles.append(module.register_forward_hook(self._record_call))
             elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 handles.append(module.register_forward_pre_hook(self._record_batch_norm))
         try:
             with evaluation_mode(self.model):
                 self.model(batch)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except Exception as error:  # whatever the model's own code raises
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DecompositionError(
                 f"the model does not accept an input of shape {tuple(input_shape)} (without the batch axis): "
-                f"{str(error).strip().splitlines()[0]}; pass the shape of one real input"
+                f"{reason}; pass the shape of one real input"
             ) from error
         finally:
             for handle in handles:
                 handle.remove()
 
     def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if is_decomposable_module(module):
+        tensors = [each for each in (*inputs[:1], output) if isinstance(each, torch.Tensor)]
+        if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
             self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
             self._outputs.append((output, module))
 
@@ -166,7 +180,7 @@ class _Trace:
                 self.batch_norms[producer] = module
 
 
-def _spec(trace: _Trace, module: DecomposableModule, index: int, *, shared: bool) -> LayerSpec:
+def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> LayerSpec:
     name = trace.names[module]
     calls = trace.calls.get(module, [])
     batch_norm = trace.batch_norms.get(module)
@@ -181,11 +195,12 @@ def _spec(trace: _Trace, module: DecomposableModule, index: int, *, shared: bool
         kernel, stride = tuple(module.kernel_size), tuple(module.stride)
         inputs = tuple(tuple(i[2:]) for i, _ in calls)
         outputs = tuple(tuple(o[2:]) for _, o in calls)
-    positions = sum(math.prod(size) for size in outputs)
+    # An input element of a transposed convolution, an output element of the others, meets the kernel once.
+    positions = sum(math.prod(size) for size in (inputs if isinstance(module, Transposed) else outputs))
     return LayerSpec(
         name=name,
         index=index,
-        kind=_KINDS[type(module)],
+        kind=next(kind for each, kind in _KINDS.items() if isinstance(module, each)),
         out_channels=out_channels,
         in_channels=in_channels,
         kernel_size=kernel,
@@ -201,13 +216,21 @@ def _spec(trace: _Trace, module: DecomposableModule, index: int, *, shared: bool
     )
 
 
-def _refusal(module: DecomposableModule, *, called: bool, shared: bool) -> str | None:
+def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
+    name = type(module).__name__
+    if type(module) not in _KINDS:
+        base = next(each.__name__ for each in _KINDS if isinstance(module, each))
+        return f"a {name}, which may compute something else than the {base} that it extends"
+    if not is_decomposable_module(module):
+        return f"a {name}; only Conv1d, Conv2d and Linear can be decomposed"
     if not called:
         return "its forward is never called, so its inputs are unknown"
     if not isinstance(module, nn.Linear) and module.groups > 1:
         return f"grouped convolution (groups={module.groups}); only groups=1 can be decomposed"
     if shared:
         return "its weight tensor belongs to another layer too"
+    if "weight" not in module._parameters:
+        return "its weight is computed anew at every call (weight_norm, prune, ...); make it permanent first"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, not a floating-point tensor"
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,7 +130,44 @@ def test_subclasses_are_not_taken_for_what_they_extend() -> None:
 
     model = nn.Sequential(Standardised(3, 4, 3), nn.Conv2d(4, 4, 1))
     assert not is_decomposable_module(model[0])
-    assert [spec.name for spec in inspect_layers(model, (3, 5, 5))] == ["1"]
+    specs = by_name(model, (3, 5, 5))
+    assert "a Standardised, which may compute something else than the Conv2d" in (specs["0"].refusal or "")
+    assert specs["1"].refusal is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 5, 6)),
+        (nn.ConvTranspose2d(4, 8, (2, 3), stride=(2, 1), groups=2, output_padding=(1, 0)), (4, 5, 6)),
+        (nn.ConvTranspose1d(3, 4, 3, stride=2), (3, 5)),
+        (nn.Conv3d(3, 4, 3, padding=1), (3, 4, 5, 6)),
+    ],
+    ids=["transposed", "transposed in groups", "transposed 1d", "3d"],
+)
+def test_other_convolutions_are_listed_with_their_cost_and_refused(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(layer, nn.ReLU())
+    (spec,) = inspect_layers(model, shape)
+    assert spec.refusal == f"a {type(layer).__name__}; only Conv1d, Conv2d and Linear can be decomposed"
+    assert spec.macs == count_macs(model, shape)
+    assert spec.params == count_parameters(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "rewrite",
+    [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm],
+    ids=["weight_norm by hook", "weight_norm by parametrization", "spectral_norm by hook"],
+)
+def test_a_weight_that_is_computed_at_every_call_is_refused(
+    rewrite: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = nn.Sequential(rewrite(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 1))
+    specs = by_name(model, (3, 5, 5))
+    assert specs["0"].refusal is not None
+    assert specs["1"].refusal is None
 
 
 def test_only_a_batch_norm_right_behind_the_layer_is_its_own() -> None:
@@ -153,6 +192,15 @@ def test_a_wrong_input_shape_is_named(small_net: nn.Module) -> None:
     with pytest.raises(DecompositionError, match=r"input of shape \(4, 10, 10\)"):
         inspect_layers(small_net, (4, 10, 10))
     assert not any(module._forward_hooks for module in small_net.modules())
+
+
+def test_a_model_that_refuses_an_input_without_a_word_is_named_too() -> None:
+    def forward(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[1] == 4
+        return x
+
+    with pytest.raises(DecompositionError, match=r"input of shape \(3, 5\).*AssertionError|assert"):
+        inspect_layers(Forward(forward), (3, 5))
 
 
 def test_inspection_leaves_the_model_alone(small_net: nn.Module) -> None:
