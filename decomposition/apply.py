@@ -17,10 +17,16 @@ from decomposition.formats import get_format
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.library import weight_of
 from decomposition.lockstep import Refit, RefitProblem, refit_in_lockstep
-from decomposition.moments import PATCHES_PER_LAYER, InputMoments, check_images, collect_moments
+from decomposition.moments import (
+    PATCHES_PER_LAYER,
+    InputMoments,
+    calibration_batches,
+    check_images,
+    collect_moments,
+)
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.sensitivity import collect_sensitivities
-from decomposition.surgery import replace_module
+from decomposition.surgery import copied, replace_module
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)
@@ -78,7 +84,7 @@ def apply_plan(
                 f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
             )
     images = None if calibration is None else _as_tensor(calibration)
-    compressed = copy.deepcopy(model)
+    compressed = copied(model)
     modules = dict(compressed.named_modules())
     watched = [spec for _, spec in decomposed.values()]
     sensitivities: dict[str, torch.Tensor] = {}
@@ -125,7 +131,7 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
         PlanError: If the plan does not fit the model.
     """
     specs = plan.specs(model)
-    structure = copy.deepcopy(model)
+    structure = copied(model)
     modules = dict(structure.named_modules())
     for layer, spec in zip(plan, specs, strict=True):
         entry = without_growth(layer, spec)
@@ -141,15 +147,15 @@ def contracted(model: nn.Module) -> nn.Module:
     It computes the same from the same cores. On hardware that dislikes many small operations, or behind a
     runtime that contracts constants once when it loads a file, it can be the faster form.
     """
-    copied = copy.deepcopy(model)
-    for layer in factorised_layers(copied).values():
+    network = copied(model)
+    for layer in factorised_layers(network).values():
         dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
         form = ContractedLayer(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
         form = form.to_empty(device=layer.cores()[0].device)
         cores = [core.detach() for core in layer.cores()]
         form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)
-        replace_module(copied, layer, form.train(layer.training))
-    return copied
+        replace_module(network, layer, form.train(layer.training))
+    return network
 
 
 def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
@@ -158,7 +164,7 @@ def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
 
 
 def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
-    batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
+    batches = calibration_batches(calibration)
     images = torch.cat(batches) if batches else torch.empty(0)
     check_images(images)
     return images

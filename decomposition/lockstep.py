@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from decomposition.batch_norm import tracked_batch_norms
 from decomposition.cost import evaluation_mode
@@ -33,6 +33,7 @@ from decomposition.surgery import replace_module
 RIDGE = 1e-3
 # The error that a layer reports is an average; so many patches, evenly spread, give it to a few digits.
 _PATCHES_FOR_ERROR = 16_384
+_ADVICE = "use sequential=False (decomposition.sequential=false on the command line)"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def refit_in_lockstep(
         Relative output error of each layer, errors of the layers before included.
 
     Raises:
-        DecompositionError: If the model's outputs for one input depend on the others in the batch.
+        DecompositionError: If the model's outputs for one input depend on the others in the batch, or the
+            first axis of a layer's input does not count the batch.
     """
     modules = dict(model.named_modules())
     with evaluation_mode(model):
@@ -91,7 +93,9 @@ def refit_in_lockstep(
     norms: list[_NormPair] = []
     for name, refit in refits.items():
         dense: DecomposableModule = modules[name]
-        pairs[name] = _LayerPair(dense, refit, name in mean_absorbed, max_patches, generator)
+        pairs[name] = _LayerPair(
+            name, dense, refit, name in mean_absorbed, max_patches, generator, 2 * len(images)
+        )
         replace_module(model, dense, pairs[name])
     if correct_batch_norm:
         for norm in tracked_batch_norms(model):
@@ -105,14 +109,19 @@ def refit_in_lockstep(
             replace_module(model, pair, pair.fitted if pair.fitted is not None else pair.dense)
         for norm_pair in norms:
             replace_module(model, norm_pair, norm_pair.finish())
-    if isinstance(result, torch.Tensor) and isinstance(expected, torch.Tensor):
-        check = result[: len(expected)]
-        if check.shape != expected.shape or not torch.allclose(check, expected, rtol=1e-2, atol=1e-3):
+    for before, after in zip(tree_leaves(expected), tree_leaves(result), strict=True):
+        if isinstance(before, torch.Tensor) and not _begins_with(after, before):
             raise DecompositionError(
                 "the model's output for one input changes with the other inputs of the batch, so it cannot "
-                "be refitted layer by layer in one pass; use sequential=False"
+                f"be refitted layer by layer in one pass; {_ADVICE}"
             )
     return {name: pair.error for name, pair in pairs.items()}
+
+
+def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether the outputs for a batch begin with those expected for its first inputs."""
+    first = outputs[: len(expected)]
+    return first.shape == expected.shape and torch.allclose(first, expected, rtol=1e-2, atol=1e-3)
 
 
 class _LayerPair(nn.Module):
@@ -120,22 +129,31 @@ class _LayerPair(nn.Module):
 
     def __init__(
         self,
+        name: str,
         dense: DecomposableModule,
         refit: Refit,
         mean_absorbed: bool,
         max_patches: int,
         generator: torch.Generator,
+        batch: int,
     ) -> None:
         super().__init__()
+        self.name = name
         self.dense = dense
         self.refit = refit
         self.mean_absorbed = mean_absorbed
         self.max_patches = max_patches
         self.generator = generator
+        self.batch = batch
         self.fitted: nn.Module | None = None
         self.error = float("nan")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) % self.batch:  # a multiple: images may have been cut into windows
+            raise DecompositionError(
+                f"layer {self.name!r}: the first axis of its input, shape {tuple(x.shape)}, does not count "
+                f"the batch's {self.batch} inputs, so it cannot be refitted in one pass; {_ADVICE}"
+            )
         dense_input, arriving = x.chunk(2)
         if self.fitted is None:
             patches = sample_patches(self.dense, [dense_input, arriving], self.max_patches, self.generator)
@@ -215,12 +233,15 @@ class _NormPair(nn.Module):
         if self.shift is None:
             axes = [axis for axis in range(x.ndim) if axis != 1]
             self.shift = arriving.mean(axes) - dense.mean(axes)
-        norm = self.norm
-        assert norm.running_mean is not None
-        moved = F.batch_norm(
-            arriving, norm.running_mean + self.shift, norm.running_var, norm.weight, norm.bias, eps=norm.eps
-        )
-        return torch.cat([norm(dense), moved])
+        expected, mean = self.norm(dense), self.norm.running_mean
+        assert mean is not None
+        # Through the norm itself: subclasses may do more than normalise.
+        self.norm.running_mean = mean + self.shift
+        try:
+            moved = self.norm(arriving)
+        finally:
+            self.norm.running_mean = mean
+        return torch.cat([expected, moved])
 
     def finish(self) -> nn.Module:
         """Return the batch norm with its mean shifted."""

@@ -73,6 +73,27 @@ class MomentAccumulator:
         return InputMoments(mean, second - torch.outer(mean, mean), self._count)
 
 
+def calibration_batches(calibration: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a calibration set as a list of batches.
+
+    Raises:
+        DecompositionError: If it holds anything but tensors, or inputs of different shapes.
+    """
+    batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
+    for batch in batches:
+        if not isinstance(batch, torch.Tensor):
+            raise DecompositionError(
+                f"the calibration set holds a {type(batch).__name__}; pass model inputs alone, as one tensor "
+                "(N, ...) or as batches of them, such as [x for x, _ in loader]"
+            )
+        if batch.shape[1:] != batches[0].shape[1:]:
+            raise DecompositionError(
+                f"the calibration set holds inputs of the shapes {tuple(batches[0].shape[1:])} and "
+                f"{tuple(batch.shape[1:])}; pass inputs of one shape, at which costs are counted too"
+            )
+    return batches
+
+
 def check_images(images: torch.Tensor) -> None:
     """Refuse calibration inputs that cannot calibrate.
 
@@ -114,9 +135,10 @@ def collect_moments(
         Moments by layer name.
 
     Raises:
-        DecompositionError: If the calibration set is empty or not finite, or a layer's input is not finite.
+        DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
+            layer's input is not finite.
     """
-    batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
+    batches = calibration_batches(calibration)
     check_images(torch.cat([batch[:1] for batch in batches]) if batches else torch.empty(0))
     modules = dict(model.named_modules())
     accumulators = {spec.name: MomentAccumulator() for spec in specs}
@@ -135,7 +157,14 @@ def collect_moments(
         with evaluation_mode(model):
             for batch in batches:
                 check_images(batch)
-                model(batch)
+                try:
+                    model(batch)
+                except (RuntimeError, TypeError) as error:
+                    reason = str(error).strip().splitlines()[0]
+                    raise DecompositionError(
+                        f"the model fails on calibration inputs of shape {tuple(batch.shape)}, {batch.dtype} "
+                        f"on {batch.device}: {reason}; pass inputs that it takes"
+                    ) from error
     finally:
         for handle in handles:
             handle.remove()

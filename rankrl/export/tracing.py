@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import io
 import logging
 import re
 import warnings
@@ -13,6 +13,7 @@ import torch
 from onnxscript import ir
 from torch import Tensor, nn
 
+from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
 
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -27,7 +28,7 @@ def inference_copy(model: nn.Module) -> nn.Module:
         ExportError: The model cannot be copied.
     """
     try:
-        return copy.deepcopy(model).cpu().float().eval()
+        return copied(model).cpu().float().eval()
     except (RuntimeError, TypeError) as error:
         raise ExportError(
             f"cannot export {type(model).__name__}: it cannot be copied ({_one_line(error)}). "
@@ -57,7 +58,9 @@ def trace(model: nn.Module, sample: Tensor, *, dynamic_batch: bool) -> torch.exp
     except Exception as error:  # torch.export passes on whatever the model's own code raises
         layer = _failing_layer(model, error)
         advice = "Use only tensor operations in its forward: no branches on the values of tensors, no NumPy"
-        if layer is None and dynamic_batch and isinstance(error, torch._dynamo.exc.UserError):
+        if not _runs(model, sample):
+            advice = "It fails outside of the export too: give the shape of one real input, without the batch"
+        elif layer is None and dynamic_batch and isinstance(error, torch._dynamo.exc.UserError):
             advice = "If a layer needs a fixed batch size, export with dynamic_batch=False"
         raise ExportError(
             f"cannot export {type(model).__name__} to ONNX: {layer or 'the model'} cannot be traced with an "
@@ -116,11 +119,22 @@ def _silence() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        # Of a graph that cannot be traced, torch prints what it has so far.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
+
+
+def _runs(model: nn.Module, sample: Tensor) -> bool:
+    """Whether the model accepts the sample at all."""
+    try:
+        with torch.no_grad():
+            model(sample)
+    except Exception:  # whatever the model's own code raises
+        return False
+    return True
 
 
 def _failing_layer(model: nn.Module, error: BaseException) -> str | None:

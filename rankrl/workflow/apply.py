@@ -21,6 +21,7 @@ from decomposition import (
 from decomposition.apply import FINAL, BatchNormCorrection
 from decomposition.cost import example_batch
 from decomposition.errors import PlanError
+from decomposition.moments import calibration_batches
 from pruning import PruningError, remove_channels
 
 _STATISTICS_BATCH = 256
@@ -55,7 +56,7 @@ def carry_out(
     """
     images = calibration
     if images is not None and not isinstance(images, torch.Tensor):
-        batches = list(images)
+        batches = calibration_batches(images)
         images = torch.cat(batches) if batches else torch.empty(0)
     if plan.kept_channels:
         model, plan = without_channels(model, plan)

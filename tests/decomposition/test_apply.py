@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -263,3 +265,89 @@ def test_contracted_form_computes_the_same_from_the_same_cores(
     assert count_parameters(form) == count_parameters(compressed)
     assert relative_error(compressed, form, images) < 1e-5
     assert {layer.execution for layer in factorised_layers(form).values()} == {"dense"}
+
+
+class NormAndActivate(nn.BatchNorm2d):
+    """A batch norm that does more than normalise, as timm's BatchNormAct2d does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(x))
+
+
+def test_batch_norm_of_a_kind_of_its_own_is_refitted_as_what_it_computes(images: torch.Tensor) -> None:
+    def network(norm: type[nn.BatchNorm2d], activation: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 12, 3, bias=False), norm(12), activation, nn.Conv2d(12, 12, 3)]
+        layers[1].running_mean.uniform_(-0.5, 0.5)
+        return nn.Sequential(*layers).eval()
+
+    plain, own = network(nn.BatchNorm2d, nn.ReLU()), network(NormAndActivate, nn.Identity())
+    outputs = [
+        apply_plan(each, make_plan(each, images.shape[1:], "tucker", 4), images, options=QUICK)(images)
+        for each in (plain, own)
+    ]
+    torch.testing.assert_close(outputs[1], outputs[0])
+
+
+class Outputs(nn.Module):
+    """Returns a dict of nested outputs; `mixed` makes one of them depend on the whole batch."""
+
+    def __init__(self, mixed: bool) -> None:
+        super().__init__()
+        self.layer, self.mixed = nn.Conv2d(3, 12, 3), mixed
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        y = self.layer(x)
+        return {"out": y, "more": (y.mean(0, keepdim=True) + y if self.mixed else y, None)}
+
+
+def test_outputs_may_be_nested_and_all_of_them_are_checked(images: torch.Tensor) -> None:
+    for mixed in (False, True):
+        model = Outputs(mixed).eval()
+        plan = make_plan(model, images.shape[1:], "tucker", 3)
+        if mixed:
+            with pytest.raises(DecompositionError, match="sequential=False"):
+                apply_plan(model, plan, images, options=QUICK)
+        else:
+            small = apply_plan(model, plan, images, options=QUICK)
+            assert len(small(images)["out"]) == len(images)
+
+
+def test_layer_whose_input_does_not_count_the_batch_is_refused_by_name(images: torch.Tensor) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bias = nn.Conv2d(3, 12, 3), nn.Linear(7, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x) * self.bias(x.new_ones(5, 7)).mean(0)[:, None, None]
+
+    model = Positions().eval()
+    plan = make_plan(model, images.shape[1:], "tucker", 3)
+    with pytest.raises(DecompositionError, match=r"layer 'bias'.*\(5, 7\).*sequential=False"):
+        apply_plan(model, plan, images, options=QUICK)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        ([(torch.zeros(4, 3, 8, 8), torch.zeros(4))], "holds a tuple; pass model inputs alone"),
+        (np.zeros((4, 3, 8, 8)), "holds a ndarray"),
+        ([torch.zeros(4, 3, 8, 8), torch.zeros(4, 3, 9, 9)], r"shapes \(3, 8, 8\) and \(3, 9, 9\)"),
+    ],
+)
+def test_calibration_of_something_else_is_refused(model: nn.Module, calibration: Any, message: str) -> None:
+    with pytest.raises(DecompositionError, match=message):
+        apply_plan(model, make_plan(model, (3, 8, 8), "tucker", 3), calibration)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_model_that_keeps_a_computed_weight_is_compressed_around_it(images: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 12, 3), nn.utils.weight_norm(nn.Conv2d(12, 12, 3)), nn.Conv2d(12, 16, 3)]
+    model = nn.Sequential(*layers)
+    plan = make_plan(model, images.shape[1:], "tucker", 8)
+    expected = model(images)  # the weight that it leaves behind is one that torch does not copy
+    small = apply_plan(model, plan, images, options=QUICK)
+    assert set(factorised_layers(small)) == {"2"}
+    assert (small(images) - expected).square().mean() < 0.5 * expected.var()
