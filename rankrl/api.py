@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from decomposition.moments import calibration_batches
 from rankrl.errors import ConfigError
 from rankrl.plan_search.parallel import ParallelScoreEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import create_reward
 from rankrl.plan_search.run import SearchResult, run_search
-from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
+from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator, check_score
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.selectors import create_selector
 from rankrl.workflow.choose import CALIBRATION_BATCH, CandidateOptions, fit_candidates
@@ -43,7 +45,8 @@ def search(
     """Choose the rank of every layer so that a score is best within a budget.
 
     Args:
-        model: The dense network: any module whose forward takes one tensor. It is left untouched.
+        model: The dense network: any module whose forward takes one tensor; what it returns is the
+            score's affair. It is left untouched.
         score: Function from a network to a number, higher is better. It must not read test data.
         calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
         decomposition: Name of the tensor format.
@@ -76,17 +79,27 @@ def search(
         WorkerError: If a worker process died.
     """
     check_workers(workers, cluster)
+    if candidates < 1:
+        raise ConfigError(f"candidates must be at least 1, got {candidates}")
     if params is None and macs is None:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
-    batches = calibration.split(CALIBRATION_BATCH) if isinstance(calibration, Tensor) else list(calibration)
+    if not isinstance(model, nn.Module) or not callable(score):
+        raise ConfigError(
+            f"search takes a torch.nn.Module and a score, a function from it to a number; got a "
+            f"{type(model).__name__} and a {type(score).__name__}"
+        )
+    batches = [part for batch in calibration_batches(calibration) for part in batch.split(CALIBRATION_BATCH)]
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
     input_shape = tuple(batches[0].shape[1:])
     fits = None if cache is None else Path(cache)
     options = CandidateOptions(decomposition, weigh_outputs=weigh_outputs)
     library = fit_candidates(model, batches, options, cache=fits, seed=seed)
-    curves = library.curves(limit=candidates)
-    problem = SearchProblem.from_model(model, curves, input_shape, params=params, macs=macs, library=library)
+    describe = partial(SearchProblem.from_model, model, input_shape=input_shape, params=params, macs=macs)
+    # What cannot work is refused before the fits take their time.
+    describe(curves=[library.unfitted_curve(name, limit=candidates) for name in library.specs])
+    check_score(score, model)
+    problem = describe(curves=library.curves(limit=candidates), library=library)
     example = torch.cat([b[:2] for b in batches[:4]])
     scoring = (
         nullcontext(ScoreEvaluator(model, library, problem, score, example))

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from decomposition import CompressionPlan, FitLibrary
+from decomposition.surgery import copied
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.evaluator import Evaluation
@@ -25,8 +27,8 @@ Score = Callable[[nn.Module], float]
 class ScoreEvaluator:
     """Scores plans by a function from a network to a number; equal plans are scored once.
 
-    The function is handed one static network with the plan's weights written into it, in evaluation mode and
-    float32; it must not change or keep it.
+    The function is handed one static network with the plan's weights written into it, in evaluation mode; it
+    must not change or keep it.
 
     Args:
         model: The dense network; it is copied and stays on its device.
@@ -34,9 +36,6 @@ class ScoreEvaluator:
         problem: The search problem made of them.
         score: Higher is better; rewards that combine it with size expect 0 to 1.
         example: A few model inputs (N, ...), on any device.
-
-    Attributes:
-        dense_score: The dense network's score.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class ScoreEvaluator:
         self.problem = problem
         self.score = score
         self.network = ScoringNetwork(model, library, Precision(model_device(model), torch.float32), example)
+        self.network.model.register_forward_hook(_contiguous)
         self._known: dict[RanksKey, Evaluation] = {}
         self._count = len(example)
-        self.network.write({})
-        self.dense_score = self._scored("the dense network")
 
     @property
     def fingerprint(self) -> str:
@@ -81,7 +79,7 @@ class ScoreEvaluator:
     def value(self, ranks: RanksKey) -> float:
         """Return the score of the network with the given ranks; see `evaluate` for the errors."""
         self.network.write(dict(zip(self.problem.layer_names, ranks, strict=True)))
-        return self._scored(f"the plan with ranks {list(ranks)}")
+        return _scored(self.score, self.network.model, f"the plan with ranks {list(ranks)}")
 
     def record(self, plan: CompressionPlan, score: float, seconds: float) -> Evaluation:
         """Return and remember the evaluation of a plan with this score, which took so many seconds."""
@@ -107,15 +105,33 @@ class ScoreEvaluator:
         score = self.value(self.problem.ranks(plan))
         return self.record(plan, score, time.perf_counter() - start)
 
-    def _scored(self, what: str) -> float:
-        with torch.no_grad():
-            value = self.score(self.network.model)
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"score returned a {type(value).__name__} for {what}; it must return one number"
-            ) from error
-        if not math.isfinite(number):
-            raise NonFiniteError(f"score returned {number} for {what}; it must return a finite number")
-        return number
+
+def check_score(score: Score, model: nn.Module) -> None:
+    """Call a score on a copy of the dense network, so that one that fails does so before layers are fitted.
+
+    Raises:
+        ConfigError: It returned no number.
+        NonFiniteError: It returned NaN or an infinity.
+    """
+    _scored(score, copied(model).requires_grad_(False), "the dense network")
+
+
+def _scored(score: Score, network: nn.Module, what: str) -> float:
+    network.eval()  # a score may have left it in training mode
+    with torch.no_grad():
+        value: object = score(network)
+    refusal = f"score returned a {type(value).__name__} for {what}; it must return one number"
+    if isinstance(value, str):  # float() would read "0.5"
+        raise ConfigError(refusal)
+    try:
+        number = float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(refusal) from error
+    if not math.isfinite(number):
+        raise NonFiniteError(f"score returned {number} for {what}; it must return a finite number")
+    return number
+
+
+def _contiguous(_: nn.Module, __: object, output: object) -> object:
+    """Hand a score outputs in the memory order of the dense network's, on which `view` works."""
+    return tree_map_only(Tensor, Tensor.contiguous, output)

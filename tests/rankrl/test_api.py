@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import pytest
@@ -65,8 +67,9 @@ def test_search_without_a_budget_is_refused(model: nn.Module, images: torch.Tens
 
 def test_score_that_is_no_number_is_refused(model: nn.Module, images: torch.Tensor) -> None:
     quick = {"calibration": images, "params": 0.5, "selector": "greedy", "candidates": 2}
-    with pytest.raises(ConfigError, match="must return one number"):
-        rankrl.search(model, score=lambda _: "good", **quick)  # type: ignore[arg-type, return-value]
+    for answer in ("good", "0.5", None, (0.5, 1.0), torch.ones(3)):
+        with pytest.raises(ConfigError, match="must return one number"):
+            rankrl.search(model, score=lambda _: answer, **quick)  # type: ignore[arg-type, return-value]  # noqa: B023
     with pytest.raises(NonFiniteError, match="must return a finite number"):
         rankrl.search(model, score=lambda _: float("nan"), **quick)  # type: ignore[arg-type]
 
@@ -103,3 +106,88 @@ def test_workers_that_cannot_be_are_refused(model: nn.Module, images: torch.Tens
         rankrl.search(model, score=lambda _: 1.0, workers=0, **quick)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="top level of a module"):
         rankrl.search(model, score=lambda _: 1.0, workers=2, **quick)  # type: ignore[arg-type]
+
+
+class Answer(nn.Module):
+    """A network whose forward ends in a given function of a feature map."""
+
+    def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3))
+        self.answer = answer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.answer(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        (lambda y: {"out": y, "aux": None}, lambda outputs: outputs["out"]),
+        (lambda y: (y, [y.mean(1)]), lambda outputs: outputs[1][0]),
+        (lambda y: y.view(len(y), -1), lambda outputs: outputs),
+        (lambda y: y, lambda outputs: outputs.view(len(outputs), -1)),
+    ],
+    ids=["dict", "nested", "view in the network", "view in the score"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_network_returns_is_the_scores_affair(
+    images: torch.Tensor, answer: Callable[..., Any], read: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model, images = Answer(answer).eval().to(dtype), images.to(dtype)
+    expected = read(model(images)).detach()
+
+    def score(network: nn.Module) -> torch.Tensor:
+        return -(read(network(images)) - expected).square().mean()
+
+    found = rankrl.search(model, score=score, calibration=images, params=0.6, selector="greedy", candidates=3)
+    small = decomposition.apply_plan(model, found.plan, images)
+    assert found.best.score < 0
+    assert score(small) > 10 * found.best.score
+    assert decomposition.count_parameters(small) <= 0.6 * decomposition.count_parameters(model)
+
+
+def test_each_plan_is_scored_in_evaluation_mode(model: nn.Module, images: torch.Tensor) -> None:
+    modes = []
+
+    def score(network: nn.Module) -> float:
+        modes.append(network.training)
+        network.train()  # as many an evaluation loop leaves it
+        return 0.5
+
+    rankrl.search(model.train(), score=score, calibration=images, params=0.5, selector="random", episodes=3)
+    assert len(modes) > 2
+    assert not any(modes)
+    assert model.training
+
+
+def test_what_cannot_work_is_refused_before_layers_are_fitted(
+    model: nn.Module, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def curves(*_: object, **__: object) -> None:
+        raise AssertionError("layers were fitted")
+
+    monkeypatch.setattr(decomposition.FitLibrary, "curves", curves)
+    with pytest.raises(NonFiniteError):
+        rankrl.search(model, score=lambda _: float("nan"), calibration=images, params=0.5)
+    with pytest.raises(decomposition.DecompositionError, match="the least is"):
+        rankrl.search(model, score=lambda _: 1.0, calibration=images, params=0.001)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": nn.Conv2d}, "takes a torch.nn.Module and a score.*got a type"),
+        ({"score": 0.9}, "got a Sequential and a float"),
+        ({"candidates": 0}, "candidates must be at least 1"),
+        ({"calibration": [[torch.zeros(4, 3, 12, 12), torch.zeros(4)]]}, "holds a list; pass model inputs"),
+        ({"calibration": torch.zeros(4, 3, 12, 12, dtype=torch.uint8)}, "fails on calibration inputs.*uint8"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    model: nn.Module, images: torch.Tensor, change: dict[str, Any], message: str
+) -> None:
+    arguments = {"model": model, "score": lambda _: 1.0, "calibration": images, "params": 0.5} | change
+    with pytest.raises((ConfigError, decomposition.DecompositionError), match=message):
+        rankrl.search(**arguments)  # type: ignore[arg-type]
