@@ -5,10 +5,18 @@ from __future__ import annotations
 from rankrl.models import conv4, custom, lenet5, resnet, torchvision_models  # registers the models
 from rankrl.models.checkpoint import load_checkpoint, save_checkpoint
 from rankrl.models.classifier import check_classifier
-from rankrl.models.registry import ModelSource, create_model, list_models, model_source, register_model
+from rankrl.models.registry import (
+    ModelSource,
+    build_model,
+    create_model,
+    list_models,
+    model_source,
+    register_model,
+)
 
 __all__ = [
     "ModelSource",
+    "build_model",
     "check_classifier",
     "conv4",
     "create_model",

@@ -34,7 +34,7 @@ def check_classifier(
     try:
         with torch.no_grad():
             output = model(images)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # whatever the network's own code raises
         raise ModelError(
             f"{name} fails on images of shape {input_shape} (channels, height, width): {_first_line(error)}. "
             "Choose a model for this input, or a dataset with other images."
@@ -50,7 +50,9 @@ def check_classifier(
     if output.shape != (2, num_classes) or not output.is_floating_point():
         raise ModelError(
             f"{name} returns a {output.dtype} tensor of shape {tuple(output.shape)} for 2 images, but the "
-            f"dataset has {num_classes} classes: it must be floating-point of shape (2, {num_classes})"
+            f"dataset has {num_classes} classes: it must be floating-point of shape (2, {num_classes}). "
+            "A network of your own is told their number by its parameter num_classes, or by "
+            f"+model.num_classes={num_classes}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -92,6 +92,13 @@ def create_model(
         ConfigError: The name or an option is unknown.
         ModelError: The network cannot be built for this input, or is no such classifier.
     """
+    return build_model(name, input_shape, num_classes, options)
+
+
+def build_model(
+    name: str, input_shape: tuple[int, int, int], num_classes: int, options: Mapping[str, Any]
+) -> nn.Module:
+    """Do what `create_model` does, with options of any name: a user's function may have its `num_classes`."""
     source = model_source(name)
     parameters = inspect.signature(source.build).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -13,7 +13,7 @@ from rankrl.models.registry import register_model
 
 @register_model("torchvision", "any classification network of torchvision: model.name=mobilenet_v2, ...")
 def torchvision_model(
-    input_shape: tuple[int, int, int], num_classes: int, *, name: str, **options: Any
+    input_shape: tuple[int, int, int], num_classes: int, /, *, name: str, **options: Any
 ) -> nn.Module:
     """Build a network of `torchvision.models`.
 

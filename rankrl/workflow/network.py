@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankrl.data import ImageData
-from rankrl.models import create_model, load_checkpoint
+from rankrl.models import build_model, load_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, TrainingResult, train
 
@@ -32,9 +32,7 @@ def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn
     options = {key: value for key, value in model.items() if key not in ("architecture", "checkpoint")}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = create_model(
-            model["architecture"], input_shape=data.input_shape, num_classes=data.classes, **options
-        )
+        network = build_model(model["architecture"], data.input_shape, data.classes, options)
     if model.get("checkpoint"):
         load_checkpoint(network, model["checkpoint"])
     return network.eval()

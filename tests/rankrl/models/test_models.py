@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from rankrl.errors import ConfigError, ModelError
-from rankrl.models import check_classifier, create_model, list_models, model_source, register_model
+from rankrl.models import (
+    build_model,
+    check_classifier,
+    create_model,
+    list_models,
+    model_source,
+    register_model,
+)
 
 OPTIONS: dict[str, dict[str, object]] = {
     "torchvision": {"name": "mobilenet_v3_small"},
@@ -203,6 +210,46 @@ def test_a_users_own_function_is_called_with_its_options(
     assert shaped(torch.zeros(2, 1, 5, 6)).shape == (2, 3)
     with pytest.raises(ModelError, match="returned a int"):
         create_model("custom", input_shape=(3, 4, 4), num_classes=10, _target_="my_networks.number")
-    # What fails inside the user's module is theirs to see, with its traceback.
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
+    with pytest.raises(ModelError, match=r"'a_package_that_is_not_installed' \(.*my_broken.py, line 1\)"):
         create_model("custom", input_shape=(3, 4, 4), num_classes=10, _target_="my_broken.build")
+    with pytest.raises(ConfigError, match=r"no callable 'smal'\. Did you mean 'small'"):
+        create_model("custom", input_shape=(3, 4, 4), num_classes=10, _target_="my_networks.smal")
+
+
+def test_a_users_own_function_that_fails_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_failing.py").write_text(
+        "def build(width, num_classes):\n    assert width > 8, 'too narrow'\n    return {}['x']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def build(**options: int) -> None:
+        create_model("custom", input_shape=(3, 4, 4), num_classes=7, _target_="my_failing.build", **options)
+
+    with pytest.raises(ModelError, match=r"too narrow \(.*my_failing.py, line 2\).*num_classes=7, width=3\)"):
+        build(width=3)
+    with pytest.raises(ModelError, match=r"KeyError: 'x' \(.*my_failing.py, line 3\)"):
+        build(width=9)
+    with pytest.raises(ModelError, match="unexpected keyword argument 'widht'"):
+        build(widht=9)
+
+
+@pytest.mark.parametrize("target", ["my_hidden.build", "torchvision.models.squeezenet1_1"])
+def test_a_function_that_hides_num_classes_is_given_it_by_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    (tmp_path / "my_hidden.py").write_text(
+        "from torch import nn\n"
+        "def build(**options):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3072, options.get('num_classes', 1000)))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match=r"\+model.num_classes=10"):
+        build_model("custom", (3, 32, 32), 10, {"_target_": target})
+    network = build_model("custom", (3, 32, 32), 10, {"_target_": target, "num_classes": 10}).eval()
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_num_classes_is_no_option_of_other_models() -> None:
+    for name, options in (("conv4", {}), ("torchvision", {"name": "resnet18"})):
+        with pytest.raises(ConfigError, match="num_classes"):
+            build_model(name, (3, 32, 32), 10, {**options, "num_classes": 10})
