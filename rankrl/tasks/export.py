@@ -8,7 +8,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import export_numbers, network_numbers
+from rankrl.workflow.measure import export_dense, export_numbers, network_numbers
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -20,8 +20,9 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     network, dense, plan = steps.compressed_from(config, data)
     metrics = {**steps.head(config, data), "compressed": network_numbers(network, data)}
     metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
+    baseline = export_dense(dense, data, folder.state, export_options)
     metrics["onnx"], latency = export_numbers(
-        network, dense, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state
+        network, baseline, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state
     )
     steps.exported_step(config, network, folder)
     metrics["ratios"] = {"latency": latency}

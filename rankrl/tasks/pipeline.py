@@ -10,7 +10,14 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import cost_ratios, export_numbers, layer_rows, network_numbers, test_accuracy
+from rankrl.workflow.measure import (
+    cost_ratios,
+    export_dense,
+    export_numbers,
+    layer_rows,
+    network_numbers,
+    test_accuracy,
+)
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -20,7 +27,9 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     options.check(config)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
-    images = steps.calibration(config, data)
+    export_options = options.export_options(config)
+    baseline = export_dense(dense, data, folder.state, export_options)
+    images = steps.calibration(config, data, dense)
     choice = steps.chosen_plan(config, data, dense, images, folder)
     plan = choice.result.plan
     compressed = steps.applied_plan(config, plan, dense, images)
@@ -39,10 +48,10 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
     metrics["onnx"], latency = export_numbers(
         finetuned,
-        dense,
+        baseline,
         data,
         folder.onnx,
-        options.export_options(config),
+        export_options,
         metadata=metadata,
         scratch=folder.state,
     )

@@ -19,7 +19,14 @@ from rankrl.data import ImageData
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import cost_ratios, export_numbers, layer_rows, network_numbers, test_accuracy
+from rankrl.workflow.measure import (
+    cost_ratios,
+    export_dense,
+    export_numbers,
+    layer_rows,
+    network_numbers,
+    test_accuracy,
+)
 from rankrl.workflow.network import build_network
 from rankrl.workflow.prune import PrunedNetwork, check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions
@@ -32,11 +39,13 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     chosen = options.pruning(config)
     decomposing = options.decomposition_after_pruning(config)
     options.check(config if decomposing is None else decomposing)
+    export_options = options.export_options(config)
     data = options.dataset(config)
     with _refusals():
         check_target(build_network(config.model, data, seed=config.seed), data.input_shape, chosen)
         dense = steps.dense_network(config, data, folder)
-        images = steps.calibration(config, data)
+        baseline = export_dense(dense, data, folder.state, export_options)
+        images = steps.calibration(config, data, dense)
         state = folder.state / "pruned.safetensors"
         pruned = prune_network(dense, data, chosen, images, state_file=state)
     metrics: dict[str, Any] = {
@@ -63,10 +72,10 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     metrics["finetuned"] = {"accuracy": test_accuracy(finetuned, data)}
     metrics["onnx"], latency = export_numbers(
         finetuned,
-        dense,
+        baseline,
         data,
         folder.onnx,
-        options.export_options(config),
+        export_options,
         metadata={"plan": plan.to_json(), "metrics": json.dumps(metrics)},
         scratch=folder.state,
     )

@@ -69,9 +69,20 @@ def test_accuracy(network: nn.Module, data: ImageData) -> float:
         network.to("cpu")
 
 
+def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: ExportOptions) -> Path:
+    """Export the dense network, for `export_numbers`, and return the file.
+
+    Done before a search, it refuses a network that no file could be written of before anything takes time.
+
+    Raises:
+        ExportError: It cannot be exported; the layer is named.
+    """
+    return export_onnx(dense, folder / "dense.onnx", data.input_shape, opset=options.opset).path
+
+
 def export_numbers(
     network: nn.Module,
-    dense: nn.Module,
+    baseline: Path,
     data: ImageData,
     path: Path,
     options: ExportOptions,
@@ -83,27 +94,24 @@ def export_numbers(
 
     Args:
         network: The network to export.
-        dense: The dense network it came from.
+        baseline: ONNX file of the dense network it came from.
         data: The dataset.
         path: The ONNX file to write.
         options: Opset and timing.
         metadata: Text to store in the file.
-        scratch: Folder for the dense network's ONNX file, needed for timing only.
+        scratch: Folder for files that are needed for timing only.
 
     Returns:
         The section `onnx` of metrics.json, and the latency ratio dense / compressed.
     """
-    shape = data.input_shape
     timing = {"batch": options.batch, "threads": options.threads, "runs": options.runs}
     fastest, execution = _faster_form(network, data, scratch, options.opset, timing)
-    written = export_onnx(fastest, path, shape, opset=options.opset, metadata=metadata)
+    written = export_onnx(fastest, path, data.input_shape, opset=options.opset, metadata=metadata)
     images = data.heldout.subset(torch.arange(min(64, len(data.heldout))))
     inputs = next(iter(batches(images, len(images), mean=data.mean, std=data.std)))[0]
     difference = verify_onnx(network, path, inputs)
     test = batches(data.test.for_report(), ONNX_TEST_BATCH, mean=data.mean, std=data.std)
     accuracy = onnx_accuracy(path, test)
-    baseline = scratch / "dense.onnx"
-    export_onnx(dense, baseline, shape, opset=options.opset)
     latency = compare_latency(baseline, path, **timing)
     section = {
         "max_abs_difference": difference,

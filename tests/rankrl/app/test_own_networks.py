@@ -1,0 +1,105 @@
+"""Networks that no one here wrote, from the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_conftest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_conftest)
+QUICK, read_json = _conftest.QUICK, _conftest.read_json
+
+NETWORKS = """
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Viewing(nn.Module):
+    def __init__(self, num_classes, width=16):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, width, 3)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3)
+        self.fc1 = nn.Linear(8 * width, 64)
+        self.fc2 = nn.Linear(64, num_classes)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
+        return self.fc2(F.relu(self.fc1(x.view(-1, self.fc1.in_features))))
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def branching(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 8, 3), Branch(), nn.Flatten(), nn.Linear(288, num_classes))
+
+
+def deep():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    for name in ("a_rather_long_name", "another_rather_long_name", "and_one_more_of_them"):
+        network = nn.Sequential(OrderedDict([(name, network)]))
+    return network
+
+
+def failing(width):
+    raise KeyError("a defect of the user's")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _my_networks(tmp_path: Path) -> None:
+    (tmp_path / "networks_of_mine.py").write_text(NETWORKS)
+
+
+@pytest.mark.parametrize("name", ["tensor_ring", "cp"])
+def test_network_that_needs_contiguous_maps_goes_through_the_pipeline(
+    rankrl: Callable[..., None], tmp_path: Path, name: str
+) -> None:
+    own = ("model=custom", "model._target_=networks_of_mine.Viewing", "+model.width=12")
+    rankrl(*own, *QUICK[1:], f"decomposition={name}", "budget.params=0.5", f"hydra.run.dir={tmp_path}/run")
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    assert metrics["model"] == "networks_of_mine.Viewing"
+    assert metrics["compressed"]["params"] <= 0.5 * metrics["baseline"]["params"]
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+
+
+def test_network_that_cannot_be_exported_is_refused_before_the_search(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    message = refused("model=custom", "model._target_=networks_of_mine.branching", *QUICK[1:])
+    assert "layer '1' (Branch) cannot be traced" in message
+    assert list(tmp_path.rglob("dense.safetensors"))
+    assert not list(tmp_path.rglob("episodes.csv"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "model._target_"),
+        (("model._target_=networks_of_mine.failing", "+model.width=3"), "called with (width=3)"),
+        (("model._target_=networks_of_mine.Viewing", "+model.num_classes=7"), "the dataset has 10 classes"),
+        (("model._target_=networks_of_mine.Branch",), "returns a torch.float32 tensor of shape (2, 1, 8, 8)"),
+    ],
+)
+def test_own_network_that_cannot_be_built_is_refused(
+    refused: Callable[..., str], arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refused("model=custom", *arguments, "task=inspect")
+
+
+def test_names_of_layers_are_shown_whole(
+    rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rankrl("model=custom", "model._target_=networks_of_mine.deep", "task=inspect", *QUICK[1:])
+    assert "and_one_more_of_them.another_rather_long_name.a_rather_long_name.1" in capsys.readouterr().out
