@@ -17,9 +17,17 @@ from decomposition.modes import WeightModes
 if TYPE_CHECKING:
     from decomposition.formats.base import Cores, Ranks, TensorFormat
 
+_DESCRIPTION = (
+    *("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding"),
+    *("dilation", "groups", "padding_mode"),
+)
+
 
 class FactorisedLayer(nn.Module):
     """A layer that carries out a convolution or matrix product through the cores of a tensor format.
+
+    It has the dense layer's `in_features`, `out_channels`, `stride`, ... and `weight`, for which a network's own
+    code may ask.
 
     Attributes:
         geometry: Kernel, stride, padding and channels of the dense layer it replaces.
@@ -45,6 +53,9 @@ class FactorisedLayer(nn.Module):
         self.ranks = ranks
         self.execution = execution
         self.error: float | None = None
+        for name in _DESCRIPTION:
+            if hasattr(dense, name):
+                setattr(self, name, getattr(dense, name))
 
     @abstractmethod
     def cores(self) -> Cores:
@@ -58,6 +69,12 @@ class FactorisedLayer(nn.Module):
     @abstractmethod
     def bias(self) -> torch.Tensor | None:
         """The layer's bias."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight that the cores contract to, in its shape; computed anew each time."""
+        weight = self.tensor_format.reconstruct(self.cores(), self.modes)
+        return weight.reshape(*weight.shape[:2], *self.geometry.kernel_size)
 
     def load(self, cores: Cores, bias: torch.Tensor | None, error: float | None = None) -> None:
         """Set cores, bias and the error of their fit.

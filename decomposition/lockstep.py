@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from decomposition.batch_norm import tracked_batch_norms
+from decomposition.batch_norm import BatchNorm, tracked_batch_norms
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
@@ -51,6 +52,8 @@ class RefitProblem:
     metric: Metric | None
     count: int = 0
 
+
+_Replaced = TypeVar("_Replaced", bound=nn.Module)
 
 # Returns the new layer with its weight set, and that weight (out, in, kernel) in float64.
 Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
@@ -124,7 +127,23 @@ def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
     return first.shape == expected.shape and torch.allclose(first, expected, rtol=1e-2, atol=1e-3)
 
 
-class _LayerPair(nn.Module):
+class _StandIn(nn.Module, Generic[_Replaced]):
+    """Stands in place of a module, and has its attributes, which the network's own code may ask for."""
+
+    dense: _Replaced
+
+    def __init__(self, dense: _Replaced) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("dense"), name)
+
+
+class _LayerPair(_StandIn[DecomposableModule]):
     """The dense layer for the first half of the batch, its replacement for the second."""
 
     def __init__(
@@ -137,9 +156,8 @@ class _LayerPair(nn.Module):
         generator: torch.Generator,
         batch: int,
     ) -> None:
-        super().__init__()
+        super().__init__(dense)
         self.name = name
-        self.dense = dense
         self.refit = refit
         self.mean_absorbed = mean_absorbed
         self.max_patches = max_patches
@@ -220,31 +238,31 @@ def _few_patches(
     return weight + change, RowFactor(y)
 
 
-class _NormPair(nn.Module):
+class _NormPair(_StandIn[BatchNorm]):
     """A batch norm whose running mean follows the shift of the compressed half's mean."""
 
-    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d) -> None:
-        super().__init__()
-        self.norm = norm
+    def __init__(self, norm: BatchNorm) -> None:
+        super().__init__(norm)
         self.shift: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.dense
         dense, arriving = x.chunk(2)
         if self.shift is None:
             axes = [axis for axis in range(x.ndim) if axis != 1]
             self.shift = arriving.mean(axes) - dense.mean(axes)
-        expected, mean = self.norm(dense), self.norm.running_mean
+        expected, mean = norm(dense), norm.running_mean
         assert mean is not None
         # Through the norm itself: subclasses may do more than normalise.
-        self.norm.running_mean = mean + self.shift
+        norm.running_mean = mean + self.shift
         try:
-            moved = self.norm(arriving)
+            moved = norm(arriving)
         finally:
-            self.norm.running_mean = mean
+            norm.running_mean = mean
         return torch.cat([expected, moved])
 
     def finish(self) -> nn.Module:
         """Return the batch norm with its mean shifted."""
-        if self.shift is not None and self.norm.running_mean is not None:
-            self.norm.running_mean += self.shift
-        return self.norm
+        if self.shift is not None and self.dense.running_mean is not None:
+            self.dense.running_mean += self.shift
+        return self.dense

@@ -349,5 +349,29 @@ def test_model_that_keeps_a_computed_weight_is_compressed_around_it(images: torc
     plan = make_plan(model, images.shape[1:], "tucker", 8)
     expected = model(images)  # the weight that it leaves behind is one that torch does not copy
     small = apply_plan(model, plan, images, options=QUICK)
-    assert set(factorised_layers(small)) == {"2"}
+    assert set(factorised_layers(small)) == {"0", "2"}
     assert (small(images) - expected).square().mean() < 0.5 * expected.var()
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_network_may_ask_its_layers_for_their_description_and_weight(images: torch.Tensor, name: str) -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Linear(24, 20)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(self.conv(x.to(self.conv.weight.dtype)))
+            assert y.shape[1] == self.conv.out_channels == self.norm.num_features
+            y = F.adaptive_avg_pool2d(y, (1, 2)).reshape(-1, self.head.in_features)
+            return self.head(y) + F.linear(y, self.head.weight)
+
+    torch.manual_seed(0)
+    model = Asking().eval()
+    plan = make_plan(model, images.shape[1:], name, {"conv": 2, "head": 4})
+    small = apply_plan(model, plan, images, options=QUICK)
+    for layer in factorised_layers(small).values():
+        torch.testing.assert_close(layer.weight, layer.to_dense().weight)
+        assert layer.extra_repr()
+    expected = small(images)
+    torch.testing.assert_close(contracted(small)(images), expected, rtol=1e-4, atol=1e-5)
