@@ -97,9 +97,10 @@ def search(
     library = fit_candidates(model, batches, options, cache=fits, seed=seed)
     describe = partial(SearchProblem.from_model, model, input_shape=input_shape, params=params, macs=macs)
     # What cannot work is refused before the fits take their time.
-    describe(curves=[library.unfitted_curve(name, limit=candidates) for name in library.specs])
+    unfitted = [library.unfitted_curve(name, limit=candidates) for name in library.specs]
+    describe(curves=unfitted)
     check_score(score, model)
-    problem = describe(curves=library.curves(limit=candidates), library=library)
+    problem = describe(curves=[library.fitted_curve(curve) for curve in unfitted], library=library)
     example = torch.cat([b[:2] for b in batches[:4]])
     scoring = (
         nullcontext(ScoreEvaluator(model, library, problem, score, example))

@@ -165,10 +165,10 @@ def test_each_plan_is_scored_in_evaluation_mode(model: nn.Module, images: torch.
 def test_what_cannot_work_is_refused_before_layers_are_fitted(
     model: nn.Module, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def curves(*_: object, **__: object) -> None:
-        raise AssertionError("layers were fitted")
+    def fit(*_: object) -> None:
+        raise AssertionError("a layer was fitted")
 
-    monkeypatch.setattr(decomposition.FitLibrary, "curves", curves)
+    monkeypatch.setattr(decomposition.FitLibrary, "fit", fit)
     with pytest.raises(NonFiniteError):
         rankrl.search(model, score=lambda _: float("nan"), calibration=images, params=0.5)
     with pytest.raises(decomposition.DecompositionError, match="the least is"):
