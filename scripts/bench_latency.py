@@ -39,7 +39,7 @@ from rankrl.workflow.choose import (
     fit_candidates,
 )
 from rankrl.workflow.latency import LatencyOptions
-from rankrl.workflow.measure import ExportOptions, cost_ratios, export_numbers, network_numbers
+from rankrl.workflow.measure import ExportOptions, cost_ratios, export_dense, export_numbers, network_numbers
 
 LARGE = 224
 FEW_IMAGES = 128
@@ -161,12 +161,13 @@ def row(
             return f"{head}| {error} | | | | | | | |"
         # Random weights are not worth a refit to data; the time does not depend on them.
         network = carry_out(model, choice.result.plan, None if _is_large(data) else images)
+        export_options = ExportOptions(**timing)
         found, ratio = export_numbers(
             network,
-            model,
+            export_dense(model, data, Path(scratch), export_options),
             data,
             Path(scratch) / "model.onnx",
-            ExportOptions(**timing),
+            export_options,
             metadata={},
             scratch=Path(scratch),
         )
