@@ -26,8 +26,8 @@ _DESCRIPTION = (
 class FactorisedLayer(nn.Module):
     """A layer that carries out a convolution or matrix product through the cores of a tensor format.
 
-    It has the dense layer's `in_features`, `out_channels`, `stride`, ... and `weight`, for which a network's own
-    code may ask.
+    It has the dense layer's `in_features`, `out_channels`, `stride`, ... and `weight`, for which a network's
+    own code may ask.
 
     Attributes:
         geometry: Kernel, stride, padding and channels of the dense layer it replaces.

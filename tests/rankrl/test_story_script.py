@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import story
 from matplotlib.image import imread
 from torch import nn
 
@@ -49,14 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("story")
     arguments = ["--folder", str(path), "--budget", str(BUDGET), "--episodes", "3", "--epochs", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
         patch.setattr(sys, "argv", ["scripts/story.py", *arguments])
-        spec = importlib.util.spec_from_file_location("story", SCRIPTS / "story.py")
-        assert spec is not None
-        assert spec.loader is not None
-        story = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, "story", story)
-        spec.loader.exec_module(story)
         patch.setattr(story, "create_model", lambda name, **_: small())
         story.main()
     yield path
