@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from decomposition import LayerSpec
@@ -102,9 +103,9 @@ def search_figure(rewards: Sequence[float], others: Mapping[str, float]) -> Figu
     episodes = range(1, len(rewards) + 1)
     axes.plot(episodes, rewards, ".", color=_BLUE, alpha=0.5, label="agent")
     axes.step(episodes, [*accumulate(rewards, max)], where="post", color=_BLUE, label="agent, best so far")
-    for (label, reward), style in zip(others.items(), ("--", ":"), strict=True):
-        axes.axhline(reward, color=_ORANGE, linestyle=style, label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for (label, reward), colour in zip(others.items(), (_ORANGE, _GREY), strict=True):
+        axes.axhline(reward, color=colour, linestyle="--", label=label, zorder=1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     return figure
 
@@ -133,7 +134,7 @@ def latency_figure(latencies: Mapping[str, Latency]) -> Figure:
 
 def _panels(columns: int, x: str, y: str, *, height: float = 3.2) -> tuple[Figure, list[Axes]]:
     """Return a figure and its panels side by side, which share their axes."""
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.04))
     panels = list(figure.subplots(1, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
