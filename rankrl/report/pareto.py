@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,9 +11,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from rankrl.report.figures import FONT, NARROW, PALETTE, style_axes, upper_legend
 from rankrl.report.gather import GatheredRun
+from rankrl.report.stages import Stage, ratio
 
-COSTS = {"params": "parameters", "macs": "MACs", "latency_ms": "latency, ms"}
-"""What accuracy is shown over: attributes of a stage and the labels of their axes."""
+COSTS = {"params": "parameters", "macs": "MACs", "latency": "latency ÷ dense"}
+"""What accuracy is shown over, and the labels of the axes.
+
+Milliseconds of runs that were measured at different times, on a machine that was more or less busy, do not
+compare; shares of the dense network's, timed in turns with each run's file, do.
+"""
 
 Network = tuple[str, str, float]
 
@@ -51,10 +55,21 @@ def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, f
     found = []
     for run in runs:
         final = run.final
-        value = None if final is None else getattr(final, cost)
+        value = None if final is None else _cost(run, final, cost)
         if final is not None and final.accuracy is not None and value is not None:
             found.append((run, value, final.accuracy))
     return found
+
+
+def _cost(run: GatheredRun, stage: Stage, cost: str) -> float | None:
+    if cost != "latency":
+        value: float | None = getattr(stage, cost)
+        return value
+    if stage is run.baseline:
+        return None if stage.latency_ms is None else 1.0
+    dense = None if run.baseline is None else run.baseline.latency_ms
+    faster = ratio(run.metrics, "latency", dense, stage.latency_ms)
+    return 1 / faster if faster else None
 
 
 def pareto_figure(runs: Sequence[GatheredRun], *, narrow: bool) -> Figure:
@@ -127,14 +142,14 @@ def _draw(
 
 
 def dense_costs(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float, float]]:
-    """Return cost and accuracy of each dense network; of a latency measured in every run, the median."""
-    networks: dict[Network, list[float]] = {}
+    """Return cost and accuracy of each dense network."""
+    networks: dict[Network, float] = {}
     for run, _, _ in plotted(runs, cost):
         dense = run.baseline
-        value = None if dense is None else getattr(dense, cost)
+        value = None if dense is None else _cost(run, dense, cost)
         if dense is not None and dense.accuracy is not None and value is not None:
-            networks.setdefault(dense_network(run), []).append(value)
-    return {network: (median(values), network[2]) for network, values in networks.items()}
+            networks[dense_network(run)] = value
+    return {network: (value, network[2]) for network, value in networks.items()}
 
 
 def dense_network(run: GatheredRun) -> Network:

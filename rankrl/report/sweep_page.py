@@ -87,7 +87,7 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
     for title, cost, unit in (
         ("Fewest parameters", "params", "fewer"),
         ("Fewest MACs", "macs", "fewer"),
-        ("Least latency", "latency_ms", "faster"),
+        ("Least latency", "latency", "faster"),
     ):
         dense = dense_costs(measured, cost)
         near = [
@@ -118,8 +118,10 @@ def _pareto(runs: Sequence[GatheredRun]) -> str:
         "Each point is a run, as it ended. The line joins the runs that no other one beats in both accuracy "
         "and cost. Accuracy is that on the test set, which nothing was chosen by."
     )
-    if plotted(runs, "latency_ms"):
-        caption += " Latency is that of the ONNX files."
+    if plotted(runs, "latency"):
+        caption += (
+            " Latency is that of the ONNX file, as a share of the dense network's, timed in turns with it."
+        )
     return figure(
         pareto_figure(runs, narrow=False),
         pareto_figure(runs, narrow=True),

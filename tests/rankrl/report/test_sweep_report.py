@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankrl.report import ReportError, gather_runs, write_sweep_report
-from rankrl.report.pareto import method_styles, pareto_front
+from rankrl.report.pareto import dense_costs, method_styles, pareto_front, plotted
 
 METHODS = ("tensor_ring", "tucker", "cp")
 BUDGETS = (0.5, 0.25)
@@ -74,6 +74,22 @@ def test_every_run_is_gathered_with_its_state(sweep: Path) -> None:
     assert states.pop("unfinished") == "unfinished"
     assert len(states) == 6
     assert set(states.values()) == {"finished"}
+
+
+def test_a_run_measured_on_a_busy_machine_is_as_fast_as_on_a_quiet_one(tmp_path: Path) -> None:
+    for name, slow in (("quiet", 1.0), ("busy", 4.0)):
+        content = metrics("cp", 0.5)
+        content["onnx"] = {key: slow * value for key, value in content["onnx"].items()}
+        make_run(tmp_path / name, content)
+    runs = gather_runs(tmp_path)
+    assert [value for _, value, _ in plotted(runs, "latency")] == pytest.approx([1.0, 1.0])
+    assert [value for value, _ in dense_costs(runs, "latency").values()] == [1.0]
+
+
+def test_the_share_of_a_latency_is_that_of_the_turns(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", metrics("cp", 0.25))
+    ((_, value, _),) = plotted(gather_runs(tmp_path), "latency")
+    assert value == pytest.approx(1 / 1.25)
 
 
 def test_csv_holds_plain_numbers(sweep: Path) -> None:
