@@ -1,13 +1,12 @@
-"""Criteria: functions that score the units of a channel group without training.
+"""Criteria: functions that score the units of channel groups without training.
 
-A criterion takes the model, the group, calibration inputs and a random generator, and returns one score per
-unit, shape (units,), higher is better. Only the order within a group has a meaning.
+A criterion takes the model, the groups, calibration inputs and a random generator, and returns for each group's
+name one score per unit, shape (units,), higher is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,47 +15,53 @@ from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
 from pruning.registry import register_pruner
 
-Criterion = Callable[[nn.Module, ChannelGroup, torch.Tensor | None, torch.Generator | None], torch.Tensor]
+Scores = dict[str, torch.Tensor]
+Criterion = Callable[[nn.Module, Sequence[ChannelGroup], torch.Tensor | None, torch.Generator | None], Scores]
 
 
 @register_pruner("first_k", "remove the first k channels of every layer")
 def first_k(
-    model: nn.Module, group: ChannelGroup, calibration: torch.Tensor | None, generator: torch.Generator | None
-) -> torch.Tensor:
+    model: nn.Module,
+    groups: Sequence[ChannelGroup],
+    calibration: torch.Tensor | None,
+    generator: torch.Generator | None,
+) -> Scores:
     """Score units by their number, so that the first ones go first."""
-    return torch.arange(group.units, dtype=torch.float32)
+    return {group.name: torch.arange(group.units, dtype=torch.float32) for group in groups}
 
 
 @register_pruner("random", "remove random channels of every layer")
 def random(
-    model: nn.Module, group: ChannelGroup, calibration: torch.Tensor | None, generator: torch.Generator | None
-) -> torch.Tensor:
+    model: nn.Module,
+    groups: Sequence[ChannelGroup],
+    calibration: torch.Tensor | None,
+    generator: torch.Generator | None,
+) -> Scores:
     """Score units at random, uniform on [0, 1), from `generator` (torch's default one if None)."""
-    return torch.rand(group.units, generator=generator)
+    return {group.name: torch.rand(group.units, generator=generator) for group in groups}
 
 
 @register_pruner("magnitude", "remove the filters with the smallest L1 norm")
 def magnitude(
-    model: nn.Module, group: ChannelGroup, calibration: torch.Tensor | None, generator: torch.Generator | None
-) -> torch.Tensor:
+    model: nn.Module,
+    groups: Sequence[ChannelGroup],
+    calibration: torch.Tensor | None,
+    generator: torch.Generator | None,
+) -> Scores:
     """Score units by the L1 norm of their filters (Li et al. 2017), relative to the mean norm in each layer.
 
     A unit with filters in several layers, as in a residual stream, scores their mean.
     """
-    rows: list[tuple[tuple[int, ...], torch.Tensor]] = []
-    for name, units in group.layers.items():
-        weight = model.get_submodule(name).weight
-        if not isinstance(weight, torch.Tensor):
-            raise PruningError(f"layer {name!r} has no weight to measure")
-        norms = weight.detach().flatten(1).abs().sum(1).float().cpu()
-        rows.append((units, norms / norms.mean().clamp_min(torch.finfo(torch.float32).tiny)))
-    return _mean_by_unit(group.units, rows)
+    return {group.name: _mean_norms(model, group) for group in groups}
 
 
 @register_pruner("apoz", "remove the channels with the largest share of zero activations")
 def apoz(
-    model: nn.Module, group: ChannelGroup, calibration: torch.Tensor | None, generator: torch.Generator | None
-) -> torch.Tensor:
+    model: nn.Module,
+    groups: Sequence[ChannelGroup],
+    calibration: torch.Tensor | None,
+    generator: torch.Generator | None,
+) -> Scores:
     """Score units by their share of activations that are not zero, 1 - APoZ (Hu et al. 2016, eq. 1).
 
     Activations are counted where they are read: after the activation function, and after a pooling if there
@@ -69,20 +74,18 @@ def apoz(
         raise PruningError(
             "apoz counts zero activations and needs calibration inputs; give a batch of images"
         )
-    rows: list[tuple[tuple[int, ...], torch.Tensor]] = []
+    read: dict[str, torch.Tensor] = {}
 
-    def counter(units: tuple[int, ...]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def count(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            features = inputs[0].detach().transpose(0, 1).flatten(1)
-            rows.append((units, (features != 0).float().mean(1).cpu()))
+    def count(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            features = inputs[0].transpose(0, 1).flatten(1)
+            read[name] = (features != 0).float().mean(1).cpu()
 
-        return count
+        return hook
 
+    readers = {name for group in groups for name in group.readers}
+    handles = [model.get_submodule(name).register_forward_pre_hook(count(name)) for name in readers]
     modes = {module: module.training for module in model.modules()}
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(counter(units))
-        for name, units in group.readers.items()
-    ]
     try:
         with torch.no_grad():
             model.eval()(calibration)
@@ -91,6 +94,20 @@ def apoz(
             handle.remove()
         for module, training in modes.items():
             module.training = training
+    return {
+        group.name: _mean_by_unit(group.units, [(units, read[name]) for name, units in group.readers.items()])
+        for group in groups
+    }
+
+
+def _mean_norms(model: nn.Module, group: ChannelGroup) -> torch.Tensor:
+    rows: list[tuple[tuple[int, ...], torch.Tensor]] = []
+    for name, units in group.layers.items():
+        weight = model.get_submodule(name).weight
+        if not isinstance(weight, torch.Tensor):
+            raise PruningError(f"layer {name!r} has no weight to measure")
+        norms = weight.detach().flatten(1).abs().sum(1).float().cpu()
+        rows.append((units, norms / norms.mean().clamp_min(torch.finfo(torch.float32).tiny)))
     return _mean_by_unit(group.units, rows)
 
 

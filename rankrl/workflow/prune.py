@@ -154,8 +154,7 @@ def _by_criterion(
     every = channel_groups(model, inputs)
     groups = removable_groups(every, options.layers)
     generator = torch.Generator().manual_seed(options.seed)
-    criterion = options.definition.definition
-    scores = {group.name: criterion(model, group, calibration, generator) for group in groups}
+    scores = options.definition.definition(model, groups, calibration, generator)
     cost = target_cost(options.measure, data.input_shape)
     kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)

@@ -28,7 +28,8 @@ CRITERIA = [pruner.name for pruner in list_pruners() if not pruner.is_mask]
 def score(name: str, network: nn.Module, images: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     groups = removable_groups(channel_groups(network, images))
-    return {g.name: get_pruner(name).definition(network, g, images, generator) for g in groups}
+    scores: dict[str, torch.Tensor] = get_pruner(name).definition(network, groups, images, generator)
+    return scores
 
 
 def test_the_registry_holds_the_pruners_of_the_field() -> None:
@@ -128,7 +129,7 @@ def test_apoz_counts_activations_that_are_not_zero() -> None:
 
 def test_apoz_needs_calibration_inputs(build: Build, images: torch.Tensor) -> None:
     network = build("plain_chain")
-    group = removable_groups(channel_groups(network, images))[0]
+    groups = removable_groups(channel_groups(network, images))
     for calibration in (None, images[:0]):
         with pytest.raises(PruningError, match="needs calibration inputs"):
-            get_pruner("apoz").definition(network, group, calibration, None)
+            get_pruner("apoz").definition(network, groups, calibration, None)

@@ -54,7 +54,7 @@ def pruning_plan(model: nn.Module, images: torch.Tensor, share: float = 0.5) -> 
     """Half of the channels of every group, by magnitude."""
     every = channel_groups(model, images[:2])
     groups = removable_groups(every)
-    scores = {group.name: get_pruner("magnitude").definition(model, group, None, None) for group in groups}
+    scores = get_pruner("magnitude").definition(model, groups, None, None)
     return removal_plan(model, SHAPE, keep_share(groups, scores, share), every, "magnitude")
 
 
