@@ -12,6 +12,7 @@ from __future__ import annotations
 from decomposition.allocation import Budget, allocate, allocate_many
 from decomposition.apply import apply_plan, build_structure, contracted, factorised_layers
 from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.compensation import compensate
 from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
 from decomposition.curves import RankCurve, candidate_ranks, plan_from_choices
 from decomposition.errors import DecompositionError, PlanError
@@ -60,6 +61,7 @@ __all__ = [
     "candidate_ranks",
     "collect_moments",
     "collect_sensitivities",
+    "compensate",
     "compressible_layers",
     "contracted",
     "count_macs",

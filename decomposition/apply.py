@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Literal
 
@@ -16,7 +15,7 @@ from decomposition.fitting import FitOptions, fit_weight
 from decomposition.formats import get_format
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.library import weight_of
-from decomposition.lockstep import Refit, RefitProblem, refit_in_lockstep
+from decomposition.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import (
     PATCHES_PER_LAYER,
     InputMoments,
@@ -30,8 +29,6 @@ from decomposition.surgery import copied, replace_module
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)
-# A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
-_PATCHES_TO_SOLVE = 4
 
 
 def apply_plan(
@@ -109,7 +106,7 @@ def apply_plan(
         for name, (entry, spec) in decomposed.items():
             dense: DecomposableModule = modules[name]
             moment = moments.get(name)
-            absorbed = moment is not None and _absorbs_mean(spec, batch_norm == "mean")
+            absorbed = moment is not None and absorbs_mean(spec, batch_norm == "mean")
             metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
             problem = RefitProblem(weight_of(dense), metric)
             layer = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options)
@@ -194,33 +191,19 @@ def _apply_sequentially(
         return fit
 
     def solve(name: str) -> Refit:
-        """Give a layer that stays dense the weight that best undoes the errors of the layers before it."""
-
-        def replaced(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-            layer = copy.deepcopy(modules[name])
-            if problem.count >= _PATCHES_TO_SOLVE * problem.target[0].numel():
-                with torch.no_grad():
-                    layer.weight.copy_(problem.target.reshape(layer.weight.shape))
-            return layer, weight_of(layer)
-
-        return replaced
+        return solved(modules[name], weight_of(modules[name])[0].numel())
 
     errors = refit_in_lockstep(
         model,
         {name: solve(name) if entry.format is None else refit(name) for name, (entry, _) in entries.items()},
         images,
-        mean_absorbed={name for name, (_, spec) in entries.items() if _absorbs_mean(spec, correct_mean)},
+        mean_absorbed={name for name, (_, spec) in entries.items() if absorbs_mean(spec, correct_mean)},
         correct_batch_norm=correct_mean,
         max_patches=max_patches,
         seed=seed,
     )
     for name, layer in factorised_layers(model).items():
         layer.error = errors[name]
-
-
-def _absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
-    """Whether a change of the layer's mean output can be corrected without new parameters."""
-    return spec.bias or (correct_batch_norm and spec.batch_norm is not None)
 
 
 def _absorb(layer: FactorisedLayer, norm: nn.Module | None, change: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ inputs arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +25,7 @@ from decomposition.batch_norm import BatchNorm, tracked_batch_norms
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
-from decomposition.layers import DecomposableModule
+from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.library import weight_of
 from decomposition.metric import Metric, RowFactor, worth_factoring
 from decomposition.patches import sample_patches
@@ -32,6 +33,8 @@ from decomposition.surgery import replace_module
 
 # Refits shrink towards the original weight by this fraction of the inputs' mean power.
 RIDGE = 1e-3
+# A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
+_PATCHES_TO_SOLVE = 4
 # The error that a layer reports is an average; so many patches, evenly spread, give it to a few digits.
 _PATCHES_FOR_ERROR = 16_384
 _ADVICE = "use sequential=False (decomposition.sequential=false on the command line)"
@@ -59,11 +62,35 @@ _Replaced = TypeVar("_Replaced", bound=nn.Module)
 Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
 
 
+def solved(layer: DecomposableModule, inputs: int) -> Refit:
+    """Return the refit of a layer that stays dense: the weight that best undoes the errors before it.
+
+    Args:
+        layer: The dense layer, left untouched.
+        inputs: How many of its in * kernel inputs arrive; with too few patches for them it keeps its weight.
+    """
+
+    def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+        fitted = copy.deepcopy(layer)
+        if problem.count >= _PATCHES_TO_SOLVE * inputs:
+            with torch.no_grad():
+                fitted.weight.copy_(problem.target.reshape(fitted.weight.shape))
+        return fitted, weight_of(fitted)
+
+    return refit
+
+
+def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
+    """Whether a change of the layer's mean output can be corrected without new parameters."""
+    return spec.bias or (correct_batch_norm and spec.batch_norm is not None)
+
+
 def refit_in_lockstep(
     model: nn.Module,
     refits: dict[str, Refit],
     images: torch.Tensor,
     *,
+    present: Mapping[str, torch.Tensor] | None = None,
     mean_absorbed: set[str],
     correct_batch_norm: bool,
     max_patches: int,
@@ -75,6 +102,8 @@ def refit_in_lockstep(
         model: The dense model; changed in place.
         refits: How to fit each layer, by name.
         images: Calibration inputs (N, ...). Memory grows with 2 N activations of the largest layer.
+        present: For some layers, which of their input channels there still are (boolean, shape (in,)); the
+            others arrive as zero.
         mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
             `correct_batch_norm`, by the batch norm behind them. They are fitted around the mean.
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
@@ -97,7 +126,14 @@ def refit_in_lockstep(
     for name, refit in refits.items():
         dense: DecomposableModule = modules[name]
         pairs[name] = _LayerPair(
-            name, dense, refit, name in mean_absorbed, max_patches, generator, 2 * len(images)
+            name,
+            dense,
+            refit,
+            (present or {}).get(name),
+            name in mean_absorbed,
+            max_patches,
+            generator,
+            2 * len(images),
         )
         replace_module(model, dense, pairs[name])
     if correct_batch_norm:
@@ -151,6 +187,7 @@ class _LayerPair(_StandIn[DecomposableModule]):
         name: str,
         dense: DecomposableModule,
         refit: Refit,
+        present: torch.Tensor | None,
         mean_absorbed: bool,
         max_patches: int,
         generator: torch.Generator,
@@ -159,6 +196,7 @@ class _LayerPair(_StandIn[DecomposableModule]):
         super().__init__(dense)
         self.name = name
         self.refit = refit
+        self.present = present
         self.mean_absorbed = mean_absorbed
         self.max_patches = max_patches
         self.generator = generator
@@ -173,6 +211,9 @@ class _LayerPair(_StandIn[DecomposableModule]):
                 f"the batch's {self.batch} inputs, so it cannot be refitted in one pass; {_ADVICE}"
             )
         dense_input, arriving = x.chunk(2)
+        if self.present is not None:
+            behind = 0 if isinstance(self.dense, nn.Linear) else arriving.ndim - 2
+            arriving = arriving * self.present.to(arriving).reshape(-1, *[1] * behind)
         if self.fitted is None:
             patches = sample_patches(self.dense, [dense_input, arriving], self.max_patches, self.generator)
             self.fitted = self._fit(*patches)

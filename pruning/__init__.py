@@ -18,7 +18,7 @@ from pruning.importance import Criterion
 from pruning.masked_network import MaskedNetwork
 from pruning.masks import ChannelMask
 from pruning.registry import Pruner, get_pruner, list_pruners, register_pruner
-from pruning.removal import remove_channels
+from pruning.removal import kept_inputs, remove_channels
 from pruning.schedule import PushPull, StrengthController
 from pruning.selection import keep_share, keep_within
 from pruning.training import train_masks
@@ -46,6 +46,7 @@ __all__ = [
     "get_pruner",
     "keep_share",
     "keep_within",
+    "kept_inputs",
     "list_pruners",
     "register_pruner",
     "removable_groups",

@@ -1,7 +1,7 @@
 """Criteria: functions that score the units of channel groups without training.
 
-A criterion takes the model, the groups, calibration inputs and a random generator, and returns for each group's
-name one score per unit, shape (units,), higher is better.
+A criterion takes the model, the groups, calibration inputs and a random generator, and returns for each
+group's name one score per unit, shape (units,), higher is better.
 """
 
 from __future__ import annotations

@@ -40,6 +40,28 @@ def remove_channels(
     return cut(model, walk, validate_kept(kept, groups_of_walk(walk)))
 
 
+def kept_inputs(
+    model: nn.Module, kept: Mapping[str, Sequence[int]], example_input: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return which input channels (or features) stay of each layer that loses some, boolean, shape (in,).
+
+    Args:
+        model: see `remove_channels`.
+        kept: see there.
+        example_input: see there.
+
+    Raises:
+        PruningError: see there.
+    """
+    walk = walk_channels(model, example_input)
+    gone = _removed_roots(walk, validate_kept(kept, groups_of_walk(walk)))
+    staying = {
+        name: torch.tensor([walk.labels.root(label) not in gone for label in labels])
+        for name, labels in walk.readers.items()
+    }
+    return {name: mask for name, mask in staying.items() if not mask.all()}
+
+
 def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGroup]) -> KeptChannels:
     """Check a mapping of kept channels against the groups of a network and return it for every layer.
 
@@ -74,12 +96,7 @@ def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGro
 
 def cut(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> nn.Module:
     """Cut the validated `kept` channels out of a copy of `model`, whose channel walk is `walk`."""
-    gone: set[int] = set()
-    for name, labels in walk.producers.items():
-        remaining = set(kept[name])
-        gone.update(
-            walk.labels.root(label) for channel, label in enumerate(labels) if channel not in remaining
-        )
+    gone = _removed_roots(walk, kept)
 
     def staying(labels: Labels) -> list[int]:
         return [position for position, label in enumerate(labels) if walk.labels.root(label) not in gone]
@@ -98,6 +115,17 @@ def cut(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> nn.Module:
         if (before, after) != (len(pad.before), len(pad.after)):
             smaller.set_submodule(name, _repad(smaller.get_submodule(name), before, after))
     return smaller
+
+
+def _removed_roots(walk: ChannelWalk, kept: KeptChannels) -> set[int]:
+    """Return the roots of the labels of all output channels that are not kept."""
+    gone: set[int] = set()
+    for name, labels in walk.producers.items():
+        remaining = set(kept[name])
+        gone.update(
+            walk.labels.root(label) for channel, label in enumerate(labels) if channel not in remaining
+        )
+    return gone
 
 
 def _validate_channels(name: str, channels: Sequence[int], available: int) -> None:

@@ -131,7 +131,10 @@ def pruning(config: AppConfig) -> PruningOptions:
     """Return how channels are chosen and how many are kept."""
     name, given = _named(config.pruner)
     budget = config.budget
-    return pruning_options(name, given, params=budget.params, macs=budget.macs, seed=config.seed)
+    chosen = pruning_options(name, given, params=budget.params, macs=budget.macs, seed=config.seed)
+    return dataclasses.replace(
+        chosen, sequential=config.decomposition.sequential, batch_norm=batch_norm_correction(config)
+    )
 
 
 def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:

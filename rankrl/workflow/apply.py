@@ -15,6 +15,7 @@ from decomposition import (
     LayerSpec,
     apply_plan,
     build_structure,
+    compensate,
     inspect_layers,
     reestimate_batch_norm,
 )
@@ -22,9 +23,11 @@ from decomposition.apply import FINAL, BatchNormCorrection
 from decomposition.cost import example_batch
 from decomposition.errors import PlanError
 from decomposition.moments import calibration_batches
-from pruning import PruningError, remove_channels
+from pruning import PruningError, kept_inputs, remove_channels
 
 _STATISTICS_BATCH = 256
+# An axis of one example would not be told apart from one that is broadcast.
+_EXAMPLES = 2
 
 
 def carry_out(
@@ -40,14 +43,18 @@ def carry_out(
 ) -> nn.Module:
     """Return a compressed copy of `model`: the plan's channels removed, then its layers decomposed.
 
+    With calibration inputs, the layers that remain after a removal are solved for anew, so that they make up
+    for the channels that are gone (`decomposition.compensate`), before anything is decomposed.
+
     Args:
         model: The dense model; left untouched.
         plan: What becomes of every layer.
         calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
-        sequential: See `decomposition.apply_plan`.
+        sequential: Make up for removed channels, and see `decomposition.apply_plan`. Without it a removal
+            changes the inputs of batch norms by more than their mean: their statistics are then re-estimated
+            on the calibration inputs, unless `batch_norm` is `keep`.
         weigh_outputs: See there.
-        batch_norm: See there. A removal changes the inputs of batch norms by more than their mean: after it
-            their statistics are re-estimated on the calibration inputs, unless this is `keep`.
+        batch_norm: See there.
         options: See there.
         seed: See there.
 
@@ -59,8 +66,11 @@ def carry_out(
         batches = calibration_batches(images)
         images = torch.cat(batches) if batches else torch.empty(0)
     if plan.kept_channels:
+        if images is not None and sequential:
+            model = _compensated(model, plan, images, correct_mean=batch_norm == "mean", seed=seed)
         model, plan = without_channels(model, plan)
-        if images is not None and batch_norm != "keep":
+        shifted = batch_norm == "reestimate" or (batch_norm == "mean" and not sequential)
+        if images is not None and shifted:
             reestimate_batch_norm(model, images.split(_STATISTICS_BATCH))
     return apply_plan(
         model,
@@ -74,6 +84,19 @@ def carry_out(
     )
 
 
+def _compensated(
+    model: nn.Module, plan: CompressionPlan, images: torch.Tensor, *, correct_mean: bool, seed: int
+) -> nn.Module:
+    """Return a copy of the dense model that makes up for the channels that the plan removes."""
+    plan.check_model(model)
+    examples = example_batch(model, plan.input_shape, _EXAMPLES)
+    try:
+        present = kept_inputs(model, plan.kept_channels, examples)
+    except PruningError as error:
+        raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error
+    return compensate(model, present, images, correct_batch_norm=correct_mean, seed=seed)
+
+
 def without_channels(model: nn.Module, plan: CompressionPlan) -> tuple[nn.Module, CompressionPlan]:
     """Return a copy of `model` without the channels that the plan removes, and what is left of the plan.
 
@@ -81,8 +104,7 @@ def without_channels(model: nn.Module, plan: CompressionPlan) -> tuple[nn.Module
         PlanError: If the plan was made for another model or its kept channels do not fit this one.
     """
     plan.check_model(model)
-    # Two examples: an axis of one is not told apart from one that is broadcast.
-    examples = example_batch(model, plan.input_shape, 2)
+    examples = example_batch(model, plan.input_shape, _EXAMPLES)
     try:
         pruned = remove_channels(model, plan.kept_channels, examples)
     except PruningError as error:

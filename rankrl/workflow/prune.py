@@ -83,8 +83,8 @@ def prune_network(
 ) -> PrunedNetwork:
     """Remove channels until the target is met; nothing is fine-tuned afterwards.
 
-    A criterion leaves the weights as they are; a mask's training changes them. Held-out images measure what
-    fixing the masks costs, and choose nothing.
+    What a criterion leaves of the network is solved for anew, so that it makes up for what goes; a mask's
+    training changes the weights. Held-out images measure what fixing the masks costs, and choose nothing.
 
     Args:
         model: The dense network, left untouched.
@@ -158,7 +158,15 @@ def _by_criterion(
     cost = target_cost(options.measure, data.input_shape)
     kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
-    return PrunedNetwork(carry_out(model, plan, calibration).eval(), plan)
+    network = carry_out(
+        model,
+        plan,
+        calibration,
+        sequential=options.sequential,
+        batch_norm=options.batch_norm,
+        seed=options.seed,
+    )
+    return PrunedNetwork(network.eval(), plan)
 
 
 def _restore(path: Path, model: nn.Module, setup: Mapping[str, Any]) -> PrunedNetwork:

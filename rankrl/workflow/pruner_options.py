@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from decomposition.apply import BatchNormCorrection
 from pruning import MaskTrainingOptions, Pruner, PruningError, PushPull, get_pruner, list_pruners
 from pruning.hard_concrete import HardConcreteMask
 from pruning.selection import Scope
@@ -55,6 +56,8 @@ class PruningOptions:
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
+        sequential: Criteria only: let what stays make up for what goes (see `carry_out`).
+        batch_norm: Criteria only: see `carry_out`.
         seed: Seed of everything random.
     """
 
@@ -66,6 +69,8 @@ class PruningOptions:
     mask: Mapping[str, Any] = field(default_factory=dict)
     training: MaskTrainingOptions = field(default_factory=MaskTrainingOptions)
     steps: NetworkSteps = field(default_factory=NetworkSteps)
+    sequential: bool = True
+    batch_norm: BatchNormCorrection = "mean"
     seed: int = 0
 
     @property

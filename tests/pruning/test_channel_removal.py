@@ -20,6 +20,7 @@ from pruning import (
     PruningError,
     channel_groups,
     keep_share,
+    kept_inputs,
     removable_groups,
     remove_channels,
 )
@@ -46,6 +47,20 @@ def test_removed_equals_masked(network: nn.Module, images: torch.Tensor, seed: i
     with torch.no_grad():
         removed = remove_channels(network, kept, images)(images)
         torch.testing.assert_close(removed, masked_output(network, kept, images), atol=1e-5, rtol=1e-5)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_the_inputs_that_stay_are_those_of_the_smaller_layers(
+    network: nn.Module, images: torch.Tensor, seed: int
+) -> None:
+    kept = random_kept(network, images, seed)
+    staying, smaller = kept_inputs(network, kept, images), remove_channels(network, kept, images)
+    for name, layer in network.named_modules():
+        if not isinstance(layer, nn.Conv2d | nn.Linear) or getattr(layer, "groups", 1) != 1:
+            continue
+        inputs = layer.weight[:, staying[name]] if name in staying else layer.weight
+        rows = kept.get(name, list(range(len(layer.weight))))
+        assert torch.equal(smaller.get_submodule(name).weight, inputs[rows])
 
 
 @given(seed=st.integers(0, 10_000))

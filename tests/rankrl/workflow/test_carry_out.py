@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,15 +79,31 @@ def test_channels_are_removed_and_nothing_else_changes(name: str, images: torch.
     ]
 
 
-def test_statistics_are_reestimated_on_calibration_inputs_unless_kept(images: torch.Tensor) -> None:
+@pytest.mark.parametrize("how", [{"batch_norm": "reestimate"}, {"sequential": False}])
+def test_statistics_are_reestimated_on_calibration_inputs_if_wanted(
+    how: dict[str, Any], images: torch.Tensor
+) -> None:
     model = network()
     plan = pruning_plan(model, images)
-    plain, corrected = rankrl.carry_out(model, plan), rankrl.carry_out(model, plan, images)
-    kept = rankrl.carry_out(model, plan, images.split(32), batch_norm="keep")
+    plain, corrected = rankrl.carry_out(model, plan), rankrl.carry_out(model, plan, images, **how)
+    kept = rankrl.carry_out(model, plan, images.split(32), batch_norm="keep", sequential=False)
     assert torch.equal(plain.bn1.running_mean, kept.bn1.running_mean)
     with torch.no_grad():
         inputs = corrected.conv1(images)
     torch.testing.assert_close(corrected.bn1.running_mean, inputs.mean((0, 2, 3)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["resnet8", "conv4"])
+def test_what_stays_makes_up_for_what_goes(name: str, images: torch.Tensor) -> None:
+    model = network(name)
+    plan = pruning_plan(model, images, 0.7)
+    with torch.no_grad():
+        wanted = model(images)
+        errors = {
+            sequential: (rankrl.carry_out(model, plan, images, sequential=sequential)(images) - wanted).norm()
+            for sequential in (True, False)
+        }
+    assert errors[True] < 0.7 * errors[False]
 
 
 @pytest.mark.parametrize("name", ["tucker", "tensor_ring"])

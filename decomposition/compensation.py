@@ -1,0 +1,78 @@
+"""Making up for inputs that are gone: what is left of a layer reproduces the outputs that it used to have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from decomposition.errors import DecompositionError
+from decomposition.layers import inspect_layers
+from decomposition.library import weight_of
+from decomposition.lockstep import absorbs_mean, refit_in_lockstep, solved
+from decomposition.moments import PATCHES_PER_LAYER, check_images
+from decomposition.surgery import copied
+
+
+def compensate(
+    model: nn.Module,
+    present: Mapping[str, torch.Tensor],
+    images: torch.Tensor,
+    *,
+    correct_batch_norm: bool = True,
+    max_patches: int = PATCHES_PER_LAYER,
+    seed: int = 0,
+) -> nn.Module:
+    """Return a copy of `model` whose weights make up for input channels that are going to be removed.
+
+    Layer by layer in forward order, the weights on the inputs that stay are solved for by least squares, so
+    that the layer's outputs become those of the dense network as nearly as the inputs allow: the channel
+    pruning of He et al. (ICCV 2017, eq. 5) with the asymmetric reconstruction of its section 3.3, for a whole
+    network in one forward pass. Layers that lose no inputs take part: they undo the errors of those before.
+
+    Args:
+        model: The dense model; left untouched.
+        present: For layers that lose inputs, which channels (or features) stay, boolean, shape (in,). The
+            weights on the others are left in place, to be cut.
+        images: Model inputs (N, ...), a few hundred to a few thousand.
+        correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
+        max_patches: Input patches that each layer is fitted on at most. A layer for which they are fewer than
+            four for each weight of an output channel keeps its weights.
+        seed: Seed of the patch positions.
+
+    Raises:
+        DecompositionError: If a layer is unknown or no plain convolution or linear layer, a mask does not fit
+            its inputs, the images are unusable, or the model cannot be refitted in one pass.
+    """
+    check_images(images)
+    network = copied(model)
+    modules = dict(network.named_modules())
+    specs = {spec.name: spec for spec in inspect_layers(model, images.shape[1:]) if spec.refusal is None}
+    for name, mask in present.items():
+        if name not in specs:
+            raise DecompositionError(
+                f"layer {name!r} cannot be refitted to fewer inputs: it is no plain convolution or linear "
+                f"layer of the model; choose among {', '.join(specs)}"
+            )
+        if mask.shape != (specs[name].in_channels,) or mask.dtype != torch.bool:
+            raise DecompositionError(
+                f"layer {name!r} has {specs[name].in_channels} input channels, its mask is {mask.dtype} of "
+                f"shape {tuple(mask.shape)}; give one boolean for each channel"
+            )
+
+    def arriving(name: str) -> int:
+        inputs = weight_of(modules[name])[0]
+        return inputs.numel() if name not in present else inputs[present[name].cpu()].numel()
+
+    refit_in_lockstep(
+        network,
+        {name: solved(modules[name], arriving(name)) for name in specs},
+        images,
+        present=present,
+        mean_absorbed={name for name, spec in specs.items() if absorbs_mean(spec, correct_batch_norm)},
+        correct_batch_norm=correct_batch_norm,
+        max_patches=max_patches,
+        seed=seed,
+    )
+    return network
