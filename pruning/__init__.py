@@ -9,6 +9,7 @@ independent: the surgery takes a plain mapping from layer names to kept output c
 from.
 """
 
+from pruning import reconstruction
 from pruning.errors import PruningError
 from pruning.from_scratch import untrained_copy
 from pruning.group_lasso import GroupLassoMask
@@ -48,6 +49,7 @@ __all__ = [
     "keep_within",
     "kept_inputs",
     "list_pruners",
+    "reconstruction",
     "register_pruner",
     "removable_groups",
     "remove_channels",

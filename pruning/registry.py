@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pruning.errors import PruningError
 from pruning.masks import ChannelMask
+from pruning.selection import Scope
 
 Definition = TypeVar("Definition", bound=Callable[..., Any])
 
@@ -20,12 +21,14 @@ class Pruner:
         name: what it is called in configurations.
         description: one line for listings.
         definition: a `ChannelMask` class (trained by `train_masks`), or a criterion, a function that scores
-            the units of a group (see `pruning.importance`).
+            the units of groups (see `pruning.importance`).
+        scope: how the scores of a criterion are best compared (see `keep_within`).
     """
 
     name: str
     description: str
     definition: Callable[..., Any]
+    scope: Scope = "uniform"
 
     @property
     def is_mask(self) -> bool:
@@ -36,7 +39,9 @@ class Pruner:
 _PRUNERS: dict[str, Pruner] = {}
 
 
-def register_pruner(name: str, description: str) -> Callable[[Definition], Definition]:
+def register_pruner(
+    name: str, description: str, *, scope: Scope = "uniform"
+) -> Callable[[Definition], Definition]:
     """Register the decorated mask class or criterion under `name`.
 
     Raises:
@@ -46,7 +51,7 @@ def register_pruner(name: str, description: str) -> Callable[[Definition], Defin
     def register(definition: Definition) -> Definition:
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")
-        _PRUNERS[name] = Pruner(name, description, definition)
+        _PRUNERS[name] = Pruner(name, description, definition, scope)
         return definition
 
     return register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -14,13 +15,17 @@ from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk
 from pruning.removal import cut, remove_channels, validate_kept
 from pruning.tracing import walk_channels
 
-Scope = Literal["uniform", "global"]
+Scope = Literal["uniform", "global", "per_cost"]
+"""Keep the same share of every group, or rank all units together: by score, or by score per cost saved."""
 Cost = Callable[[nn.Module], float]
 """The cost of a network, such as its parameters or its MACs; it must shrink as channels go."""
 
 
 def keep_share(
-    groups: Sequence[ChannelGroup], scores: Mapping[str, torch.Tensor], share: float, scope: Scope = "uniform"
+    groups: Sequence[ChannelGroup],
+    scores: Mapping[str, torch.Tensor],
+    share: float,
+    scope: Literal["uniform", "global"] = "uniform",
 ) -> KeptChannels:
     """Keep the best units.
 
@@ -68,7 +73,8 @@ def keep_within(
         scores: for each group's name the scores of its units, shape (units,), higher is better.
         cost: the cost of a network.
         fraction: of the model's cost that may remain, in (0, 1].
-        scope: see `keep_share`.
+        scope: see `keep_share`; `per_cost` ranks all units together by score for each bit of cost that they
+            save, which is for scores that are errors.
 
     Raises:
         PruningError: if the target cannot be reached, with the smallest fraction that can.
@@ -79,9 +85,18 @@ def keep_within(
     every = groups_of_walk(walk)
     allowed = fraction * cost(model)
 
+    def cost_of(kept: KeptChannels) -> float:
+        return cost(cut(model, walk, validate_kept(kept, every)))
+
+    if scope == "per_cost":
+        scores = {
+            group.name: _checked(group, scores) / _saved_by_unit(group, cost_of, cost(model))
+            for group in groups
+        }
+
     def kept_at(share: float) -> tuple[KeptChannels, float]:
-        kept = keep_share(groups, scores, share, scope)
-        return kept, cost(cut(model, walk, validate_kept(kept, every)))
+        kept = keep_share(groups, scores, share, "uniform" if scope == "uniform" else "global")
+        return kept, cost_of(kept)
 
     best, spent = kept_at(1.0)
     if spent <= allowed:
@@ -119,6 +134,29 @@ def require_reachable(
             f"{', '.join(group.name for group in groups)} it is still {smallest:.3g}; "
             "prune more layers or raise the target"
         )
+
+
+def _saved_by_unit(
+    group: ChannelGroup, cost_of: Callable[[KeptChannels], float], whole: float
+) -> torch.Tensor:
+    """Return what the removal of each unit saves, shape (units,): the mean over a quarter of those like it.
+
+    Units are alike when the same layers make them; a unit of a residual stream may have channels in some
+    stages only.
+    """
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    counts = [Counter(row) for row in group.layers.values()]
+    for unit in range(group.units):
+        kinds.setdefault(tuple(count[unit] for count in counts), []).append(unit)
+    saved = torch.zeros(group.units, dtype=torch.float64)
+    order = torch.arange(group.units)
+    for alike in kinds.values():
+        units = torch.ones(group.units, dtype=torch.bool)
+        units[alike[: max(1, len(alike) // 4)]] = False
+        units = group.spare(units, order)
+        gone = max(1, group.units - int(units.sum()))
+        saved[alike] = max((whole - cost_of(group.kept(units))) / gone, 1e-30)
+    return saved
 
 
 def _checked(group: ChannelGroup, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:

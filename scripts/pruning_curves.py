@@ -3,11 +3,12 @@
     RANKRL_DATA=DIR python scripts/pruning_curves.py --dataset cifar10 [--epochs 10 --images 10000 ...]
 
 A network (conv4, or the longer and wider conv6 on CIFAR-100) is trained, then pruned to several shares of
-its weights and fine-tuned. All curves see equally many epochs: masks learn for --mask-epochs and are
-fine-tuned for --finetune-epochs, criteria are fine-tuned for both, the small networks (the widths that group
-LASSO chose) are trained for all three, and so are the dense networks of the band. Every point is written to a
-CSV file when it is done; the same command goes on where it was stopped and draws the plot at the end.
---epochs, --images and so on shorten the schedule; the plot says so.
+its weights and fine-tuned. `reconstruction` solves for the weights that stay, the other criteria only cut. All
+curves see equally many epochs: masks learn for --mask-epochs and are fine-tuned for --finetune-epochs, criteria
+are fine-tuned for both, the small networks (the widths that group LASSO chose) are trained for all three, and
+so are the dense networks of the band. Every point is written to a CSV file when it is done; the same command
+goes on where it was stopped and draws the plot at the end. --epochs, --images and so on shorten the schedule;
+the plot says so.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options
 
 LEARNED = ("group_lasso", "hard_concrete")
-CRITERIA = ("first_k", "magnitude")
+CRITERIA = ("first_k", "magnitude", "reconstruction")
 LABELS = {
     "group_lasso": "group LASSO",
     "hard_concrete": "hard-concrete L0",
     "first_k": "first k",
     "magnitude": "L1 magnitude",
+    "reconstruction": "reconstruction",
     "from_scratch": "small from scratch",
 }
 SETTINGS = (
@@ -151,6 +153,8 @@ class Curves:
                 "augment": False,
             }
         options = pruning_options(method, given, params=1 - removed, macs=None, seed=seed)
+        # The simple criteria as they are known: nothing makes up for what they remove.
+        options = dataclasses.replace(options, sequential=method == "reconstruction")
         dense = self._dense(seed)
         pruned = prune_network(dense, self.data, options, self.calibration)
         if method == "group_lasso":

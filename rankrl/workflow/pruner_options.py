@@ -52,7 +52,7 @@ class PruningOptions:
         measure: What the target counts.
         kept: The target: the fraction of the dense network's cost to keep at most, in (0, 1).
         layers: Names of the layers whose channels may go; None for all that can be pruned.
-        scope: Criteria only: keep the same share of every group, or rank all units together.
+        scope: Criteria only: see `pruning.keep_within`.
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
@@ -92,7 +92,7 @@ def pruner_defaults(name: str) -> dict[str, Any]:
         )
     pruner = get_pruner(name)
     if not pruner.is_mask:
-        return {"layers": None, "scope": "uniform"}
+        return {"layers": None, "scope": pruner.scope}
     training = {field.name: getattr(MaskTrainingOptions(), field.name) for field in _fields(pruner)}
     training["push_pull"] = [training["push_pull"].network_steps, training["push_pull"].mask_steps]
     if "temperature" in training:

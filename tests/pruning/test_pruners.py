@@ -40,6 +40,7 @@ def test_the_registry_holds_the_pruners_of_the_field() -> None:
         "hard_concrete",
         "magnitude",
         "random",
+        "reconstruction",
     ]
     assert MASKS == ["group_lasso", "hard_concrete"]
     assert all(pruner.description for pruner in list_pruners())

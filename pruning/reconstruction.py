@@ -1,0 +1,223 @@
+"""A criterion: what does the network's output lose with a channel, once the other channels make up for it?
+
+A channel that goes is replaced, in every layer that reads it, by the best linear combination of those that
+stay. What is left of it, e, changes the network's output by J e, and to second order its square error by
+E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions; activations and gradients are taken as
+independent, as in K-FAC (Martens & Grosse, ICML 2015). Channels go one by one, the cheapest first, and the
+others take over: the optimal brain surgeon (Hassibi & Stork, NIPS 1992, eq. 5) with a channel in place of a
+weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from pruning.errors import PruningError
+from pruning.groups import ChannelGroup
+from pruning.importance import Scores
+from pruning.registry import register_pruner
+
+# Share of the channels' mean variance that no combination of others explains.
+_RIDGE = 1e-3
+# Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
+_BATCH = 64
+_ELEMENTS = 2**20
+
+Hook = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+@register_pruner(
+    "reconstruction",
+    "remove what the other channels make up for, as far as the network's output tells",
+    scope="per_cost",
+)
+def reconstruction(
+    model: nn.Module,
+    groups: Sequence[ChannelGroup],
+    calibration: torch.Tensor | None,
+    generator: torch.Generator | None,
+) -> Scores:
+    """Score units by the change of the network's outputs that their removal adds, in the order of removal.
+
+    The model runs once forward and backward, in evaluation mode, on `calibration` (a batch of its inputs).
+    Random directions from `generator` are sent back instead of the gradient of a loss. Errors in a residual
+    stream reach the output along all layers that read it and may add up: their sum is multiplied by the
+    number of those layers (the bound of Cauchy and Schwarz).
+
+    Raises:
+        PruningError: if there are no calibration inputs, or no gradient can be sent back through the model.
+    """
+    if calibration is None or len(calibration) == 0:
+        raise PruningError(
+            "reconstruction looks at activations and needs calibration inputs; give a batch of images"
+        )
+    statistics = {
+        (group.name, reader): _ReadStatistics(units)
+        for group in groups
+        for reader, units in group.readers.items()
+    }
+    _collect(model, statistics, calibration, generator)
+    return {
+        group.name: _eliminate(
+            group, [statistics[group.name, reader].read(len(calibration)) for reader in group.readers]
+        )
+        for group in groups
+    }
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a layer reads of a group: its units, their covariance at a position, and G of their values."""
+
+    units: torch.Tensor
+    covariance: torch.Tensor
+    sensitivity: torch.Tensor
+
+
+class _ReadStatistics:
+    """Sums over everything that a layer reads of a group; features of one unit count as its positions."""
+
+    def __init__(self, row: Sequence[int]) -> None:
+        positions: dict[int, list[int]] = {}
+        for feature, unit in enumerate(row):
+            if unit >= 0:
+                positions.setdefault(unit, []).append(feature)
+        self.units = torch.tensor(list(positions))
+        depth = max(len(features) for features in positions.values())
+        # Units with fewer features than others are filled up with a feature behind the last, which is zero.
+        self.index = torch.tensor(
+            [features + [len(row)] * (depth - len(features)) for features in positions.values()]
+        ).T
+        self.rows = 0
+        self.sum = torch.zeros(len(positions), dtype=torch.float64)
+        self.products = self.gradients = torch.zeros(len(positions), len(positions), dtype=torch.float64)
+
+    def add_values(self, features: torch.Tensor) -> None:
+        values = self._by_unit(features)
+        self.rows += len(values)
+        self.sum = self.sum + values.sum(0).double().cpu()
+        self.products = self.products + (values.T @ values).double().cpu()
+
+    def add_gradients(self, features: torch.Tensor) -> None:
+        values = self._by_unit(features)
+        self.gradients = self.gradients + (values.T @ values).double().cpu()
+
+    def read(self, inputs: int) -> _Read:
+        mean = self.sum / self.rows
+        covariance = self.products / self.rows - torch.outer(mean, mean)
+        return _Read(self.units, covariance, self.gradients / inputs)
+
+    def _by_unit(self, features: torch.Tensor) -> torch.Tensor:
+        """Return features (N, channels, *positions) as rows of one value for each unit."""
+        rows = features.detach().movedim(1, -1).flatten(0, -2).float()
+        rows = torch.cat([rows, rows.new_zeros(len(rows), 1)], 1)
+        return rows[:, self.index.to(rows.device)].flatten(0, 1)
+
+
+def _collect(
+    model: nn.Module,
+    statistics: dict[tuple[str, str], _ReadStatistics],
+    calibration: torch.Tensor,
+    generator: torch.Generator | None,
+) -> None:
+    """Run the model forward and backward and add up what its layers read."""
+
+    def watch(found: list[_ReadStatistics]) -> Hook:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            # A copy of its own for every reader: its gradient is what comes back through this one alone.
+            features = inputs[0].clone()
+            for each in found:
+                each.add_values(features)
+                features.register_hook(each.add_gradients)
+            return (features, *inputs[1:])
+
+        return hook
+
+    by_reader: dict[str, list[_ReadStatistics]] = {}
+    for (_, reader), each in statistics.items():
+        by_reader.setdefault(reader, []).append(each)
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    modes = {module: module.training for module in model.modules()}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(watch(found)) for name, found in by_reader.items()
+    ]
+    try:
+        for parameter in learnt:  # only gradients of activations are needed
+            parameter.requires_grad_(False)
+        model.eval()
+        for batch in calibration.split(max(1, min(_BATCH, _ELEMENTS // calibration[0].numel()))):
+            outputs = model(batch.detach().requires_grad_().clone())
+            reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+            directions = [torch.randn(y.shape, generator=generator).to(y) for y in reached]
+            torch.autograd.backward(reached, directions)
+    except RuntimeError as error:
+        raise PruningError(
+            f"no gradient can be sent back through {type(model).__name__} ({str(error).splitlines()[0]}); "
+            "choose another pruner"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in learnt:
+            parameter.requires_grad_()
+        for module, training in modes.items():
+            module.training = training
+
+
+def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
+    """Remove the units of a group one by one and return what each removal added, never less than the last."""
+    readers = Counter(unit for read in reads for unit in read.units.tolist())
+    factor = torch.tensor([readers[unit] for unit in range(group.units)], dtype=torch.float64)
+    parts = [_Elimination(read, group.units) for read in reads]
+    staying = torch.ones(group.units, dtype=torch.bool)
+    scores = torch.zeros(group.units, dtype=torch.float64)
+    last = scores.new_zeros(())
+    for _ in range(group.units):
+        added = factor * torch.stack([part.added() for part in parts]).sum(0)
+        unit = int(added.masked_fill(~staying, float("inf")).argmin())
+        # Strictly more than the last one: a unit must not seem to go before one that went earlier.
+        last = torch.maximum(added[unit], torch.nextafter(last, last.new_tensor(float("inf"))))
+        scores[unit] = last
+        staying[unit] = False
+        for part in parts:
+            part.remove(unit)
+    return scores
+
+
+class _Elimination:
+    """The precision matrix of what one layer reads, and M' G M of the combinations M that stand in for it."""
+
+    def __init__(self, read: _Read, units: int) -> None:
+        mean_variance = read.covariance.diagonal().mean().clamp_min(1e-30)
+        identity = torch.eye(len(read.units), dtype=torch.float64)
+        self.precision = torch.linalg.inv(read.covariance + _RIDGE * mean_variance * identity)
+        self.sensitivity = read.sensitivity.clone()
+        self.units = units
+        self.of_column = read.units
+        self.column = {unit: column for column, unit in enumerate(read.units.tolist())}
+
+    def added(self) -> torch.Tensor:
+        """Return tr(G E[e e']) that the removal of each unit would add, shape (units,); 0 for those gone."""
+        variance = 1 / self.precision.diagonal()
+        errors = self.sensitivity.diagonal() * variance.nan_to_num(posinf=0.0)
+        return torch.zeros(self.units, dtype=torch.float64).index_add_(0, self.of_column, errors)
+
+    def remove(self, unit: int) -> None:
+        """Let the other units stand in for one of them."""
+        column = self.column.get(unit)
+        if column is None:
+            return
+        precision, sensitivity = self.precision[:, column].clone(), self.sensitivity[:, column].clone()
+        share = precision / precision[column]
+        self.precision -= torch.outer(precision, share)
+        self.sensitivity += sensitivity[column] * torch.outer(share, share)
+        self.sensitivity -= torch.outer(sensitivity, share) + torch.outer(share, sensitivity)
+        for matrix in (self.precision, self.sensitivity):
+            matrix[column] = 0
+            matrix[:, column] = 0
