@@ -3,12 +3,12 @@
     RANKRL_DATA=DIR python scripts/pruning_curves.py --dataset cifar10 [--epochs 10 --images 10000 ...]
 
 A network (conv4, or the longer and wider conv6 on CIFAR-100) is trained, then pruned to several shares of
-its weights and fine-tuned. `reconstruction` solves for the weights that stay, the other criteria only cut. All
-curves see equally many epochs: masks learn for --mask-epochs and are fine-tuned for --finetune-epochs, criteria
-are fine-tuned for both, the small networks (the widths that group LASSO chose) are trained for all three, and
-so are the dense networks of the band. Every point is written to a CSV file when it is done; the same command
-goes on where it was stopped and draws the plot at the end. --epochs, --images and so on shorten the schedule;
-the plot says so.
+its weights and fine-tuned. `reconstruction` solves for the weights that stay, other criteria only cut. All
+curves see equally many epochs: masks learn for --mask-epochs and are fine-tuned for --finetune-epochs,
+criteria are fine-tuned for both, the small networks (the widths that group LASSO chose) are trained for all
+three, and so are the dense networks of the band. Every point is written to a CSV file when it is done; the
+same command goes on where it was stopped and draws the plot at the end. --epochs, --images and so on shorten
+the schedule; the plot says so.
 """
 
 from __future__ import annotations
