@@ -154,6 +154,8 @@ def _collect(
         for batch in calibration.split(max(1, min(_BATCH, _ELEMENTS // calibration[0].numel()))):
             outputs = model(batch.detach().requires_grad_().clone())
             reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+            if not reached:
+                raise RuntimeError("its output does not depend on its input in a differentiable way")
             directions = [torch.randn(y.shape, generator=generator).to(y) for y in reached]
             torch.autograd.backward(reached, directions)
     except RuntimeError as error:

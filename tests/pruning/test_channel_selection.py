@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from pruning import PruningError, channel_groups, keep_share, keep_within, removable_groups, remove_channels
 
@@ -55,6 +56,39 @@ def test_the_cost_target_is_met_and_nearly_used_up(
     share = parameters(remove_channels(network, kept, images)) / parameters(network)
     # The step between two plans is what one more channel costs, in each group or in one.
     assert fraction - 0.3 <= share <= fraction
+
+
+def macs_of(network: nn.Module, shape: torch.Size) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        network.eval()(torch.zeros(1, *shape[1:]))
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("name", ["resnet_option_a", "resnet_option_b", "plain_chain"])
+def test_scores_per_cost_close_the_dearest_units_first(name: str, build: Build, images: torch.Tensor) -> None:
+    """With equal scores, no unit that went saves less than one that stays; costs are counted one by one."""
+    network = build(name)
+    groups = removable_groups(channel_groups(network, images))
+
+    def cost(smaller: nn.Module) -> float:
+        return macs_of(smaller, images.shape)
+
+    scores = {group.name: torch.ones(group.units) for group in groups}
+    kept = keep_within(network, images, groups, scores, cost, 0.8, "per_cost")
+    whole = cost(network)
+    assert cost(remove_channels(network, kept, images)) <= 0.8 * whole
+    saved: dict[bool, list[float]] = {True: [], False: []}
+    for group in groups:
+        staying = group.units_of(kept)
+        for unit in range(group.units):
+            others = torch.arange(group.units) != unit
+            alone = group.kept(others)
+            if all(alone.values()):
+                smaller = remove_channels(network, alone, images)
+                saved[bool(staying[unit])].append(whole - cost(smaller))
+    assert saved[False]
+    assert min(saved[False]) >= 0.999 * max(saved[True])
 
 
 def test_everything_is_kept_if_the_cost_allows_it(build: Build, images: torch.Tensor) -> None:
