@@ -84,7 +84,8 @@ def prune_network(
     """Remove channels until the target is met; nothing is fine-tuned afterwards.
 
     What a criterion leaves of the network is solved for anew, so that it makes up for what goes; a mask's
-    training changes the weights. Held-out images measure what fixing the masks costs, and choose nothing.
+    training changes the weights, unless it is to rewind them. Held-out images measure what fixing the masks
+    costs, and choose nothing.
 
     Args:
         model: The dense network, left untouched.
@@ -106,9 +107,12 @@ def prune_network(
     if options.definition.is_mask:
         masks = None if state_file is None else state_file.with_stem(f"{state_file.stem}-masks")
         masked, result = train_channel_masks(model, data, options, masks)
-        network = masked.removed().cpu().to(memory_format=torch.contiguous_format)
         groups = channel_groups(model, example_batch(model, data.input_shape, EXAMPLES))
         plan = removal_plan(model, data.input_shape, masked.kept_channels(), groups, options.pruner)
+        if options.rewind:
+            network = _carried_out(model, plan, options, calibration)
+        else:
+            network = masked.removed().cpu().to(memory_format=torch.contiguous_format)
         pruned = PrunedNetwork(network.eval(), plan, result.epochs, result.jump)
     else:
         pruned = _by_criterion(model, data, options, calibration)
@@ -158,7 +162,14 @@ def _by_criterion(
     cost = target_cost(options.measure, data.input_shape)
     kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
-    network = carry_out(
+    return PrunedNetwork(_carried_out(model, plan, options, calibration).eval(), plan)
+
+
+def _carried_out(
+    model: nn.Module, plan: CompressionPlan, options: PruningOptions, calibration: Tensor
+) -> nn.Module:
+    """Carry a plan out on the dense network's weights."""
+    return carry_out(
         model,
         plan,
         calibration,
@@ -166,7 +177,6 @@ def _by_criterion(
         batch_norm=options.batch_norm,
         seed=options.seed,
     )
-    return PrunedNetwork(network.eval(), plan)
 
 
 def _restore(path: Path, model: nn.Module, setup: Mapping[str, Any]) -> PrunedNetwork:

@@ -56,8 +56,10 @@ class PruningOptions:
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
-        sequential: Criteria only: let what stays make up for what goes (see `carry_out`).
-        batch_norm: Criteria only: see `carry_out`.
+        rewind: Masks only: keep what the masks chose and go back to the dense network's weights.
+        sequential: Where the weights are the dense network's: let what stays make up for what goes (see
+            `carry_out`).
+        batch_norm: There, see `carry_out`.
         seed: Seed of everything random.
     """
 
@@ -69,6 +71,7 @@ class PruningOptions:
     mask: Mapping[str, Any] = field(default_factory=dict)
     training: MaskTrainingOptions = field(default_factory=MaskTrainingOptions)
     steps: NetworkSteps = field(default_factory=NetworkSteps)
+    rewind: bool = False
     sequential: bool = True
     batch_norm: BatchNormCorrection = "mean"
     seed: int = 0
@@ -98,7 +101,13 @@ def pruner_defaults(name: str) -> dict[str, Any]:
     if "temperature" in training:
         training["temperature"] = list(training["temperature"])
     training["strengths"] = dict(training["strengths"])
-    return {"layers": None, **_mask_defaults(pruner), **training, **dataclasses.asdict(NetworkSteps())}
+    return {
+        "layers": None,
+        "rewind": False,
+        **_mask_defaults(pruner),
+        **training,
+        **dataclasses.asdict(NetworkSteps()),
+    }
 
 
 def pruning_options(
@@ -147,7 +156,12 @@ def pruning_options(
             training["temperature"] = _pair("temperature", training["temperature"])
         steps = {field.name: values[field.name] for field in dataclasses.fields(NetworkSteps)}
         return PruningOptions(
-            name, mask=mask, training=MaskTrainingOptions(**training), steps=NetworkSteps(**steps), **common
+            name,
+            mask=mask,
+            training=MaskTrainingOptions(**training),
+            steps=NetworkSteps(**steps),
+            rewind=values["rewind"],
+            **common,
         )
     except PruningError as error:
         raise ConfigError(f"pruner {name!r}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rankrl.data import ImageData, load_dataset
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
+from rankrl.workflow.apply import carry_out
 from rankrl.workflow.choose import calibration_images
 from rankrl.workflow.prune import check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions, pruner_defaults, pruning_options
@@ -59,6 +61,22 @@ def test_every_pruner_meets_its_target(name: str, data: ImageData, calibration: 
     assert (pruned.jump is not None) == (name in MASKS)
     reasons = {layer.name: layer.reason for layer in pruned.plan if layer.kept is None}
     assert reasons["linear"] == "its channels are the network's output"
+
+
+@pytest.mark.parametrize(("name", "given"), [("magnitude", {}), ("group_lasso", {**QUICK, "rewind": True})])
+def test_on_dense_weights_the_result_is_what_the_plan_makes_of_them(
+    name: str, given: dict[str, Any], data: ImageData, calibration: Tensor
+) -> None:
+    model = network(data)
+    options = pruning_options(name, given, params=None, macs=0.6)
+    pruned = prune_network(model, data, options, calibration)
+    expected = carry_out(model, pruned.plan, calibration)
+    state = expected.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in pruned.network.state_dict().items())
+    plain = prune_network(model, data, dataclasses.replace(options, sequential=False), calibration)
+    assert plain.plan == pruned.plan
+    weights = [dict(network.named_parameters()) for network in (plain.network, pruned.network)]
+    assert not torch.equal(*(each["layer1.0.conv2.weight"] for each in weights))
 
 
 def test_parameters_can_be_the_target(data: ImageData, calibration: Tensor) -> None:
