@@ -8,8 +8,10 @@ for --mask-epochs and is fine-tuned for --finetune-epochs, what only computes is
 same recipe and the dense network as teacher. Torch-Pruning needs 1x1 convolutions as shortcuts (option B),
 because the widths of the checkpoints' zero padding (option A) are constants to it: it gets the same network
 with shortcuts that compute the zero padding exactly at the start, and so do the pruners of --option-b, for
-comparison. The target is the same number of multiply-accumulates for both forms. Every result is written to a
-CSV file at once, and the same command goes on where it was stopped; a Markdown table is printed at the end.
+comparison. Our criteria solve for the weights that stay; masks keep what they have learned, or go back to the
+dense weights and solve for them too (--rewound). The target is the same number of multiply-accumulates for
+both forms. Every result is written to a CSV file at once, and the same command goes on where it was stopped;
+a Markdown table is printed at the end.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Bench:
             target = self.arguments.macs * count_macs(dense, self.data.input_shape)
             for name in self.arguments.pruners:
                 self._measure(model, "A", name, dense, self._own(name, target))
+            for name in self.arguments.rewound:
+                self._measure(model, "A", f"{name}, rewound", dense, self._own(name, target, rewind=True))
             if not self.arguments.option_b and self.arguments.skip_torch_pruning:
                 continue
             projected = with_projections(dense, self.calibration)
@@ -89,7 +93,7 @@ class Bench:
         started = time.perf_counter()
         network = prune(dense).cpu().eval()
         pruned = self._accuracy(network)
-        learned = name == "Torch-Pruning group norm" or _is_mask(name)
+        learned = name == "Torch-Pruning group norm" or _is_mask(name.removesuffix(", rewound"))
         epochs = self.arguments.finetune_epochs + (0 if learned else self.arguments.mask_epochs)
         self._finetune(network, dense, epochs)
         original = self._dense(model)
@@ -106,11 +110,11 @@ class Bench:
         self.rows.add(key, values)
         print(f"{model} {shortcut} {name}: {values['finetuned']:.2%}", flush=True)
 
-    def _own(self, name: str, target: float) -> Prune:
+    def _own(self, name: str, target: float, *, rewind: bool = False) -> Prune:
         """Return one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
-            given = {"epochs": self.arguments.mask_epochs} if _is_mask(name) else {}
+            given = {"epochs": self.arguments.mask_epochs, "rewind": rewind} if _is_mask(name) else {}
             kept = target / count_macs(dense, self.data.input_shape)
             options = pruning_options(name, given, params=None, macs=kept, seed=self.arguments.seed)
             return prune_network(dense, self.data, options, self.calibration).network
@@ -288,7 +292,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["resnet20", "resnet56"])
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--pruners", nargs="*", default=names, choices=names, help="on the network as it is")
-    parser.add_argument("--option-b", nargs="*", default=["group_lasso", "magnitude"], choices=names)
+    masks = [name for name in names if _is_mask(name)]
+    parser.add_argument(
+        "--rewound", nargs="*", default=masks, choices=masks, help="masks that go back to the dense weights"
+    )
+    parser.add_argument(
+        "--option-b", nargs="*", default=["group_lasso", "magnitude", "reconstruction"], choices=names
+    )
     parser.add_argument("--skip-torch-pruning", action="store_true")
     parser.add_argument("--macs", type=float, default=0.5, help="share to keep")
     parser.add_argument("--mask-epochs", type=int, default=20)

@@ -99,6 +99,8 @@ def test_the_benchmark_brings_every_pruner_to_the_same_cost(
         "resnet20",
         "--pruners",
         "first_k",
+        "--rewound",
+        "group_lasso",
         "--option-b",
         "magnitude",
     ]
@@ -108,11 +110,12 @@ def test_the_benchmark_brings_every_pruner_to_the_same_cost(
         rows = list(csv.DictReader(file))
     assert [(row["shortcut"], row["pruner"]) for row in rows] == [
         ("A", "first_k"),
+        ("A", "group_lasso, rewound"),
         ("B", "magnitude"),
         ("B", "Torch-Pruning magnitude"),
         ("B", "Torch-Pruning group norm"),
     ]
     assert all(0.4 < float(row["kept_macs"]) <= 0.5 for row in rows)
-    assert capsys.readouterr().out.count("| resnet20 |") == 4
+    assert capsys.readouterr().out.count("| resnet20 |") == 5
     bench.main(arguments)
     assert "resnet20 A first_k:" not in capsys.readouterr().out
