@@ -8,10 +8,10 @@ for --mask-epochs and is fine-tuned for --finetune-epochs, what only computes is
 same recipe and the dense network as teacher. Torch-Pruning needs 1x1 convolutions as shortcuts (option B),
 because the widths of the checkpoints' zero padding (option A) are constants to it: it gets the same network
 with shortcuts that compute the zero padding exactly at the start, and so do the pruners of --option-b, for
-comparison. Our criteria solve for the weights that stay; masks keep what they have learned, or go back to the
-dense weights and solve for them too (--rewound). The target is the same number of multiply-accumulates for
-both forms. Every result is written to a CSV file at once, and the same command goes on where it was stopped;
-a Markdown table is printed at the end.
+comparison. Our criteria solve for the weights that stay, or do not (--only-cut); masks keep what they have
+learned, or go back to the dense weights and solve for them too (--rewound). The target is the same number of
+multiply-accumulates for both forms. Every result is written to a CSV file at once, and the same command goes
+on where it was stopped; a Markdown table is printed at the end.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Bench:
                 self._measure(model, "A", name, dense, self._own(name, target))
             for name in self.arguments.rewound:
                 self._measure(model, "A", f"{name}, rewound", dense, self._own(name, target, rewind=True))
+            for name in self.arguments.only_cut:
+                self._measure(model, "A", f"{name}, only cut", dense, self._own(name, target, solve=False))
             if not self.arguments.option_b and self.arguments.skip_torch_pruning:
                 continue
             projected = with_projections(dense, self.calibration)
@@ -110,13 +112,14 @@ class Bench:
         self.rows.add(key, values)
         print(f"{model} {shortcut} {name}: {values['finetuned']:.2%}", flush=True)
 
-    def _own(self, name: str, target: float, *, rewind: bool = False) -> Prune:
+    def _own(self, name: str, target: float, *, rewind: bool = False, solve: bool = True) -> Prune:
         """Return one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
             given = {"epochs": self.arguments.mask_epochs, "rewind": rewind} if _is_mask(name) else {}
             kept = target / count_macs(dense, self.data.input_shape)
             options = pruning_options(name, given, params=None, macs=kept, seed=self.arguments.seed)
+            options = dataclasses.replace(options, sequential=solve)
             return prune_network(dense, self.data, options, self.calibration).network
 
         return prune
@@ -295,6 +298,9 @@ def main(arguments: list[str] | None = None) -> None:
     masks = [name for name in names if _is_mask(name)]
     parser.add_argument(
         "--rewound", nargs="*", default=masks, choices=masks, help="masks that go back to the dense weights"
+    )
+    parser.add_argument(
+        "--only-cut", nargs="*", default=["magnitude"], choices=names, help="criteria that solve for nothing"
     )
     parser.add_argument(
         "--option-b", nargs="*", default=["group_lasso", "magnitude", "reconstruction"], choices=names

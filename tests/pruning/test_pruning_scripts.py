@@ -101,6 +101,8 @@ def test_the_benchmark_brings_every_pruner_to_the_same_cost(
         "first_k",
         "--rewound",
         "group_lasso",
+        "--only-cut",
+        "magnitude",
         "--option-b",
         "magnitude",
     ]
@@ -111,11 +113,12 @@ def test_the_benchmark_brings_every_pruner_to_the_same_cost(
     assert [(row["shortcut"], row["pruner"]) for row in rows] == [
         ("A", "first_k"),
         ("A", "group_lasso, rewound"),
+        ("A", "magnitude, only cut"),
         ("B", "magnitude"),
         ("B", "Torch-Pruning magnitude"),
         ("B", "Torch-Pruning group norm"),
     ]
     assert all(0.4 < float(row["kept_macs"]) <= 0.5 for row in rows)
-    assert capsys.readouterr().out.count("| resnet20 |") == 5
+    assert capsys.readouterr().out.count("| resnet20 |") == 6
     bench.main(arguments)
     assert "resnet20 A first_k:" not in capsys.readouterr().out
