@@ -26,6 +26,7 @@ def keep_share(
     scores: Mapping[str, torch.Tensor],
     share: float,
     scope: Literal["uniform", "global"] = "uniform",
+    multiple: int = 1,
 ) -> KeptChannels:
     """Keep the best units.
 
@@ -34,15 +35,19 @@ def keep_share(
         scores: for each group's name the scores of its units, shape (units,), higher is better.
         share: of the units to keep, in [0, 1]; every layer keeps a channel even at 0.
         scope: take the share of every group (`uniform`), or of all units ranked together (`global`).
+        multiple: what is left of a layer that loses channels is rounded to the nearest multiple of it, and to
+            at least one.
 
     Raises:
-        PruningError: if the share or the scope is not allowed, or a score is missing, misshapen or not a
-            number.
+        PruningError: if the share, the scope or the multiple is not allowed, or a score is missing, misshapen
+            or not a number.
     """
     if not 0 <= share <= 1:
         raise PruningError(f"the share of kept units must lie in [0, 1], got {share}")
     if scope not in ("uniform", "global"):
         raise PruningError(f"scope is {scope!r}; choose uniform or global")
+    if multiple < 1:
+        raise PruningError(f"channels are kept in multiples of at least 1, got {multiple}")
     rows = [_checked(group, scores) for group in groups]
     if scope == "uniform":
         opened = [_best(row, round(share * len(row))) for row in rows]
@@ -51,7 +56,7 @@ def keep_share(
         opened = list(_best(together, round(share * len(together))).split([len(row) for row in rows]))
     kept: KeptChannels = {}
     for group, units, row in zip(groups, opened, rows, strict=True):
-        kept.update(group.kept(group.spare(units, row)))
+        kept.update(group.kept(group.spare(_rounded(group, units, row, multiple), row)))
     return kept
 
 
@@ -63,6 +68,7 @@ def keep_within(
     cost: Cost,
     fraction: float,
     scope: Scope = "uniform",
+    multiple: int = 1,
 ) -> KeptChannels:
     """Keep as many of the best units as a cost allows.
 
@@ -75,6 +81,7 @@ def keep_within(
         fraction: of the model's cost that may remain, in (0, 1].
         scope: see `keep_share`; `per_cost` ranks all units together by score for each bit of cost that they
             save, which is for scores that are errors.
+        multiple: see `keep_share`.
 
     Raises:
         PruningError: if the target cannot be reached, with the smallest fraction that can.
@@ -95,13 +102,13 @@ def keep_within(
         }
 
     def kept_at(share: float) -> tuple[KeptChannels, float]:
-        kept = keep_share(groups, scores, share, "uniform" if scope == "uniform" else "global")
+        kept = keep_share(groups, scores, share, "uniform" if scope == "uniform" else "global", multiple)
         return kept, cost_of(kept)
 
     best, spent = kept_at(1.0)
     if spent <= allowed:
         return best
-    require_reachable(model, example_input, groups, cost, fraction)
+    require_reachable(model, example_input, groups, cost, fraction, multiple)
     best, _ = kept_at(0.0)
     low, high = 0.0, 1.0
     for _ in range(math.ceil(math.log2(sum(group.units for group in groups))) + 1):
@@ -120,17 +127,20 @@ def require_reachable(
     groups: Sequence[ChannelGroup],
     cost: Cost,
     fraction: float,
+    multiple: int = 1,
 ) -> None:
-    """Check that a network with one channel per pruned layer costs no more than `fraction` of the whole one.
+    """Check that a network with the fewest channels per layer costs no more than `fraction` of the whole one.
 
     Raises:
         PruningError: if it does, with the smallest fraction that can be reached.
     """
     scores = {group.name: torch.zeros(group.units) for group in groups}
-    smallest = cost(remove_channels(model, keep_share(groups, scores, 0.0), example_input)) / cost(model)
+    fewest = keep_share(groups, scores, 0.0, multiple=multiple)
+    smallest = cost(remove_channels(model, fewest, example_input)) / cost(model)
     if smallest > fraction:
+        channels = "one channel" if multiple == 1 else f"{multiple} channels"
         raise PruningError(
-            f"a cost of {fraction:.3g} of the network's cannot be reached: with one channel per layer in "
+            f"a cost of {fraction:.3g} of the network's cannot be reached: with {channels} per layer in "
             f"{', '.join(group.name for group in groups)} it is still {smallest:.3g}; "
             "prune more layers or raise the target"
         )
@@ -139,24 +149,41 @@ def require_reachable(
 def _saved_by_unit(
     group: ChannelGroup, cost_of: Callable[[KeptChannels], float], whole: float
 ) -> torch.Tensor:
-    """Return what the removal of each unit saves, shape (units,): the mean over a quarter of those like it.
-
-    Units are alike when the same layers make them; a unit of a residual stream may have channels in some
-    stages only.
-    """
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    counts = [Counter(row) for row in group.layers.values()]
-    for unit in range(group.units):
-        kinds.setdefault(tuple(count[unit] for count in counts), []).append(unit)
+    """Return what the removal of each unit saves, shape (units,): the mean over a quarter of those alike."""
     saved = torch.zeros(group.units, dtype=torch.float64)
     order = torch.arange(group.units)
-    for alike in kinds.values():
+    for alike in _alike(group):
         units = torch.ones(group.units, dtype=torch.bool)
         units[alike[: max(1, len(alike) // 4)]] = False
         units = group.spare(units, order)
         gone = max(1, group.units - int(units.sum()))
         saved[alike] = max((whole - cost_of(group.kept(units))) / gone, 1e-30)
     return saved
+
+
+def _alike(group: ChannelGroup) -> list[list[int]]:
+    """Return the units of a group by the layers that make them: a residual stream may widen on its way."""
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    counts = [Counter(row) for row in group.layers.values()]
+    for unit in range(group.units):
+        kinds.setdefault(tuple(count[unit] for count in counts), []).append(unit)
+    return list(kinds.values())
+
+
+def _rounded(group: ChannelGroup, opened: torch.Tensor, scores: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Open or close the units on the border, so that a multiple of those alike is left, or all of them."""
+    if multiple == 1:
+        return opened
+    rounded = opened.clone()
+    for alike in _alike(group):
+        members = torch.tensor(alike)
+        count = int(opened[members].sum())
+        if count == len(alike):
+            continue
+        indispensable = any(set(row) <= set(alike) for row in group.layers.values())
+        count = max(int(indispensable) * multiple, multiple * math.floor(count / multiple + 0.5))
+        rounded[members] = _best(scores[members], min(count, len(alike)))
+    return rounded
 
 
 def _checked(group: ChannelGroup, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:

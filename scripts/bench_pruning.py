@@ -10,8 +10,9 @@ because the widths of the checkpoints' zero padding (option A) are constants to 
 with shortcuts that compute the zero padding exactly at the start, and so do the pruners of --option-b, for
 comparison. Our criteria solve for the weights that stay, or do not (--only-cut); masks keep what they have
 learned, or go back to the dense weights and solve for them too (--rewound). The target is the same number of
-multiply-accumulates for both forms. Every result is written to a CSV file at once, and the same command goes
-on where it was stopped; a Markdown table is printed at the end.
+multiply-accumulates for both forms. The latency is that of the ONNX file in onnxruntime on one thread, 64
+images a batch, timed in turns with the dense network's. Every result is written to a CSV file at once, and
+the same command goes on where it was stopped; a Markdown table is printed at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,7 @@ from decomposition import count_macs, count_parameters, reestimate_batch_norm
 from pruning import get_pruner, list_pruners
 from rankrl.data import batches, load_dataset
 from rankrl.device import inference_precision, select_device
+from rankrl.export import compare_latency, export_onnx
 from rankrl.models import create_model, load_checkpoint
 from rankrl.models.resnet import BasicBlock, ZeroPadShortcut
 from rankrl.progress import progress_bar
@@ -41,8 +44,9 @@ from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options
 
 SPARSE_LR, REGULARISATION, PRUNING_STEPS = 0.01, 5e-4, 400
+MULTIPLE = 8
 SETTINGS = ("dataset", "images", "macs", "mask_epochs", "finetune_epochs", "lr", "seed")
-VALUES = ("params", "kept_params", "kept_macs", "dense", "pruned", "finetuned", "seconds")
+VALUES = ("params", "kept_params", "kept_macs", "latency", "dense", "pruned", "finetuned", "seconds")
 Prune = Callable[[nn.Module], nn.Module]
 
 
@@ -72,6 +76,9 @@ class Bench:
                 self._measure(model, "A", f"{name}, rewound", dense, self._own(name, target, rewind=True))
             for name in self.arguments.only_cut:
                 self._measure(model, "A", f"{name}, only cut", dense, self._own(name, target, solve=False))
+            for name in self.arguments.multiples:
+                label = f"{name}, multiples of {MULTIPLE}"
+                self._measure(model, "A", label, dense, self._own(name, target, multiple=MULTIPLE))
             if not self.arguments.option_b and self.arguments.skip_torch_pruning:
                 continue
             projected = with_projections(dense, self.calibration)
@@ -104,6 +111,7 @@ class Bench:
             "params": count_parameters(network),
             "kept_params": round(count_parameters(network) / count_parameters(original), 4),
             "kept_macs": round(count_macs(network, shape) / count_macs(original, shape), 4),
+            "latency": round(self._latency(original, network), 3),
             "dense": self._accuracy(dense),
             "pruned": pruned,
             "finetuned": self._accuracy(network),
@@ -112,11 +120,15 @@ class Bench:
         self.rows.add(key, values)
         print(f"{model} {shortcut} {name}: {values['finetuned']:.2%}", flush=True)
 
-    def _own(self, name: str, target: float, *, rewind: bool = False, solve: bool = True) -> Prune:
+    def _own(
+        self, name: str, target: float, *, rewind: bool = False, solve: bool = True, multiple: int = 1
+    ) -> Prune:
         """Return one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
-            given = {"epochs": self.arguments.mask_epochs, "rewind": rewind} if _is_mask(name) else {}
+            given: dict[str, object] = {"multiple": multiple}
+            if _is_mask(name):
+                given = {"epochs": self.arguments.mask_epochs, "rewind": rewind}
             kept = target / count_macs(dense, self.data.input_shape)
             options = pruning_options(name, given, params=None, macs=kept, seed=self.arguments.seed)
             options = dataclasses.replace(options, sequential=solve)
@@ -211,6 +223,15 @@ class Bench:
         tested = copy.deepcopy(network).to(self.device)
         return report_accuracy(tested, self.data.test, mean=self.data.mean, std=self.data.std)
 
+    def _latency(self, dense: nn.Module, network: nn.Module) -> float:
+        """Return the time of a network's ONNX file on one thread as a share of the dense network's."""
+        with TemporaryDirectory() as folder:
+            files = [Path(folder) / f"{name}.onnx" for name in ("dense", "network")]
+            for file, each in zip(files, (dense, network), strict=True):
+                export_onnx(each, file, self.data.input_shape)
+            compared = compare_latency(*files)
+        return 1 / compared.ratio
+
     def _print(self) -> None:
         chosen = {column: str(value) for column, value in self.settings.items()}
         settings = self.settings
@@ -221,13 +242,15 @@ class Bench:
             f"{self.device.type}\n"
         )
         print(
-            "| model | shortcuts | pruner | MACs kept | parameters kept | dense | pruned | fine-tuned "
-            "| change |"
+            "| model | shortcuts | pruner | MACs kept | parameters kept | latency | dense | pruned "
+            "| fine-tuned | change |"
         )
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for row in self.rows.rows:
             if all(row[column] == chosen[column] for column in SETTINGS):
-                kept = f"{float(row['kept_macs']):.1%} | {float(row['kept_params']):.1%}"
+                kept = " | ".join(
+                    f"{float(row[name]):.1%}" for name in ("kept_macs", "kept_params", "latency")
+                )
                 dense, pruned, tuned = (float(row[name]) for name in ("dense", "pruned", "finetuned"))
                 print(
                     f"| {row['model']} | {row['shortcut']} | {row['pruner']} | {kept} | {dense:.2%} "
@@ -301,6 +324,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--only-cut", nargs="*", default=["magnitude"], choices=names, help="criteria that solve for nothing"
+    )
+    parser.add_argument(
+        "--multiples",
+        nargs="*",
+        default=["reconstruction"],
+        choices=[name for name in names if name not in masks],
+        help=f"criteria that keep channels in multiples of {MULTIPLE}",
     )
     parser.add_argument(
         "--option-b", nargs="*", default=["group_lasso", "magnitude", "reconstruction"], choices=names

@@ -70,7 +70,8 @@ def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningO
     for name in options.training.strengths:
         if name not in names:
             raise ConfigError(f"pruner.strengths names {name!r}; the channel groups are {', '.join(names)}")
-    require_reachable(model, inputs, groups, target_cost(options.measure, input_shape), options.kept)
+    cost = target_cost(options.measure, input_shape)
+    require_reachable(model, inputs, groups, cost, options.kept, options.multiple)
 
 
 def prune_network(
@@ -160,7 +161,7 @@ def _by_criterion(
     generator = torch.Generator().manual_seed(options.seed)
     scores = options.definition.definition(model, groups, calibration, generator)
     cost = target_cost(options.measure, data.input_shape)
-    kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope)
+    kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope, options.multiple)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
     return PrunedNetwork(_carried_out(model, plan, options, calibration).eval(), plan)
 

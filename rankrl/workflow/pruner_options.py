@@ -53,6 +53,7 @@ class PruningOptions:
         kept: The target: the fraction of the dense network's cost to keep at most, in (0, 1).
         layers: Names of the layers whose channels may go; None for all that can be pruned.
         scope: Criteria only: see `pruning.keep_within`.
+        multiple: Criteria only: see there.
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
@@ -68,6 +69,7 @@ class PruningOptions:
     kept: float = DEFAULT_KEPT_MACS
     layers: tuple[str, ...] | None = None
     scope: Scope = "uniform"
+    multiple: int = 1
     mask: Mapping[str, Any] = field(default_factory=dict)
     training: MaskTrainingOptions = field(default_factory=MaskTrainingOptions)
     steps: NetworkSteps = field(default_factory=NetworkSteps)
@@ -95,7 +97,7 @@ def pruner_defaults(name: str) -> dict[str, Any]:
         )
     pruner = get_pruner(name)
     if not pruner.is_mask:
-        return {"layers": None, "scope": pruner.scope}
+        return {"layers": None, "scope": pruner.scope, "multiple": 1}
     training = {field.name: getattr(MaskTrainingOptions(), field.name) for field in _fields(pruner)}
     training["push_pull"] = [training["push_pull"].network_steps, training["push_pull"].mask_steps]
     if "temperature" in training:
@@ -146,7 +148,9 @@ def pruning_options(
                 f"pruner.scope must be one of {', '.join(allowed)}, got {values['scope']!r}."
                 f"{did_you_mean(values['scope'], allowed)}"
             )
-        return PruningOptions(name, scope=values["scope"], **common)
+        if values["multiple"] < 1:
+            raise ConfigError(f"pruner.multiple must be at least 1, got {values['multiple']}")
+        return PruningOptions(name, scope=values["scope"], multiple=values["multiple"], **common)
     try:
         mask = {key: values[key] for key in _mask_defaults(pruner)}
         pruner.definition(1, **mask)

@@ -58,6 +58,41 @@ def test_the_cost_target_is_met_and_nearly_used_up(
     assert fraction - 0.3 <= share <= fraction
 
 
+@given(share=st.floats(0, 1), multiple=st.sampled_from([2, 4]), seed=st.integers(0, 1000))
+def test_channels_are_kept_in_multiples(
+    build: Build, images: torch.Tensor, share: float, multiple: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("plain_chain", "resnet_option_a"):  # 6, 8 and 10 channels; a stream of 4, 8 and 16
+        groups = removable_groups(channel_groups(build(name), images))
+        scores = {group.name: torch.rand(group.units, generator=generator) for group in groups}
+        for scope in ("uniform", "global"):
+            kept = keep_share(groups, scores, share, scope, multiple)
+            exactly = keep_share(groups, scores, share, scope)
+            for group in groups:
+                for layer, row in group.layers.items():
+                    count = len(kept[layer])
+                    assert count % multiple == 0 or count == len(row)
+                    assert count >= min(multiple, len(row))
+                    if len(group.layers) == 1:
+                        assert abs(count - len(exactly[layer])) <= max(multiple - 1, multiple // 2)
+
+
+def test_a_target_is_met_in_multiples(build: Build, images: torch.Tensor) -> None:
+    network = build("resnet_option_a")
+    groups = removable_groups(channel_groups(network, images))
+    scores = {group.name: torch.rand(group.units) for group in groups}
+
+    def cost(smaller: nn.Module) -> float:
+        return macs_of(smaller, images.shape)
+
+    kept = keep_within(network, images, groups, scores, cost, 0.6, "global", 4)
+    assert cost(remove_channels(network, kept, images)) <= 0.6 * cost(network)
+    assert all(len(channels) % 4 == 0 for channels in kept.values())
+    with pytest.raises(PruningError, match="with 4 channels per layer"):
+        keep_within(network, images, groups, scores, cost, 0.05, "global", 4)
+
+
 def macs_of(network: nn.Module, shape: torch.Size) -> int:
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
@@ -124,6 +159,8 @@ def test_shares_scopes_and_scores_are_validated(build: Build, images: torch.Tens
         keep_share(groups, scores, 1.5)
     with pytest.raises(PruningError, match="choose uniform or global"):
         keep_share(groups, scores, 0.5, "local")
+    with pytest.raises(PruningError, match="multiples of at least 1, got 0"):
+        keep_share(groups, scores, 0.5, multiple=0)
     with pytest.raises(PruningError, match="'conv1' needs 6 scores, got none"):
         keep_share(groups, {}, 0.5)
     with pytest.raises(

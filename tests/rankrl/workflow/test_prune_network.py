@@ -85,6 +85,13 @@ def test_parameters_can_be_the_target(data: ImageData, calibration: Tensor) -> N
     assert 0.25 < count_parameters(pruned.network) / count_parameters(model) <= 0.3
 
 
+def test_channels_can_be_kept_in_multiples(data: ImageData, calibration: Tensor) -> None:
+    options = pruning_options("reconstruction", {"multiple": 8}, params=None, macs=0.6)
+    pruned = prune_network(network(data), data, options, calibration)
+    assert pruned.plan.kept_channels
+    assert all(len(channels) % 8 == 0 for channels in pruned.plan.kept_channels.values())
+
+
 def test_only_the_named_layers_are_pruned(data: ImageData, calibration: Tensor) -> None:
     options = pruning_options("magnitude", {"layers": ["fc1"]}, params=0.8, macs=None)
     pruned = prune_network(network(data, "conv4"), data, options, calibration)
@@ -195,6 +202,7 @@ def test_the_defaults_are_accepted(name: str) -> None:
             {"scope": "globl"},
             "pruner.scope must be one of uniform, global.*Did you mean 'global'",
         ),
+        ("magnitude", {"multiple": 0}, "pruner.multiple must be at least 1, got 0"),
         ("magnitude", {"layers": "conv1"}, "pruner.layers must be a list of layer names"),
         ("group_lasso", {"epochs": 0}, "epochs must be at least 1"),
         ("group_lasso", {"epochs": 1.5}, "pruner.epochs must be of type int"),
