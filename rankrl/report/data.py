@@ -29,7 +29,7 @@ class LayerRow:
         macs_before: Multiply-accumulates for one input, dense.
         macs_after: Multiply-accumulates for one input, compressed.
         error: Relative error of the layer, 0 for the dense one; None where it was not measured.
-        reason: Why the layer stayed dense; empty for a compressed layer.
+        reason: Why the layer was not decomposed, or keeps its output channels; empty if it was cut.
         channels: Output channels kept and of how many; None in a plan that removes none.
     """
 
@@ -48,6 +48,11 @@ class LayerRow:
     def kept(self) -> float:
         """The fraction of the layer's parameters that is left."""
         return self.params_after / self.params_before
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the layer is smaller than it was; with channels removed, its inputs may be all it lost."""
+        return not self.reason or self.params_after < self.params_before
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     positions = np.arange(len(layers))
     style_axes(shares, "", "parameters kept")
     shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    for name, colour, dense in (("compressed", "accent", False), ("left dense", "soft", True)):
-        chosen = [index for index, row in enumerate(layers) if bool(row.reason) == dense]
+    for name, colour, compressed in (("compressed", "accent", True), ("left dense", "soft", False)):
+        chosen = [index for index, row in enumerate(layers) if row.is_compressed == compressed]
         if chosen:
             heights = [layers[index].kept for index in chosen]
             shares.bar(positions[chosen], heights, width=0.72, color=PALETTE[colour], label=name)

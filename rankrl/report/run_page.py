@@ -136,7 +136,8 @@ def _search(report: RunReport) -> str:
 def _layers(report: RunReport) -> str:
     if not report.layers:
         return ""
-    dense = sum(bool(row.reason) for row in report.layers)
+    dense = sum(not row.is_compressed for row in report.layers)
+    reasoned = any(row.reason for row in report.layers)
     kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
     plural = "s" if len(report.layers) > 1 else ""
     caption = (
@@ -164,17 +165,17 @@ def _layers(report: RunReport) -> str:
         "MACs before",
         "MACs after",
         *(["Relative error"] if measured else []),
-        *(["Left dense because"] if dense else []),
+        *(["Outputs stay because" if pruned and not ranked else "Left dense because"] if reasoned else []),
     ]
     rows = [
-        _layer_cells(row, pruned=pruned, ranked=ranked, measured=measured, dense=dense > 0)
+        _layer_cells(row, pruned=pruned, ranked=ranked, measured=measured, reasoned=reasoned)
         for row in report.layers
     ]
-    text_columns = (0, len(columns) - 1) if dense else (0,)
+    text_columns = (0, len(columns) - 1) if reasoned else (0,)
     return f"{drawing}\n{table('Every layer, before and after.', columns, rows, text_columns=text_columns)}"
 
 
-def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, dense: bool) -> list[str]:
+def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, reasoned: bool) -> list[str]:
     return [
         row.name,
         "×".join(map(str, row.shape)),
@@ -186,7 +187,7 @@ def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, d
         format_large(row.macs_before),
         format_large(row.macs_after),
         *([UNKNOWN if row.error is None else f"{row.error:.3f}"] if measured else []),
-        *([row.reason] if dense else []),
+        *([row.reason] if reasoned else []),
     ]
 
 

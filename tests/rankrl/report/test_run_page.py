@@ -138,6 +138,18 @@ def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[
     assert not {"Ranks", "Relative error", "Left dense because"} & set(cells)
 
 
+def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str, Any]) -> None:
+    stays = "all its output channels stay"
+    rows = [
+        LayerRow("first", (8, 3, 3, 3), (), 216, 216, 9000, 9000, reason=stays, channels=(8, 8)),
+        LayerRow("cut", (8, 8, 3, 3), (), 576, 288, 9000, 4500, channels=(4, 8)),
+        LayerRow("reader", (8, 8, 3, 3), (), 576, 288, 9000, 4500, reason=stays, channels=(8, 8)),
+    ]
+    page = run_page(RunReport(metrics, rows))
+    assert "3 layers, 1 left dense" in page
+    assert {"Outputs stay because", stays} <= set(outline(page).cells)
+
+
 def test_a_slower_model_is_called_slower(metrics: dict[str, Any]) -> None:
     metrics["ratios"]["latency"] = 0.8
     assert "1.25× slower" in run_page(RunReport(metrics))
