@@ -181,7 +181,7 @@ def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
     scores = torch.zeros(group.units, dtype=torch.float64)
     last = scores.new_zeros(())
     for _ in range(group.units):
-        added = factor * torch.stack([part.added() for part in parts]).sum(0)
+        added = factor * sum((part.added() for part in parts), start=torch.zeros_like(scores))
         unit = int(added.masked_fill(~staying, float("inf")).argmin())
         # Strictly more than the last one: a unit must not seem to go before one that went earlier.
         last = torch.maximum(added[unit], torch.nextafter(last, last.new_tensor(float("inf"))))

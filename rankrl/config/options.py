@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
@@ -24,6 +25,9 @@ from rankrl.workflow.run_folder import cache_folder
 
 FAST_MULTIPLE = 8
 """Channels that onnxruntime's kernels compute at a time: 8 with AVX2, 16 with AVX-512."""
+# Where optim.lr is null; configs/optim/onnx_adam.yaml holds the figures.
+_LR_AFTER_DECOMPOSITION = {"onnx_adam": 1e-4}
+_LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
 
 
 def dataset(config: AppConfig) -> ImageData:
@@ -158,14 +162,20 @@ def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
     return dataclasses.replace(config, budget=budget)
 
 
-def finetuning_recipe(config: AppConfig) -> TrainingRecipe:
-    """Return the recipe of fine-tuning."""
-    return _recipe(config.finetune, config.optim, config.seed)
+def finetuning_recipe(config: AppConfig, *, after_removal: bool = False) -> TrainingRecipe:
+    """Return the recipe of fine-tuning.
+
+    Args:
+        config: The configuration.
+        after_removal: Whether channels were removed and nothing decomposed, which asks for larger steps.
+    """
+    default = _LR_AFTER_REMOVAL if after_removal else _LR_AFTER_DECOMPOSITION
+    return _recipe(config.finetune, config.optim, config.seed, default)
 
 
 def training_recipe(config: AppConfig) -> TrainingRecipe:
     """Return the recipe of training from scratch."""
-    return _recipe(config.train, config.train.optim, config.seed)
+    return _recipe(config.train, config.train.optim, config.seed, {})
 
 
 def comparison_recipe(config: AppConfig) -> TrainingRecipe | None:
@@ -213,11 +223,19 @@ def export_options(config: AppConfig) -> ExportOptions:
     return ExportOptions(export.opset, export.batch, export.threads, export.runs)
 
 
-def _recipe(recipe: RecipeConfig, optim: OptimConfig, seed: int) -> TrainingRecipe:
+def _recipe(
+    recipe: RecipeConfig, optim: OptimConfig, seed: int, default_lr: Mapping[str, float]
+) -> TrainingRecipe:
+    lr = default_lr.get(optim.name) if optim.lr is None else optim.lr
+    if lr is None:
+        raise ConfigError(
+            f"the learning rate of {optim.name} is null, which only fine-tuning with onnx_adam allows; set a "
+            "number, such as optim.lr=0.01"
+        )
     return TrainingRecipe(
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,
-        lr=optim.lr,
+        lr=lr,
         optimizer=optim.name,
         optimizer_options=optim.options,
         schedule=recipe.schedule,

@@ -90,7 +90,7 @@ class OptimConfig:
     """The optimizer of fine-tuning."""
 
     name: str = "onnx_adam"
-    lr: float = 1e-4
+    lr: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

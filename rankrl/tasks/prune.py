@@ -59,14 +59,14 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         plan.save(folder.plan)
     else:
         tuned = copy.deepcopy(network)
-        steps.finetuned(config, data, tuned, dense, folder, stage="finetune-pruned")
+        steps.finetuned(config, data, tuned, dense, folder, stage="finetune-pruned", after_removal=True)
         metrics["pruned"] = network_numbers(tuned, data)
         network, plan, metrics["search"] = _decomposed(
             decomposing, data, tuned, pruned, images, dense, folder
         )
     rows = layer_rows(plan, inspect_layers(dense, data.input_shape), network, remaining=remaining)
     finetuned = copy.deepcopy(network)
-    epochs = steps.finetuned(config, data, finetuned, dense, folder)
+    epochs = steps.finetuned(config, data, finetuned, dense, folder, after_removal=decomposing is None)
     save_compressed(finetuned, plan, folder.model)
     metrics["compressed"] = network_numbers(network, data)
     metrics["finetuned"] = {"accuracy": test_accuracy(finetuned, data)}

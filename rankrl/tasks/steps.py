@@ -114,9 +114,10 @@ def finetuned(
     folder: RunFolder,
     *,
     stage: str = "finetune",
+    after_removal: bool = False,
 ) -> Sequence[EpochRow]:
     """Fine-tune a compressed network in place with the dense one as teacher; return the epochs."""
-    recipe = options.finetuning_recipe(config)
+    recipe = options.finetuning_recipe(config, after_removal=after_removal)
     state, track = folder.state / f"{stage}.safetensors", folder.tracking.epochs(stage)
     return run_training(
         "fine-tune", network, data, recipe, state_file=state, teacher=dense, on_epoch=track

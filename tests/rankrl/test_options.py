@@ -60,3 +60,21 @@ def test_ranks_cannot_be_multiples_of_nothing() -> None:
 def test_weighed_outputs_can_be_switched_off() -> None:
     assert options.candidate_options(settings()).weigh_outputs
     assert not options.candidate_options(settings("decomposition.weigh_outputs=false")).weigh_outputs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "after_removal", "lr"),
+    [
+        ((), False, 1e-4),
+        ((), True, 1e-3),
+        (("optim.lr=2e-4",), True, 2e-4),
+        (("optim=sgd",), True, 1e-2),
+    ],
+)
+def test_fine_tuning_takes_larger_steps_after_a_removal(overrides, after_removal, lr) -> None:
+    assert options.finetuning_recipe(settings(*overrides), after_removal=after_removal).lr == lr
+
+
+def test_other_optimizers_need_a_rate() -> None:
+    with pytest.raises(ConfigError, match=r"the learning rate of sgd is null.*optim\.lr=0\.01"):
+        options.finetuning_recipe(settings("optim=sgd", "optim.lr=null"))

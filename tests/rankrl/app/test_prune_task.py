@@ -36,7 +36,7 @@ def prune(rankrl: Command, tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) -> None:
-    folder = prune("run", "pruner=group_lasso", *MASKS, "budget.macs=0.6")
+    folder = prune("run", "pruner=group_lasso", *MASKS, "budget.macs=0.6", "finetune.epochs=2")
     for name in ("plan.json", "metrics.json", "model.safetensors", "model.onnx", "report.html"):
         assert (folder / name).stat().st_size > 0, name
     assert {path.name for path in (folder / "plots").iterdir()} >= {"layers.png", "finetune.png"}
@@ -52,6 +52,7 @@ def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) ->
     assert pruning["channels_kept"] < pruning["channels"]
     assert len(pruning["mask_epochs"]) == 3
     assert set(pruning["jump"]) == {"sampled", "deterministic", "fixed"}
+    assert metrics["epochs"][0]["lr"] > 1e-4
     plan = CompressionPlan.load(folder / "plan.json")
     kept = plan.kept_channels
     page = (folder / "report.html").read_text()
