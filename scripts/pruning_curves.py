@@ -70,9 +70,7 @@ LEAST_REMOVED, MOST_REMOVED = 0.2, 0.95
 class Conv6(nn.Module):
     """Three pairs of 3x3 convolutions (64, 128 and 256 wide), dropout 0.5, and two dense layers.
 
-    Conv-6 of Frankle & Carbin 2019, figure 2, with a dense layer twice as wide. Weights start at the variance
-    of He et al. 2015: with torch's smaller one the loss hardly changes at first, and the L1 penalty, whose
-    gradient Adam makes as large as any, takes all weights to zero.
+    Conv-6 of Frankle & Carbin 2019, figure 2, with a dense layer twice as wide.
     """
 
     def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
@@ -87,11 +85,6 @@ class Conv6(nn.Module):
         self.head = nn.Sequential(
             nn.Linear(256 * (height // 8) * (width // 8), 512), nn.ReLU(), nn.Linear(512, classes)
         )
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
-            else:
-                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, C, H, W) to class scores (N, classes)."""
@@ -148,6 +141,7 @@ class Curves:
         if method == "from_scratch":
             widths, _ = without_channels(self._network(seed), CompressionPlan.load(plan_file))
             network = untrained_copy(widths, seed + 1)
+            self._initialise(network, seed + 1)
             self._fit(f"{method} {removed:.0%}", network, chosen.epochs + longer, seed)
             return network
         given = {}
@@ -175,9 +169,26 @@ class Curves:
         shape, classes = self.data.input_shape, self.data.classes
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            if self.arguments.network == "conv6":
-                return Conv6(shape, classes)
-            return create_model(self.arguments.network, input_shape=shape, num_classes=classes)
+            if self.arguments.network == "conv4":
+                return create_model("conv4", input_shape=shape, num_classes=classes)
+            network = Conv6(shape, classes)
+            self._initialise(network, seed)
+            return network
+
+    def _initialise(self, network: nn.Module, seed: int) -> None:
+        """Give conv6 the initial variance of He et al. 2015.
+
+        With torch's smaller one the loss hardly changes at first, and the L1 penalty, whose gradient Adam makes
+        as large as any, takes all weights to zero.
+        """
+        if self.arguments.network == "conv4":
+            return
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu", generator=generator)
+            else:
+                nn.init.zeros_(parameter)
 
     def _dense(self, seed: int) -> nn.Module:
         """Return the trained dense network of a seed, on the CPU."""
