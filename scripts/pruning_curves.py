@@ -178,8 +178,8 @@ class Curves:
     def _initialise(self, network: nn.Module, seed: int) -> None:
         """Give conv6 the initial variance of He et al. 2015.
 
-        With torch's smaller one the loss hardly changes at first, and the L1 penalty, whose gradient Adam makes
-        as large as any, takes all weights to zero.
+        With torch's smaller one the loss hardly changes at first, and the L1 penalty, whose gradient Adam
+        makes as large as any, takes all weights to zero.
         """
         if self.arguments.network == "conv4":
             return
