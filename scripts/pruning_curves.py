@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from result_rows import ResultRows
 from torch import Tensor, nn
 
@@ -251,16 +252,21 @@ class Curves:
             )
             axes.plot(*zip(*own, strict=True), "o-", markersize=4, label=label)
         dense = [float(row["accuracy"]) for row in rows if row["method"] == "dense_longer"]
-        axes.axhspan(min(dense), max(dense), color="0.85", zorder=0)
-        axes.axhline(float(np.mean(dense)), color="0.5", linewidth=1, label=f"dense ({len(dense)} seeds)")
+        seeds = f"{len(dense)} seeds" if len(dense) > 1 else "1 seed"
+        axes.axhspan(min(dense), max(dense), color="0.88", zorder=0, label=f"dense network, {seeds}")
+        axes.axhline(float(np.mean(dense)), color="0.6", linewidth=1, zorder=1)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("share of the weights removed")
         axes.set_ylabel("test accuracy after fine-tuning")
         settings = self.settings
         axes.set_title(
-            f"{settings['network']} on {settings['dataset']}, {settings['images']} training images: "
-            f"{settings['epochs']} epochs, masks {settings['mask_epochs']}, "
-            f"fine-tuning {settings['finetune_epochs']}",
+            f"{settings['network']} on {settings['dataset']}, {settings['images']:,} training images, "
+            f"{settings['epochs']} epochs; then masks {settings['mask_epochs']} and fine-tuning "
+            f"{settings['finetune_epochs']} epochs",
             fontsize=9,
+            loc="left",
         )
         axes.grid(color="0.9")
         axes.legend(frameon=False)
