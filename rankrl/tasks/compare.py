@@ -44,7 +44,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         return steps.applied_plan(config, plan, dense, images)
 
     with search_setting(dense, data, library, search, candidates=candidates, rewrite=rewrite) as setting:
-        results = search_all(setting, search, entered, folder.path / "searches")
+        results = search_all(setting, search, entered, folder.searches)
     max(results.values(), key=lambda result: result.best.reward).plan.save(folder.plan)
     final = FinalTest(
         data,

@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "state"
 
     @property
+    def searches(self) -> Path:
+        """The states of the searches that are compared, a folder each."""
+        return self.path / "searches"
+
+    @property
     def error(self) -> Path:
         """What a job of a sweep failed with."""
         return self.path / "error.json"
@@ -84,7 +89,8 @@ class RunFolder:
     def holds_results(self) -> bool:
         """Whether a run has ended here, or has got far enough to go on."""
         files = (self.metrics, self.plan, self.path / "episodes.csv")
-        return any(file.exists() for file in files) or any(self.state.rglob("*.safetensors"))
+        states = (*self.state.rglob("*.safetensors"), *self.searches.rglob("*"))
+        return any(file.is_file() for file in (*files, *states))
 
     def claim(self, config: Mapping[str, Any], overrides: Sequence[str], *, resume: bool = False) -> None:
         """Record the configuration whose results the folder is about to hold.
