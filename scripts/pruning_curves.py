@@ -154,6 +154,7 @@ class Curves:
                 "l1": chosen.l1,
                 "l2": chosen.l2,
                 "augment": False,
+                "rewind": False,
             }
         options = pruning_options(method, given, params=1 - removed, macs=None, seed=seed)
         # The simple criteria as they are known: nothing makes up for what they remove.

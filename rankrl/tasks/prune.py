@@ -121,6 +121,7 @@ def _pruning_numbers(
         "target": chosen.kept,
         "channels": sum(before.values()),
         "channels_kept": sum(len(kept.get(name, range(count))) for name, count in before.items()),
+        "rewound": pruned.rewound,
         "seconds": pruned.seconds,
         "mask_epochs": [dataclasses.asdict(epoch) for epoch in pruned.epochs],
         "jump": None if pruned.jump is None else dataclasses.asdict(pruned.jump),

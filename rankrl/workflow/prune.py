@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, LayerPlan, fingerprint, inspect_layers
+from decomposition import CompressionPlan, DecompositionError, LayerPlan, fingerprint, inspect_layers
 from decomposition.cost import example_batch
 from pruning import (
     ChannelGroup,
@@ -24,8 +26,10 @@ from pruning import (
 )
 from pruning.selection import require_reachable
 from rankrl.data import ImageData
+from rankrl.device import inference_precision
 from rankrl.errors import ConfigError
 from rankrl.state_file import write_state
+from rankrl.training import accuracy
 from rankrl.workflow.apply import carry_out, without_channels
 from rankrl.workflow.mask_training import (
     EXAMPLES,
@@ -37,6 +41,8 @@ from rankrl.workflow.mask_training import (
 )
 from rankrl.workflow.pruner_options import PruningOptions
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class PrunedNetwork:
@@ -47,6 +53,7 @@ class PrunedNetwork:
         plan: Its kept channels, for the dense network.
         epochs: The history of the masks; empty for a criterion.
         jump: The held-out accuracy around the moment at which the masks were fixed; None for a criterion.
+        rewound: Whether the weights of a mask's network are the dense ones again; None for a criterion.
         seconds: How long choosing and removing took.
     """
 
@@ -54,6 +61,7 @@ class PrunedNetwork:
     plan: CompressionPlan
     epochs: Sequence[MaskEpoch] = ()
     jump: QualityJump | None = None
+    rewound: bool | None = None
     seconds: float = 0.0
 
 
@@ -84,9 +92,8 @@ def prune_network(
 ) -> PrunedNetwork:
     """Remove channels until the target is met; nothing is fine-tuned afterwards.
 
-    What a criterion leaves of the network is solved for anew, so that it makes up for what goes; a mask's
-    training changes the weights, unless it is to rewind them. Held-out images measure what fixing the masks
-    costs, and choose nothing.
+    What a criterion leaves of the network is solved for anew, so that it makes up for what goes. A mask's
+    training changes the weights; held-out images decide between them and the dense ones, solved for as well.
 
     Args:
         model: The dense network, left untouched.
@@ -110,22 +117,19 @@ def prune_network(
         masked, result = train_channel_masks(model, data, options, masks)
         groups = channel_groups(model, example_batch(model, data.input_shape, EXAMPLES))
         plan = removal_plan(model, data.input_shape, masked.kept_channels(), groups, options.pruner)
-        if options.rewind:
-            network = _carried_out(model, plan, options, calibration)
-        else:
-            network = masked.removed().cpu().to(memory_format=torch.contiguous_format)
-        pruned = PrunedNetwork(network.eval(), plan, result.epochs, result.jump)
+        trained = masked.removed().cpu().to(memory_format=torch.contiguous_format).eval()
+        network, rewound = _rewound(trained, model, plan, data, options, calibration)
+        pruned = PrunedNetwork(network, plan, result.epochs, result.jump, rewound)
     else:
         pruned = _by_criterion(model, data, options, calibration)
-    pruned = PrunedNetwork(
-        pruned.network, pruned.plan, pruned.epochs, pruned.jump, time.perf_counter() - started
-    )
+    pruned = replace(pruned, seconds=time.perf_counter() - started)
     if state_file is not None:
         content = {
             "setup": setup,
             "plan": pruned.plan.to_json(),
             "epochs": [asdict(epoch) for epoch in pruned.epochs],
             "jump": None if pruned.jump is None else asdict(pruned.jump),
+            "rewound": pruned.rewound,
             "seconds": pruned.seconds,
         }
         write_state(state_file, pruned.network.state_dict(), content, STATE_VERSION)
@@ -166,6 +170,38 @@ def _by_criterion(
     return PrunedNetwork(_carried_out(model, plan, options, calibration).eval(), plan)
 
 
+def _rewound(
+    trained: nn.Module,
+    model: nn.Module,
+    plan: CompressionPlan,
+    data: ImageData,
+    options: PruningOptions,
+    calibration: Tensor,
+) -> tuple[nn.Module, bool]:
+    """Return the network with the weights that the masks' training left or with the dense ones, and which."""
+    if options.rewind is False:
+        return trained, False
+    try:
+        rewound = _carried_out(model, plan, options, calibration).eval()
+    except DecompositionError as error:
+        if options.rewind:
+            raise
+        log.info("the dense weights cannot be gone back to: %s", error)
+        return trained, False
+    if options.rewind is None:
+        kept, back = (_heldout_accuracy(network, data) for network in (trained, rewound))
+        log.info("held-out accuracy %.4f with the trained weights, %.4f with the dense ones", kept, back)
+        if kept >= back:
+            return trained, False
+    return rewound, True
+
+
+def _heldout_accuracy(network: nn.Module, data: ImageData) -> float:
+    precision = inference_precision()
+    tested = copy.deepcopy(network).to(precision.device)
+    return accuracy(tested, data.heldout, mean=data.mean, std=data.std, precision=precision)
+
+
 def _carried_out(
     model: nn.Module, plan: CompressionPlan, options: PruningOptions, calibration: Tensor
 ) -> nn.Module:
@@ -190,5 +226,6 @@ def _restore(path: Path, model: nn.Module, setup: Mapping[str, Any]) -> PrunedNe
         plan,
         [MaskEpoch(**epoch) for epoch in content["epochs"]],
         None if content["jump"] is None else QualityJump(**content["jump"]),
+        content["rewound"],
         content["seconds"],
     )

@@ -57,7 +57,8 @@ class PruningOptions:
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
-        rewind: Masks only: keep what the masks chose and go back to the dense network's weights.
+        rewind: Masks only: keep what the masks chose and go back to the dense network's weights; None for
+            whichever weights do better on held-out images.
         sequential: Where the weights are the dense network's: let what stays make up for what goes (see
             `carry_out`).
         batch_norm: There, see `carry_out`.
@@ -73,7 +74,7 @@ class PruningOptions:
     mask: Mapping[str, Any] = field(default_factory=dict)
     training: MaskTrainingOptions = field(default_factory=MaskTrainingOptions)
     steps: NetworkSteps = field(default_factory=NetworkSteps)
-    rewind: bool = False
+    rewind: bool | None = None
     sequential: bool = True
     batch_norm: BatchNormCorrection = "mean"
     seed: int = 0
@@ -105,7 +106,7 @@ def pruner_defaults(name: str) -> dict[str, Any]:
     training["strengths"] = dict(training["strengths"])
     return {
         "layers": None,
-        "rewind": False,
+        "rewind": None,
         **_mask_defaults(pruner),
         **training,
         **dataclasses.asdict(NetworkSteps()),
@@ -204,6 +205,8 @@ def _check_type(name: str, value: Any, default: Any) -> None:
     """Refuse a value whose type is not that of the default."""
     if name in ("trap_threshold", "limit", "mask_lr"):
         fits, wanted = value is None or _is_number(value), "a number or null"
+    elif name == "rewind":
+        fits, wanted = value is None or isinstance(value, bool), "true, false or null"
     elif name == "layers":
         fits = value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
         wanted = "a list of layer names or null"

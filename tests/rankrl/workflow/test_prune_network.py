@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decomposition import count_macs, count_parameters
+from decomposition import DecompositionError, count_macs, count_parameters
 from pruning import PruningError, list_pruners
-from rankrl.data import ImageData, load_dataset
+from rankrl.data import ImageData, Images, load_dataset
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
@@ -73,10 +73,48 @@ def test_on_dense_weights_the_result_is_what_the_plan_makes_of_them(
     expected = carry_out(model, pruned.plan, calibration)
     state = expected.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in pruned.network.state_dict().items())
+    assert pruned.rewound == (True if name == "group_lasso" else None)
     plain = prune_network(model, data, dataclasses.replace(options, sequential=False), calibration)
     assert plain.plan == pruned.plan
     weights = [dict(network.named_parameters()) for network in (plain.network, pruned.network)]
     assert not torch.equal(*(each["layer1.0.conv2.weight"] for each in weights))
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_held_out_images_decide_between_trained_and_dense_weights(
+    better: bool, data: ImageData, calibration: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[nn.Module] = []
+
+    def accuracy(network: nn.Module, images: Images, **_: Any) -> float:
+        assert images is data.heldout
+        measured.append(network)
+        return float(better) if len(measured) == 2 else 0.5
+
+    monkeypatch.setattr("rankrl.workflow.prune.accuracy", accuracy)
+    model = network(data)
+    chosen = prune_network(model, data, quick("group_lasso", macs=0.6), calibration)
+    assert chosen.rewound == better
+    given = {**QUICK, "rewind": better}
+    options = pruning_options("group_lasso", given, params=None, macs=0.6)
+    forced = prune_network(model, data, options, calibration)
+    assert len(measured) == 2
+    assert forced.plan == chosen.plan
+    state = forced.network.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in chosen.network.state_dict().items())
+
+
+def test_weights_that_cannot_be_solved_for_stay_as_they_were_trained(
+    data: ImageData, calibration: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> nn.Module:
+        raise DecompositionError("not in one pass")
+
+    monkeypatch.setattr("rankrl.workflow.prune.carry_out", refuse)
+    assert prune_network(network(data), data, quick("group_lasso", macs=0.6), calibration).rewound is False
+    options = pruning_options("group_lasso", {**QUICK, "rewind": True}, params=None, macs=0.6)
+    with pytest.raises(DecompositionError, match="not in one pass"):
+        prune_network(network(data), data, options, calibration)
 
 
 def test_parameters_can_be_the_target(data: ImageData, calibration: Tensor) -> None:
@@ -204,6 +242,7 @@ def test_the_defaults_are_accepted(name: str) -> None:
         ),
         ("magnitude", {"multiple": 0}, "pruner.multiple must be at least 1, got 0"),
         ("magnitude", {"layers": "conv1"}, "pruner.layers must be a list of layer names"),
+        ("group_lasso", {"rewind": "no"}, "pruner.rewind must be true, false or null"),
         ("group_lasso", {"epochs": 0}, "epochs must be at least 1"),
         ("group_lasso", {"epochs": 1.5}, "pruner.epochs must be of type int"),
         ("group_lasso", {"l1": "much"}, "pruner.l1 must be a number"),
