@@ -28,7 +28,7 @@ def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.Captur
     (row,) = (line for line in text.splitlines() if line.startswith("| conv4 | tucker"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:4] == ["multiples of 8", "0.95"]
-    assert 0 < float(cells[4]) < 2
+    assert float(cells[4]) > 0
     assert float(cells[7].removesuffix("x fewer")) >= 1
     assert row in capsys.readouterr().out
 
