@@ -90,15 +90,15 @@ def keep_within(
         raise PruningError(f"the fraction of the cost to keep must lie in (0, 1], got {fraction}")
     walk = walk_channels(model, example_input)
     every = groups_of_walk(walk)
-    allowed = fraction * cost(model)
+    whole = cost(model)
+    allowed = fraction * whole
 
     def cost_of(kept: KeptChannels) -> float:
         return cost(cut(model, walk, validate_kept(kept, every)))
 
     if scope == "per_cost":
         scores = {
-            group.name: _checked(group, scores) / _saved_by_unit(group, cost_of, cost(model))
-            for group in groups
+            group.name: _checked(group, scores) / _saved_by_unit(group, cost_of, whole) for group in groups
         }
 
     def kept_at(share: float) -> tuple[KeptChannels, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ from decomposition.apply import FINAL, BatchNormCorrection
 from decomposition.cost import example_batch
 from decomposition.errors import PlanError
 from decomposition.moments import calibration_batches
-from pruning import PruningError, kept_inputs, remove_channels
+from pruning import KeptChannels, PruningError, kept_inputs, remove_channels
+
+_Result = TypeVar("_Result")
 
 _STATISTICS_BATCH = 256
 # An axis of one example would not be told apart from one that is broadcast.
@@ -88,12 +91,7 @@ def _compensated(
     model: nn.Module, plan: CompressionPlan, images: torch.Tensor, *, correct_mean: bool, seed: int
 ) -> nn.Module:
     """Return a copy of the dense model that makes up for the channels that the plan removes."""
-    plan.check_model(model)
-    examples = example_batch(model, plan.input_shape, _EXAMPLES)
-    try:
-        present = kept_inputs(model, plan.kept_channels, examples)
-    except PruningError as error:
-        raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error
+    present = _of_kept_channels(kept_inputs, model, plan)
     return compensate(model, present, images, correct_batch_norm=correct_mean, seed=seed)
 
 
@@ -103,13 +101,22 @@ def without_channels(model: nn.Module, plan: CompressionPlan) -> tuple[nn.Module
     Raises:
         PlanError: If the plan was made for another model or its kept channels do not fit this one.
     """
+    pruned = _of_kept_channels(remove_channels, model, plan)
+    return pruned, plan.after_removal(pruned)
+
+
+def _of_kept_channels(
+    function: Callable[[nn.Module, KeptChannels, torch.Tensor], _Result],
+    model: nn.Module,
+    plan: CompressionPlan,
+) -> _Result:
+    """Call a function of `pruning` with the plan's kept channels; what it refuses is an error of the plan."""
     plan.check_model(model)
     examples = example_batch(model, plan.input_shape, _EXAMPLES)
     try:
-        pruned = remove_channels(model, plan.kept_channels, examples)
+        return function(model, plan.kept_channels, examples)
     except PruningError as error:
         raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error
-    return pruned, plan.after_removal(pruned)
 
 
 def specs_after_removal(model: nn.Module, plan: CompressionPlan) -> list[LayerSpec]:
