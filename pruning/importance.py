@@ -6,7 +6,8 @@ group's name one score per unit, shape (units,), higher is better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
 from pruning.registry import register_pruner
 
+ReaderHook = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...] | None]
 Scores = dict[str, torch.Tensor]
 Criterion = Callable[[nn.Module, Sequence[ChannelGroup], torch.Tensor | None, torch.Generator | None], Scores]
 
@@ -76,7 +78,7 @@ def apoz(
         )
     read: dict[str, torch.Tensor] = {}
 
-    def count(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def count(name: str) -> ReaderHook:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             features = inputs[0].transpose(0, 1).flatten(1)
             read[name] = (features != 0).float().mean(1).cpu()
@@ -84,20 +86,33 @@ def apoz(
         return hook
 
     readers = {name for group in groups for name in group.readers}
-    handles = [model.get_submodule(name).register_forward_pre_hook(count(name)) for name in readers]
+    with observed(model, {name: count(name) for name in readers}), torch.no_grad():
+        model(calibration)
+    return {
+        group.name: _mean_by_unit(group.units, [(units, read[name]) for name, units in group.readers.items()])
+        for group in groups
+    }
+
+
+@contextmanager
+def observed(model: nn.Module, hooks: Mapping[str, ReaderHook]) -> Iterator[None]:
+    """Put `model` into evaluation mode with hooks on the inputs of some layers, and restore it afterwards.
+
+    Args:
+        model: the network.
+        hooks: what is called with a layer and its inputs before it runs, by the layer's name; what it
+            returns, if not None, takes the inputs' place.
+    """
     modes = {module: module.training for module in model.modules()}
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
+    model.eval()
     try:
-        with torch.no_grad():
-            model.eval()(calibration)
+        yield
     finally:
         for handle in handles:
             handle.remove()
         for module, training in modes.items():
             module.training = training
-    return {
-        group.name: _mean_by_unit(group.units, [(units, read[name]) for name, units in group.readers.items()])
-        for group in groups
-    }
 
 
 def _mean_norms(model: nn.Module, group: ChannelGroup) -> torch.Tensor:

@@ -11,7 +11,7 @@ weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
-from pruning.importance import Scores
+from pruning.importance import ReaderHook, Scores, observed
 from pruning.registry import register_pruner
 
 # Share of the channels' mean variance that no combination of others explains.
@@ -28,8 +28,6 @@ _RIDGE = 1e-3
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
 _ELEMENTS = 2**20
-
-Hook = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 @register_pruner(
@@ -128,7 +126,7 @@ def _collect(
 ) -> None:
     """Run the model forward and backward and add up what its layers read."""
 
-    def watch(found: list[_ReadStatistics]) -> Hook:
+    def watch(found: list[_ReadStatistics]) -> ReaderHook:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             # A copy of its own for every reader: its gradient is what comes back through this one alone.
             features = inputs[0].clone()
@@ -143,33 +141,25 @@ def _collect(
     for (_, reader), each in statistics.items():
         by_reader.setdefault(reader, []).append(each)
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    modes = {module: module.training for module in model.modules()}
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(watch(found)) for name, found in by_reader.items()
-    ]
     try:
         for parameter in learnt:  # only gradients of activations are needed
             parameter.requires_grad_(False)
-        model.eval()
-        for batch in calibration.split(max(1, min(_BATCH, _ELEMENTS // calibration[0].numel()))):
-            outputs = model(batch.detach().requires_grad_().clone())
-            reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
-            if not reached:
-                raise RuntimeError("its output does not depend on its input in a differentiable way")
-            directions = [torch.randn(y.shape, generator=generator).to(y) for y in reached]
-            torch.autograd.backward(reached, directions)
+        with observed(model, {name: watch(found) for name, found in by_reader.items()}):
+            for batch in calibration.split(max(1, min(_BATCH, _ELEMENTS // calibration[0].numel()))):
+                outputs = model(batch.detach().requires_grad_().clone())
+                reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+                if not reached:
+                    raise RuntimeError("its output does not depend on its input in a differentiable way")
+                directions = [torch.randn(y.shape, generator=generator).to(y) for y in reached]
+                torch.autograd.backward(reached, directions)
     except RuntimeError as error:
         raise PruningError(
             f"no gradient can be sent back through {type(model).__name__} ({str(error).splitlines()[0]}); "
             "choose another pruner"
         ) from error
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter in learnt:
             parameter.requires_grad_()
-        for module, training in modes.items():
-            module.training = training
 
 
 def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
