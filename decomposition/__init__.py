@@ -12,9 +12,9 @@ from __future__ import annotations
 from decomposition.allocation import Budget, allocate, allocate_many
 from decomposition.apply import apply_plan, build_structure, contracted, factorised_layers
 from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.candidates import Candidate, CandidateSet, plan_from_choices
 from decomposition.compensation import compensate
 from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
-from decomposition.curves import RankCurve, candidate_ranks, plan_from_choices
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.factorised import FactorisedLayer
 from decomposition.fitting import Fit, FitOptions, fit_weight
@@ -31,27 +31,49 @@ from decomposition.layers import LayerSpec, compressible_layers, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, collect_moments
+from decomposition.operations import (
+    ApplyOptions,
+    ChannelFactors,
+    Cost,
+    Factorise,
+    GroupOperation,
+    LayerOperation,
+    Operation,
+    list_operations,
+    register_operation,
+)
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
+from decomposition.rank_grid import candidate_ranks
+from decomposition.registry import Registry
 from decomposition.saving import load_compressed, save_compressed
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.vbmf import MatrixRank, matrix_rank
 
 __all__ = [
+    "ApplyOptions",
     "Budget",
+    "Candidate",
+    "CandidateSet",
+    "ChannelFactors",
     "CompressionPlan",
+    "Cost",
     "DecompositionError",
+    "Factorise",
     "FactorisedLayer",
     "Fit",
     "FitLibrary",
     "FitOptions",
+    "GroupOperation",
     "Heuristic",
     "InputMoments",
     "LatencyTable",
+    "LayerOperation",
     "LayerPlan",
     "LayerSpec",
     "MatrixRank",
+    "Operation",
     "PlanError",
-    "RankCurve",
+    "Registry",
     "TensorFormat",
     "WeightModes",
     "allocate",
@@ -76,6 +98,7 @@ __all__ = [
     "inspect_layers",
     "list_formats",
     "list_heuristics",
+    "list_operations",
     "load_compressed",
     "make_plan",
     "matrix_rank",
@@ -84,5 +107,6 @@ __all__ = [
     "reestimate_batch_norm",
     "register_format",
     "register_heuristic",
+    "register_operation",
     "save_compressed",
 ]

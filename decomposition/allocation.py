@@ -1,4 +1,4 @@
-"""Spending one budget over all layers: Lagrangian allocation (Shoham & Gersho 1988)."""
+"""Spending one budget over all sites: Lagrangian allocation (Shoham & Gersho 1988)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import nn
 
-from decomposition.curves import RankCurve
+from decomposition.candidates import CandidateSet
+from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
+from decomposition.operations.base import FLOAT_BYTES
 
 # The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
 _STEPS_DOWN, _STEPS_UP = 60.0, 30.0
@@ -22,9 +25,9 @@ class Budget:
 
     Attributes:
         fraction: Kept fraction in (0, 1].
-        measure: `params`, `macs` or `latency`.
+        measure: `params`, `macs`, `bytes` or `latency`.
         total: Cost of the whole dense model.
-        fixed: Cost of everything that no curve covers (batch norm, layers that stay as they are).
+        fixed: Cost of everything that belongs to no site (batch norm, layers that stay as they are).
     """
 
     fraction: float
@@ -39,18 +42,46 @@ class Budget:
                 "for example 0.4"
             )
 
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        sites: Sequence[CandidateSet],
+        input_shape: Sequence[int],
+        measure: str,
+        fraction: float,
+    ) -> Budget:
+        """Return a budget in parameters, MACs or bytes of a whole model.
+
+        Args:
+            model: The dense model.
+            sites: The candidates of its sites.
+            input_shape: Shape of one input without the batch axis.
+            measure: `params`, `macs` or `bytes`.
+            fraction: Fraction of the model's cost to keep, in (0, 1].
+
+        Raises:
+            DecompositionError: If the fraction is outside (0, 1].
+        """
+        if measure == "macs":
+            total = count_macs(model, input_shape)
+        else:
+            total = count_parameters(model) * (FLOAT_BYTES if measure == "bytes" else 1)
+        covered = sum(int(site.cost(measure)[site.dense]) for site in sites)
+        return cls(fraction, measure, total, total - covered)
+
     @property
     def available(self) -> float:
-        """Cost that the layers with curves may take together."""
+        """Cost that the sites may take together."""
         return self.fraction * self.total - self.fixed
 
-    def check(self, curves: Sequence[RankCurve]) -> None:
+    def check(self, sites: Sequence[CandidateSet]) -> None:
         """Refuse a budget that no plan can reach.
 
         Raises:
             DecompositionError: Naming the least fraction that can be reached.
         """
-        least = self.least(curves)
+        least = self.least(sites)
         if least > self.fraction:
             raise DecompositionError(
                 f"budget.{self.measure}={self.fraction} cannot be reached: with the cheapest ranks "
@@ -59,71 +90,71 @@ class Budget:
                 f"{np.ceil(least * 1e4) / 1e4:.4f}"
             )
 
-    def least(self, curves: Sequence[RankCurve]) -> float:
+    def least(self, sites: Sequence[CandidateSet]) -> float:
         """Return the smallest fraction that any plan can reach."""
-        cheapest = sum(float(curve.cost(self.measure).min()) for curve in curves)
+        cheapest = sum(float(site.cost(self.measure).min()) for site in sites)
         return (cheapest + self.fixed) / self.total
 
 
 def allocate(
-    curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray | None = None
+    sites: Sequence[CandidateSet], budget: Budget, log_weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """Choose a candidate a layer so that the weighted squared errors are least within the budget.
+    """Choose a candidate for every site so that the weighted squared errors are least within the budget.
 
     Minimises sum_l exp(w_l) importance_l error_l^2 + lambda cost_l with lambda found by bisection, then
     spends what the convex relaxation left over on the best gain per cost.
 
     Args:
-        curves: One curve a layer.
+        sites: The candidates of every site.
         budget: The budget; it always holds for the result.
-        log_weights: Log-importance w of each layer, shape (layers,); `None` for all zero. A common shift
+        log_weights: Log-importance w of each site, shape (sites,); `None` for all zero. A common shift
             changes nothing.
 
     Returns:
-        Index of the chosen candidate of every curve, shape (layers,).
+        Index of the chosen candidate of every site, shape (sites,).
 
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    budget.check(curves)
-    weights = np.zeros(len(curves)) if log_weights is None else np.asarray(log_weights, dtype=float)
-    choices = _relaxed(curves, budget, weights[None])[0]
-    costs = [curve.cost(budget.measure).astype(float) for curve in curves]
+    budget.check(sites)
+    weights = np.zeros(len(sites)) if log_weights is None else np.asarray(log_weights, dtype=float)
+    choices = _relaxed(sites, budget, weights[None])[0]
+    costs = [site.cost(budget.measure).astype(float) for site in sites]
     losses = [
-        np.exp(weight) * curve.losses for weight, curve in zip(weights - weights.max(), curves, strict=True)
+        np.exp(weight) * site.losses for weight, site in zip(weights - weights.max(), sites, strict=True)
     ]
     return _fill(choices, losses, costs, budget.available)
 
 
-def allocate_many(curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray) -> np.ndarray:
+def allocate_many(sites: Sequence[CandidateSet], budget: Budget, log_weights: np.ndarray) -> np.ndarray:
     """Allocate for many weightings at once, without spending what the convex relaxation leaves over.
 
     Args:
-        curves: One curve a layer.
+        sites: The candidates of every site.
         budget: The budget; it holds for every result.
-        log_weights: Log-importance of each layer, shape (weightings, layers).
+        log_weights: Log-importance of each site, shape (weightings, sites).
 
     Returns:
-        Index of the chosen candidate of every curve, shape (weightings, layers). `allocate` chooses the same
+        Index of the chosen candidate of every site, shape (weightings, sites). `allocate` chooses the same
         or larger candidates.
 
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    budget.check(curves)
-    return _relaxed(curves, budget, log_weights, bisections=_QUICK_BISECTIONS)
+    budget.check(sites)
+    return _relaxed(sites, budget, log_weights, bisections=_QUICK_BISECTIONS)
 
 
 def _relaxed(
-    curves: Sequence[RankCurve], budget: Budget, log_weights: np.ndarray, bisections: int = _BISECTIONS
+    sites: Sequence[CandidateSet], budget: Budget, log_weights: np.ndarray, bisections: int = _BISECTIONS
 ) -> np.ndarray:
     """Return argmin_j exp(w_l) loss_lj + lambda cost_lj with the least lambda that keeps the budget."""
-    width = max(map(len, curves))
-    costs = np.full((len(curves), width), np.inf)
-    losses = np.full((len(curves), width), np.inf)
-    for row, curve in enumerate(curves):
-        costs[row, : len(curve)] = curve.cost(budget.measure)
-        losses[row, : len(curve)] = curve.losses
+    width = max(map(len, sites))
+    costs = np.full((len(sites), width), np.inf)
+    losses = np.full((len(sites), width), np.inf)
+    for row, site in enumerate(sites):
+        costs[row, : len(site)] = site.cost(budget.measure)
+        losses[row, : len(site)] = site.losses
     # A common factor changes nothing; without it exp and lambda would leave the range of floats.
     largest = max(float(losses[np.isfinite(losses)].max()), 1e-300)
     relative = log_weights - log_weights.max(1, keepdims=True)
@@ -131,7 +162,7 @@ def _relaxed(
     # Padding is never chosen: its loss is infinite at every lambda.
     shares = np.where(np.isfinite(costs), costs / budget.total, 0.0)
     cheapest = costs.argmin(1)
-    rows = np.arange(len(curves))
+    rows = np.arange(len(sites))
 
     def choose(multipliers: np.ndarray) -> np.ndarray:
         # Of equal candidates the cheaper one: the last is the dense layer, so ties go to the first.

@@ -1,9 +1,8 @@
-"""Carrying out a plan: the one function that turns a model and a plan into a compressed model."""
+"""Applying a plan: the one function that turns a model and a plan into a compressed model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -11,10 +10,8 @@ from torch import nn
 from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
-from decomposition.fitting import FitOptions, fit_weight
-from decomposition.formats import get_format
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.library import weight_of
+from decomposition.fitting import FitOptions
+from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import (
     PATCHES_PER_LAYER,
@@ -23,12 +20,13 @@ from decomposition.moments import (
     check_images,
     collect_moments,
 )
+from decomposition.operations import ApplyOptions, BatchNormCorrection, FittedLayer, GroupOperation
+from decomposition.operations.base import FINAL
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.surgery import copied, replace_module
 
-BatchNormCorrection = Literal["keep", "mean", "reestimate"]
-FINAL = FitOptions(iterations=200)
+_Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
 
 def apply_plan(
@@ -47,7 +45,7 @@ def apply_plan(
 
     Args:
         model: The dense model; left untouched.
-        plan: What becomes of every layer.
+        plan: What becomes of every layer. Group operations (a removal of channels, say) are applied first.
         calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches. Without them
             layers are fitted to their weights alone, which keeps far less accuracy.
         sequential: With calibration: fit each layer to the inputs it receives in the compressed network
@@ -68,59 +66,24 @@ def apply_plan(
         PlanError: If the plan does not fit the model.
         DecompositionError: If a rank is not feasible, a weight is not finite or the calibration set is empty.
     """
+    chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed)
     specs = plan.specs(model)
-    entries = {
-        layer.name: (without_growth(layer, spec), spec) for layer, spec in zip(plan, specs, strict=True)
-    }
-    decomposed = {name: pair for name, pair in entries.items() if pair[0].format is not None}
-    kept = {n: pair for n, pair in entries.items() if pair[0].format is None and pair[1].refusal is None}
-    modules = dict(model.named_modules())
-    for name in decomposed:
-        if not bool(torch.isfinite(weight_of(modules[name])).all()):
-            raise DecompositionError(
-                f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
-            )
     images = None if calibration is None else _as_tensor(calibration)
-    compressed = copied(model)
-    modules = dict(compressed.named_modules())
-    watched = [spec for _, spec in decomposed.values()]
-    sensitivities: dict[str, torch.Tensor] = {}
-    if images is not None and weigh_outputs and watched:
-        sensitivities = collect_sensitivities(model, watched, images, seed=seed)
-    if images is not None and sequential and decomposed:
-        _apply_sequentially(
-            compressed,
-            decomposed | kept,
-            images,
-            sensitivities,
-            correct_mean=batch_norm == "mean",
-            options=options,
-            max_patches=max_patches,
-            seed=seed,
-        )
-    else:
-        moments: dict[str, InputMoments] = {}
-        if images is not None and watched:
-            batches = images.split(256)
-            moments = collect_moments(model, watched, batches, max_patches=max_patches, seed=seed)
-        for name, (entry, spec) in decomposed.items():
-            dense: DecomposableModule = modules[name]
-            moment = moments.get(name)
-            absorbed = moment is not None and absorbs_mean(spec, batch_norm == "mean")
-            metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
-            problem = RefitProblem(weight_of(dense), metric)
-            layer = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options)
-            replace_module(compressed, dense, layer)
-            if moment is not None and absorbed:
-                difference = weight_of(dense) - weight_of(layer.to_dense())
-                _absorb(layer, modules.get(spec.batch_norm or ""), difference.flatten(1) @ moment.mean)
-    if batch_norm == "reestimate" and images is not None:
-        reestimate_batch_norm(compressed, images.split(256))
-    return compressed
+
+    def apply_group(
+        kind: type[GroupOperation], network: nn.Module, operations: Mapping[str, GroupOperation]
+    ) -> nn.Module:
+        return kind.apply_group(network, operations, plan.input_shape, images, chosen)
+
+    model, rest = plan.after_groups(model, apply_group)
+    entries = {
+        layer.name: (without_growth(layer, spec), spec) for layer, spec in zip(rest, specs, strict=True)
+    }
+    return _apply_to_layers(model, entries, images, chosen)
 
 
 def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
-    """Return a copy of `model` with the plan's layers in place and their cores not fitted.
+    """Return a copy of `model` with the plan's layers in place, their values not set.
 
     Used to load a saved compressed model into; the result of `apply_plan` has the same parameters.
 
@@ -128,13 +91,21 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
         PlanError: If the plan does not fit the model.
     """
     specs = plan.specs(model)
+
+    def group_structure(
+        kind: type[GroupOperation], network: nn.Module, operations: Mapping[str, GroupOperation]
+    ) -> nn.Module:
+        return kind.group_structure(network, operations, plan.input_shape)
+
+    model, rest = plan.after_groups(model, group_structure)
     structure = copied(model)
     modules = dict(structure.named_modules())
-    for layer, spec in zip(plan, specs, strict=True):
-        entry = without_growth(layer, spec)
-        if entry.format is not None:
-            dense: DecomposableModule = modules[layer.name]
-            replace_module(structure, dense, _empty_layer(dense, entry, spec))
+    for layer, spec in zip(rest, specs, strict=True):
+        dense = module = modules[layer.name]
+        for operation in without_growth(layer, spec).layer_operations:
+            module = operation.structure(module, spec)
+        if module is not dense:
+            replace_module(structure, dense, module)
     return structure
 
 
@@ -167,59 +138,105 @@ def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tens
     return images
 
 
+def _apply_to_layers(
+    model: nn.Module, entries: _Entries, images: torch.Tensor | None, options: ApplyOptions
+) -> nn.Module:
+    """Return a copy of `model` with the operations of single layers applied."""
+    changed = {name: pair for name, pair in entries.items() if pair[0].layer_operations}
+    modules = dict(model.named_modules())
+    for name in changed:
+        if not bool(torch.isfinite(weight_of(modules[name])).all()):
+            raise DecompositionError(
+                f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
+            )
+    compressed = copied(model)
+    sensitivities: dict[str, torch.Tensor] = {}
+    if images is not None and options.weigh_outputs and changed:
+        watched = [spec for _, spec in changed.values()]
+        sensitivities = collect_sensitivities(model, watched, images, seed=options.seed)
+    if images is not None and options.sequential and changed:
+        _apply_sequentially(compressed, entries, images, sensitivities, options)
+    else:
+        _apply_apart(compressed, changed, images, sensitivities, options)
+    if options.batch_norm == "reestimate" and images is not None:
+        reestimate_batch_norm(compressed, images.split(256))
+    return compressed
+
+
 def _apply_sequentially(
     model: nn.Module,
-    entries: dict[str, tuple[LayerPlan, LayerSpec]],
+    entries: _Entries,
     images: torch.Tensor,
     sensitivities: dict[str, torch.Tensor],
-    *,
-    correct_mean: bool,
-    options: FitOptions,
-    max_patches: int,
-    seed: int,
+    options: ApplyOptions,
 ) -> None:
+    """Fit every layer to the inputs that reach it in the compressed network; those that stay, too."""
     modules = dict(model.named_modules())
+    correct_mean = options.batch_norm == "mean"
 
     def refit(name: str) -> Refit:
         entry, spec = entries[name]
         dense: DecomposableModule = modules[name]
+        if not entry.layer_operations:
+            return solved(dense, weight_of(dense)[0].numel())
 
         def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-            layer = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options)
-            return layer, weight_of(layer.to_dense())
+            fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
+            return fitted.module, fitted.weight
 
         return fit
 
-    def solve(name: str) -> Refit:
-        return solved(modules[name], weight_of(modules[name])[0].numel())
-
+    taking_part = {
+        n: pair for n, pair in entries.items() if pair[0].layer_operations or pair[1].refusal is None
+    }
     errors = refit_in_lockstep(
         model,
-        {name: solve(name) if entry.format is None else refit(name) for name, (entry, _) in entries.items()},
+        {name: refit(name) for name in taking_part},
         images,
-        mean_absorbed={name for name, (_, spec) in entries.items() if absorbs_mean(spec, correct_mean)},
+        mean_absorbed={name for name, (_, spec) in taking_part.items() if absorbs_mean(spec, correct_mean)},
         correct_batch_norm=correct_mean,
-        max_patches=max_patches,
-        seed=seed,
+        max_patches=options.max_patches,
+        seed=options.seed,
     )
     for name, layer in factorised_layers(model).items():
         layer.error = errors[name]
 
 
-def _absorb(layer: FactorisedLayer, norm: nn.Module | None, change: torch.Tensor) -> None:
+def _apply_apart(
+    model: nn.Module,
+    entries: _Entries,
+    images: torch.Tensor | None,
+    sensitivities: dict[str, torch.Tensor],
+    options: ApplyOptions,
+) -> None:
+    """Fit every layer to the inputs of the dense network, or to its weight."""
+    modules = dict(model.named_modules())
+    moments: dict[str, InputMoments] = {}
+    if images is not None and entries:
+        watched = [spec for _, spec in entries.values()]
+        batches = images.split(256)
+        moments = collect_moments(model, watched, batches, max_patches=options.max_patches, seed=options.seed)
+    for name, (entry, spec) in entries.items():
+        dense: DecomposableModule = modules[name]
+        moment = moments.get(name)
+        absorbed = moment is not None and absorbs_mean(spec, options.batch_norm == "mean")
+        metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
+        problem = RefitProblem(weight_of(dense), metric)
+        fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
+        replace_module(model, dense, fitted.module)
+        if moment is not None and absorbed:
+            difference = weight_of(dense) - fitted.weight
+            _absorb(fitted.module, modules.get(spec.batch_norm or ""), difference.flatten(1) @ moment.mean)
+
+
+def _absorb(layer: nn.Module, norm: nn.Module | None, change: torch.Tensor) -> None:
     """Add the lost mean output (dense minus compressed) to the bias, or take it off the batch norm's mean."""
     with torch.no_grad():
-        bias = layer.bias
+        bias: torch.Tensor | None = getattr(layer, "bias", None)
         if bias is not None:
             bias += change.to(bias)
         elif isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d) and norm.running_mean is not None:
             norm.running_mean -= change.to(norm.running_mean)
-
-
-def _empty_layer(dense: DecomposableModule, entry: LayerPlan, spec: LayerSpec) -> FactorisedLayer:
-    assert entry.format is not None
-    layer = get_format(entry.format).build(dense, spec, entry.modes(spec), entry.ranks)
-    return layer.train(dense.training)
 
 
 def _fitted_layer(
@@ -229,16 +246,9 @@ def _fitted_layer(
     problem: RefitProblem,
     sensitivity: torch.Tensor | None,
     options: FitOptions,
-) -> FactorisedLayer:
-    layer = _empty_layer(dense, entry, spec)
-    fit = fit_weight(
-        layer.tensor_format,
-        problem.target,
-        layer.modes,
-        entry.ranks,
-        problem.metric,
-        options,
-        sensitivity=sensitivity,
-    )
-    layer.load(fit.cores, dense.bias, fit.error)
-    return layer
+) -> FittedLayer:
+    """Return the layer that an entry's operations, one after the other, make of a dense one."""
+    fitted = FittedLayer(dense, problem.target, 0.0)
+    for operation in entry.layer_operations:
+        fitted = operation.fit(fitted.module, spec, problem, sensitivity=sensitivity, options=options)
+    return fitted

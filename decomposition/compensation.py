@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from decomposition.errors import DecompositionError
-from decomposition.layers import inspect_layers
-from decomposition.library import weight_of
+from decomposition.layers import inspect_layers, weight_of
 from decomposition.lockstep import absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import PATCHES_PER_LAYER, check_images
 from decomposition.surgery import copied

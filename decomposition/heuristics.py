@@ -16,19 +16,20 @@ import torch
 from torch import nn
 
 from decomposition.allocation import Budget, allocate
-from decomposition.cost import count_macs, count_parameters
-from decomposition.curves import RankCurve, plan_from_choices
+from decomposition.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import FAST, FitOptions
 from decomposition.latency import LatencyTable
-from decomposition.layers import inspect_layers
+from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
+from decomposition.operations import Factorise
 from decomposition.plan import CompressionPlan
+from decomposition.registry import Registry
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.vbmf import matrix_rank
 
-Choose = Callable[[FitLibrary, Sequence[RankCurve], Budget], np.ndarray]
+Choose = Callable[[FitLibrary, Sequence[CandidateSet], Budget], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Heuristic:
     Attributes:
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
-        choose: `choose(library, curves, budget)` returns the index of a candidate for every curve and raises
+        choose: `choose(library, sites, budget)` returns the index of a candidate for every site and raises
             `DecompositionError` if no plan can reach the budget.
     """
 
@@ -47,7 +48,7 @@ class Heuristic:
     choose: Choose
 
 
-_HEURISTICS: dict[str, Heuristic] = {}
+_HEURISTICS: Registry[Heuristic] = Registry("heuristic", DecompositionError)
 
 
 def register_heuristic(name: str, description: str) -> Callable[[Choose], Choose]:
@@ -58,9 +59,7 @@ def register_heuristic(name: str, description: str) -> Callable[[Choose], Choose
     """
 
     def register(choose: Choose) -> Choose:
-        if name in _HEURISTICS:
-            raise DecompositionError(f"heuristic {name!r} is registered already; choose another name")
-        _HEURISTICS[name] = Heuristic(name, description, choose)
+        _HEURISTICS.add(name, Heuristic(name, description, choose), description)
         return choose
 
     return register
@@ -68,7 +67,7 @@ def register_heuristic(name: str, description: str) -> Callable[[Choose], Choose
 
 def list_heuristics() -> list[str]:
     """Return the names of all registered heuristics."""
-    return sorted(_HEURISTICS)
+    return _HEURISTICS.names()
 
 
 def get_heuristic(name: str) -> Heuristic:
@@ -77,58 +76,56 @@ def get_heuristic(name: str) -> Heuristic:
     Raises:
         DecompositionError: If there is none of that name.
     """
-    if name not in _HEURISTICS:
-        raise DecompositionError(f"unknown heuristic {name!r}; choose from {', '.join(list_heuristics())}")
     return _HEURISTICS[name]
 
 
 @register_heuristic("uniform", "the same kept share in every layer")
-def uniform(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np.ndarray:
+def uniform(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
     """Keep the same share of every layer's own cost, the largest that meets the budget.
 
     Equal ranks, or equal fractions of the largest rank, would starve a ring's small layers: a ring's
     parameters grow with the square of its rank.
 
     Args:
-        library: The fits that the curves come from.
-        curves: One curve a layer.
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
         budget: The budget; it always holds for the result.
 
     Returns:
-        Index of the chosen candidate of every curve, shape (layers,).
+        Index of the chosen candidate of every site, shape (sites,).
 
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    costs = [curve.cost(budget.measure).astype(float) for curve in curves]
-    return _climb(curves, budget, [cost / cost[-1] for cost in costs])
+    costs = [site.cost(budget.measure).astype(float) for site in sites]
+    return _climb(sites, budget, [cost / cost[-1] for cost in costs])
 
 
 @register_heuristic("energy", "the same share of output energy in every layer")
-def energy(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np.ndarray:
+def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
     """Give every layer the smallest rank that retains a common share of its energy, the largest that fits.
 
     The share that a candidate retains is 1 - error^2 of its fit: the classical spectral energy where the fit
     is a truncated SVD, and that of the layer's real outputs where the library knows the data.
 
     Args:
-        library: The fits that the curves come from.
-        curves: One curve a layer.
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
         budget: The budget; it always holds for the result.
 
     Returns:
-        Index of the chosen candidate of every curve, shape (layers,).
+        Index of the chosen candidate of every site, shape (sites,).
 
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
     # A candidate is needed from the share on that the one before it cannot retain.
-    levels = [np.array([0.0, *np.maximum.accumulate(1 - curve.errors[:-1] ** 2)]) for curve in curves]
-    return _climb(curves, budget, levels)
+    levels = [np.array([0.0, *np.maximum.accumulate(1 - site.errors[:-1] ** 2)]) for site in sites]
+    return _climb(sites, budget, levels)
 
 
 @register_heuristic("vbmf", "ranks in proportion to what variational Bayes finds above the noise")
-def vbmf(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np.ndarray:
+def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
     """Give every layer the same multiple of its analytic VBMF rank, the largest that meets the budget.
 
     A layer's VBMF rank is the larger one of its weight's output and input unfoldings (as Kim et al., ICLR
@@ -136,55 +133,55 @@ def vbmf(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np
     halves of the format, which bounds the rank of the output unfolding; in a ring it is a product of bonds.
 
     Args:
-        library: The fits that the curves come from.
-        curves: One curve a layer.
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
         budget: The budget; it always holds for the result.
 
     Returns:
-        Index of the chosen candidate of every curve, shape (layers,).
+        Index of the chosen candidate of every site, shape (sites,).
 
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
     levels = []
-    for curve in curves:
-        weight = library.weights[curve.spec.name]
+    for site in sites:
+        weight = library.weights[site.spec.name]
         unfoldings = (weight.flatten(1), weight.movedim(1, 0).flatten(1))
         signal = max(1, *(matrix_rank(unfolding).rank for unfolding in unfoldings))
-        features = [_features(library, curve.spec.name, entry.ranks) for entry in curve.entries[:-1]]
+        features = [_features(library, site.spec, each) for each in site.candidates[:-1]]
         full = max([min(weight.shape[0], weight[0].numel()), *features])
         # Where bonds have ranks of their own, a larger layer need not have more features.
         levels.append(np.maximum.accumulate([*features, full]) / signal)
-    return _climb(curves, budget, levels)
+    return _climb(sites, budget, levels)
 
 
 @register_heuristic("greedy", "the least loss at the network's output (Lagrangian allocation)")
-def greedy(library: FitLibrary, curves: Sequence[RankCurve], budget: Budget) -> np.ndarray:
+def greedy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
     """Minimise the sum of what the layers' errors cost the network's output within the budget (`allocate`).
 
     Args:
-        library: The fits that the curves come from.
-        curves: One curve a layer.
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
         budget: The budget; it always holds for the result.
 
     Returns:
-        Index of the chosen candidate of every curve, shape (layers,).
+        Index of the chosen candidate of every site, shape (sites,).
 
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    return allocate(curves, budget)
+    return allocate(sites, budget)
 
 
 def plan_by_heuristic(
     model: nn.Module,
     input_shape: Sequence[int],
-    tensor_format: str,
+    tensor_format: str | Sequence[str],
     heuristic: str,
     fraction: float,
     *,
     measure: str = "params",
-    latency: Callable[[Sequence[RankCurve]], LatencyTable] | None = None,
+    latency: Callable[[Sequence[CandidateSet]], LatencyTable] | None = None,
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
     weigh_outputs: bool = True,
     tensorised: bool = False,
@@ -199,11 +196,12 @@ def plan_by_heuristic(
     Args:
         model: The dense model; left as it was.
         input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`.
-        tensor_format: Name of the format (`list_formats`).
+        tensor_format: Name of the format (`list_formats`), or names of several: every layer takes the one
+            that serves it best.
         heuristic: Name of the heuristic (`list_heuristics`).
         fraction: Fraction of the whole model's cost to keep, in (0, 1].
-        measure: What is kept: `params`, `macs` or `latency`.
-        latency: For `measure="latency"`: measures all candidates of the curves, as they will be run.
+        measure: What is kept: `params`, `macs`, `bytes` or `latency`.
+        latency: For `measure="latency"`: measures all candidates of the sites, as they will be run.
         calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None` fits
             to the weights alone.
         weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
@@ -229,8 +227,8 @@ def plan_by_heuristic(
         raise DecompositionError(
             f"the model has no layer that can be decomposed ({reasons or 'no convolution or linear layer'})"
         )
-    if measure not in ("params", "macs", "latency"):
-        raise DecompositionError(f"unknown measure {measure!r}; choose from params, macs, latency")
+    if measure not in MEASURES:
+        raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
     if (measure == "latency") != (latency is not None):
         raise DecompositionError(
             f"measure={measure!r} {'needs' if measure == 'latency' else 'cannot use'} latency=, the function "
@@ -252,41 +250,42 @@ def plan_by_heuristic(
         options=options,
         folder=folder,
     )
-    curves = library.curves(limit=candidates, progress=progress)
+    sites = library.all_candidates(limit=candidates, progress=progress)
     if latency is not None:
-        table = latency(curves)
-        curves = table.attach(curves)
+        table = latency(sites)
+        sites = table.attach(sites)
         budget = Budget(fraction, measure, table.total, table.rest)
     else:
-        total = count_parameters(model) if measure == "params" else count_macs(model, input_shape)
-        covered = sum(spec.params if measure == "params" else spec.macs for spec in specs)
-        budget = Budget(fraction, measure, total, total - covered)
-    choices = chosen.choose(library, curves, budget)
-    return plan_from_choices(curves, choices, all_specs, input_shape, heuristic)
+        budget = Budget.of_model(model, sites, input_shape, measure, fraction)
+    sites = [site.efficient(measure) for site in sites]
+    choices = chosen.choose(library, sites, budget)
+    return plan_from_choices(sites, choices, all_specs, input_shape, heuristic)
 
 
-def _features(library: FitLibrary, name: str, ranks: tuple[int, ...]) -> float:
+def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:
     """Count the features between a layer's two halves; the mean rank where each bond has its own."""
-    modes = library.modes[name]
-    if library.format.own_ranks:
+    (operation,) = (each for each in candidate.operations if isinstance(each, Factorise))
+    chosen, ranks = operation.tensor_format, operation.ranks
+    if chosen.own_ranks:
         return sum(ranks) / len(ranks)
-    cores = [torch.empty(shape) for shape in library.format.core_shapes(modes, ranks)]
-    return library.format.halves(cores, modes)[0].shape[1]
+    modes = library.modes(spec.name, chosen)
+    cores = [torch.empty(shape) for shape in chosen.core_shapes(modes, ranks)]
+    return chosen.halves(cores, modes)[0].shape[1]
 
 
-def _climb(curves: Sequence[RankCurve], budget: Budget, levels: Sequence[np.ndarray]) -> np.ndarray:
+def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.ndarray]) -> np.ndarray:
     """Raise a common level from the cheapest candidates until the next step would break the budget.
 
     Args:
-        curves: One curve a layer.
+        sites: The candidates of every site.
         budget: The budget.
-        levels: For each curve the level from which each candidate is taken, ascending.
+        levels: For each site the level from which each candidate is taken, ascending.
 
     Returns:
-        Index of the chosen candidate of every curve, shape (layers,).
+        Index of the chosen candidate of every site, shape (sites,).
     """
-    budget.check(curves)
-    costs = [curve.cost(budget.measure) for curve in curves]
+    budget.check(sites)
+    costs = [site.cost(budget.measure) for site in sites]
     # Only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense layer's.
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs

@@ -14,36 +14,35 @@ from typing import Any
 
 import numpy as np
 
-from decomposition.curves import RankCurve
+from decomposition.candidates import CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing
-from decomposition.formats import Ranks
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Measured time of layers at ranks, all in the same unit and under the same conditions.
+    """Measured time of every site's candidates, all in the same unit and under the same conditions.
 
     Attributes:
-        layers: For each layer name the time at each ranks tuple; `()` is the dense layer.
-        rest: Time of everything that no layer of the table covers.
+        sites: For each site the time of every candidate, in their order; the last is the dense one's.
+        rest: Time of everything that belongs to no site.
         conditions: How it was measured (runtime, batch, threads, machine), for the reader.
     """
 
-    layers: Mapping[str, Mapping[Ranks, float]]
+    sites: Mapping[str, Sequence[float]]
     rest: float = 0.0
     conditions: str = ""
 
     def __post_init__(self) -> None:
-        for name, times in self.layers.items():
-            if () not in times:
-                raise DecompositionError(f"layer {name!r}: the latency table lacks the dense layer, ranks ()")
-            for ranks, time in times.items():
+        for name, times in self.sites.items():
+            if not times:
+                raise DecompositionError(f"site {name!r}: the latency table lacks the dense layer's time")
+            for index, time in enumerate(times):
                 if not (np.isfinite(time) and time > 0):
                     raise DecompositionError(
-                        f"layer {name!r}: the latency at ranks {ranks} is {time}; it must be positive"
+                        f"site {name!r}: the time of candidate {index} is {time}; it must be positive"
                     )
         if not (np.isfinite(self.rest) and self.rest >= 0):
             raise DecompositionError(f"the latency of the rest is {self.rest}; it must be 0 or more")
@@ -51,41 +50,34 @@ class LatencyTable:
     @property
     def total(self) -> float:
         """Time of the dense network."""
-        return self.rest + sum(times[()] for times in self.layers.values())
+        return self.rest + sum(times[-1] for times in self.sites.values())
 
-    def attach(self, curves: Sequence[RankCurve]) -> list[RankCurve]:
-        """Return the curves with measured latencies.
+    def attach(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
+        """Return the sites with measured times.
 
         Candidates that are slower than the dense layer are left out: within a budget in time nothing is
         gained by them.
 
         Raises:
-            DecompositionError: If a layer or one of its candidates was not measured.
+            DecompositionError: If a site or one of its candidates was not measured.
         """
         attached = []
-        for curve in curves:
-            times = self.layers.get(curve.spec.name, {})
-            missing = [entry.ranks for entry in curve.entries if entry.ranks not in times]
-            if missing:
+        for site in sites:
+            times = self.sites.get(site.name, ())
+            if len(times) != len(site):
                 raise DecompositionError(
-                    f"layer {curve.spec.name!r}: the latency table lacks ranks {missing[0]}; measure all "
-                    f"candidates ({len(missing)} of {len(curve)} are missing)"
+                    f"site {site.name!r} has {len(site)} candidates, the latency table holds {len(times)} "
+                    "times for it; measure all candidates"
                 )
-            latency = np.array([times[entry.ranks] for entry in curve.entries])
-            faster = [j for j in range(len(curve)) if j == len(curve) - 1 or latency[j] < latency[-1]]
-            entries = tuple(curve.entries[j] for j in faster)
-            if len(faster) < len(curve) and len(faster) == 1:
-                entries = (replace(entries[-1], reason="no candidate is faster than the dense layer"),)
-            attached.append(
-                replace(
-                    curve,
-                    entries=entries,
-                    params=curve.params[faster],
-                    macs=curve.macs[faster],
-                    errors=curve.errors[faster],
-                    latency=latency[faster],
-                )
+            timed = tuple(
+                replace(candidate, cost=replace(candidate.cost, time=float(time)))
+                for candidate, time in zip(site.candidates, times, strict=True)
             )
+            faster = tuple(each for each, time in zip(timed[:-1], times, strict=False) if time < times[-1])
+            dense = timed[-1]
+            if not faster and len(timed) > 1:
+                dense = replace(dense, reason="no candidate is faster than the dense layer")
+            attached.append(replace(site, candidates=(*faster, dense)))
         return attached
 
     def save(self, path: Path) -> None:
@@ -94,10 +86,7 @@ class LatencyTable:
             "version": _VERSION,
             "conditions": self.conditions,
             "rest": self.rest,
-            "layers": {
-                name: [[list(ranks), time] for ranks, time in times.items()]
-                for name, times in self.layers.items()
-            },
+            "sites": {name: list(times) for name, times in self.sites.items()},
         }
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(content), encoding="utf-8")
@@ -115,10 +104,7 @@ class LatencyTable:
                 raise DecompositionError(
                     f"{path} has version {content['version']!r}, this release reads {_VERSION}; measure anew"
                 )
-            layers = {
-                name: {tuple(map(int, ranks)): float(time) for ranks, time in times}
-                for name, times in content["layers"].items()
-            }
-            return cls(layers, float(content["rest"]), str(content["conditions"]))
+            sites = {name: tuple(map(float, times)) for name, times in content["sites"].items()}
+            return cls(sites, float(content["rest"]), str(content["conditions"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DecompositionError(f"{path} is no latency table ({error}); measure anew") from error

@@ -2,79 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from decomposition.errors import PlanError
-from decomposition.formats import Ranks, get_format, list_formats
 from decomposition.layers import LayerSpec
-from decomposition.modes import WeightModes, modes_from_dict
+from decomposition.operations import (
+    Cost,
+    Factorise,
+    GroupOperation,
+    LayerOperation,
+    Operation,
+    dense_cost,
+    operation_from_dict,
+)
+from decomposition.operations.base import check_keys
 
-_KEYS = {"name", "format", "ranks", "factors", "reason", "kept"}
+_KEYS = {"name", "operations", "reason"}
+_Kind = TypeVar("_Kind", bound=Operation)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """What becomes of one layer.
 
-    In a plan with kept channels, format and ranks are of the layer that is left when every layer's removed
-    channels are gone, and so are the specs that its costs are counted from.
+    Costs are counted from the layer as the plan's group operations leave it.
 
     Attributes:
         name: The layer's dotted name.
-        format: Name of the tensor format; `None` keeps the layer dense.
-        ranks: One rank a bond of the format; `()` when dense.
-        factors: `{"out": [...], "in": [...]}` when channel counts are split (tensorised), else `None`.
-        reason: Why the layer stays dense; `None` when it is decomposed.
-        kept: The output channels that stay, sorted; `None` when all do.
+        operations: What is done with it, applied left to right; empty for a layer that stays as it is.
+        reason: Why nothing is done with it.
     """
 
     name: str
-    format: str | None = None
-    ranks: Ranks = ()
-    factors: Mapping[str, Sequence[int]] | None = None
+    operations: tuple[Operation, ...] = ()
     reason: str | None = None
-    kept: tuple[int, ...] | None = None
 
-    def modes(self, spec: LayerSpec) -> WeightModes:
-        """Return how the layer's weight is read as a tensor."""
-        return modes_from_dict(spec, dict(self.factors) if self.factors is not None else None)
+    def __post_init__(self) -> None:
+        for left, right in pairwise(self.operations):
+            if left.stage < right.stage:
+                continue
+            ordered = " before ".join(
+                repr(each.kind) for each in sorted((left, right), key=lambda o: o.stage)
+            )
+            allowed = "one operation of a kind" if left.kind == right.kind else ordered
+            raise PlanError(
+                f"layer {self.name!r}: operation {right.kind!r} stands after {left.kind!r}; "
+                f"a layer takes {allowed}"
+            )
 
-    def params(self, spec: LayerSpec) -> int:
-        """Count the layer's parameters under this entry, bias included."""
-        if self.format is None:
-            return spec.params
-        bias = spec.out_channels if spec.bias else 0
-        return get_format(self.format).params(self.modes(spec), self.ranks) + bias
+    @property
+    def layer_operations(self) -> tuple[LayerOperation, ...]:
+        """The operations on this layer alone."""
+        return tuple(each for each in self.operations if isinstance(each, LayerOperation))
 
-    def macs(self, spec: LayerSpec) -> int:
-        """Count the layer's multiply-accumulates for one model input under this entry."""
-        if self.format is None:
-            return spec.macs
-        return get_format(self.format).macs(spec, self.modes(spec), self.ranks)
+    @property
+    def group_operations(self) -> tuple[GroupOperation, ...]:
+        """The operations on this layer together with others."""
+        return tuple(each for each in self.operations if isinstance(each, GroupOperation))
+
+    def operation(self, kind: type[_Kind]) -> _Kind | None:
+        """Return the layer's operation of a class, or `None`."""
+        return next((each for each in self.operations if isinstance(each, kind)), None)
+
+    def cost(self, spec: LayerSpec) -> Cost:
+        """Return the layer's cost under its operations."""
+        return total_cost(self.operations, spec)
+
+
+def total_cost(operations: Sequence[Operation], spec: LayerSpec) -> Cost:
+    """Return a layer's cost under operations applied left to right; that of the dense layer under none."""
+    cost = dense_cost(spec)
+    for operation in operations:
+        cost = operation.cost(spec, cost)
+    return cost
 
 
 def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
-    """Return the entry, or a dense one with the reason if the layer would get no smaller."""
-    if layer.format is None or layer.params(spec) < spec.params:
+    """Return the entry; without its factorisation, with the reason, if that saves no parameters."""
+    chosen = layer.operation(Factorise)
+    if chosen is None:
+        return layer
+    params = chosen.cost(spec, dense_cost(spec)).params
+    if params < spec.params:
         return layer
     reason = (
-        f"{layer.format} ranks {list(layer.ranks)} take {layer.params(spec)} parameters, "
+        f"{chosen.format} ranks {list(chosen.ranks)} take {params} parameters, "
         f"no fewer than the dense {spec.params}"
     )
-    return LayerPlan(layer.name, reason=reason, kept=layer.kept)
+    return LayerPlan(layer.name, tuple(each for each in layer.operations if each is not chosen), reason)
 
 
 def to_entry(layer: LayerPlan) -> dict[str, Any]:
     """Return the entry as plain values for JSON; what is not set is left out."""
-    entry: dict[str, Any] = {"name": layer.name, "format": layer.format, "ranks": list(layer.ranks)}
-    if layer.factors is not None:
-        entry["factors"] = {side: list(values) for side, values in layer.factors.items()}
+    entry: dict[str, Any] = {
+        "name": layer.name,
+        "operations": [operation.to_dict() for operation in layer.operations],
+    }
     if layer.reason is not None:
         entry["reason"] = layer.reason
-    if layer.kept is not None:
-        entry["kept"] = list(layer.kept)
     return entry
 
 
@@ -82,56 +110,19 @@ def from_entry(entry: Any, source: str) -> LayerPlan:
     """Read one entry of a plan's JSON; strict.
 
     Raises:
-        PlanError: If an entry is missing, unknown or ill-typed.
+        PlanError: If an entry is missing, unknown or ill-typed, or the operations contradict one another.
     """
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise PlanError(f"{source}: every layer must be an object with a name, got {entry!r}")
     where = f"{source}, layer {entry['name']!r}"
-    check_keys(entry, _KEYS, {"name", "format", "ranks"}, where)
-    name, chosen, ranks, factors = entry["name"], entry["format"], entry["ranks"], entry.get("factors")
-    if chosen is not None and chosen not in list_formats():
-        raise PlanError(
-            f"{where}: unknown format {chosen!r}; choose from {', '.join(list_formats())} or null"
-        )
-    if not isinstance(ranks, list) or any(type(rank) is not int or rank < 1 for rank in ranks):
-        raise PlanError(f"{where}: ranks must be a list of integers of at least 1, got {ranks!r}")
-    if (chosen is None) != (not ranks):
-        raise PlanError(f"{where}: a decomposed layer needs ranks and a dense one has none, got {ranks!r}")
-    if factors is not None:
-        good = isinstance(factors, dict) and set(factors) == {"out", "in"}
-        if not good or not all(
-            isinstance(side, list) and side and all(type(n) is int and n > 0 for n in side)
-            for side in factors.values()
-        ):
-            raise PlanError(f"{where}: factors must be {{'out': [...], 'in': [...]}}, got {factors!r}")
-    reason = entry.get("reason")
+    check_keys(entry, _KEYS, _KEYS - {"reason"}, where)
+    operations, reason = entry["operations"], entry.get("reason")
+    if not isinstance(operations, list):
+        raise PlanError(f"{where}: operations must be a list, got {operations!r}")
     if reason is not None and not isinstance(reason, str):
         raise PlanError(f"{where}: reason must be text, got {reason!r}")
-    kept = entry.get("kept")
-    if kept is not None and not _is_channel_list(kept):
-        raise PlanError(
-            f"{where}: kept must be a sorted list of distinct channel numbers, at least one, got {kept!r}"
-        )
-    return LayerPlan(name, chosen, tuple(ranks), factors, reason, None if kept is None else tuple(kept))
-
-
-def check_keys(entry: Mapping[str, Any], allowed: set[str], required: set[str], source: str) -> None:
-    """Refuse unknown and missing entries of a JSON object.
-
-    Raises:
-        PlanError: If there are any.
-    """
-    unknown, missing = sorted(set(entry) - allowed), sorted(required - set(entry))
-    if unknown or missing:
-        raise PlanError(
-            f"{source}: unknown entries {unknown}, missing entries {missing}; allowed: {sorted(allowed)}"
-        )
-
-
-def _is_channel_list(kept: Any) -> bool:
-    return (
-        isinstance(kept, list)
-        and bool(kept)
-        and all(type(channel) is int and channel >= 0 for channel in kept)
-        and kept == sorted(set(kept))
-    )
+    read = tuple(operation_from_dict(each, where) for each in operations)
+    try:
+        return LayerPlan(entry["name"], read, reason)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from error

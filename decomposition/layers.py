@@ -97,6 +97,12 @@ def is_decomposable_module(module: nn.Module) -> TypeGuard[DecomposableModule]:
     return type(module) in _DECOMPOSABLE
 
 
+def weight_of(module: DecomposableModule) -> torch.Tensor:
+    """Return a layer's weight as float64 (out, in, kernel) on the CPU."""
+    weight = module.weight.detach()
+    return weight.double().cpu().reshape(weight.shape[0], weight.shape[1], -1)
+
+
 def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSpec]:
     """Describe every convolution and linear layer of `model`, decomposable or not, in forward order.
 

@@ -1,4 +1,4 @@
-"""Cached fits of every layer at every rank that was asked for."""
+"""Cached fits of every layer in every format and at every rank that was asked for."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from decomposition.curves import RankCurve, candidate_ranks
+from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing
 from decomposition.fitting import FAST, Fit, FitOptions, fit_weight, symmetric_root
-from decomposition.formats import Ranks, get_format
-from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.formats import TensorFormat, get_format, list_formats
+from decomposition.layers import LayerSpec, weight_of
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments
-from decomposition.plan import LayerPlan
+from decomposition.operations import Factorise, Operation, dense_cost
+from decomposition.operations.factorise import factors_of
+from decomposition.rank_grid import candidate_ranks
 
 
 class FitLibrary:
-    """Fits of one model's layers in one format, each computed once.
+    """Fits of one model's layers in one format or several, each computed once.
 
     Args:
         model: The dense model; its weights are copied.
         specs: The compressible layers.
-        tensor_format: Name of the format.
+        formats: Name of the format, or names of several that every layer may choose from.
         moments: Moments by layer name (`collect_moments`); `None` fits to the weights.
         sensitivities: Sensitivities by layer name (`collect_sensitivities`), which weigh output channels
             within a layer and, with moments, layers against each other; layers without one count evenly.
@@ -51,7 +52,7 @@ class FitLibrary:
         self,
         model: nn.Module,
         specs: Sequence[LayerSpec],
-        tensor_format: str,
+        formats: str | Sequence[str],
         *,
         moments: dict[str, InputMoments] | None = None,
         sensitivities: Mapping[str, torch.Tensor] | None = None,
@@ -61,7 +62,10 @@ class FitLibrary:
         options: FitOptions = FAST,
         folder: Path | None = None,
     ) -> None:
-        self.format = get_format(tensor_format)
+        names = (formats,) if isinstance(formats, str) else tuple(formats)
+        if not names:
+            raise DecompositionError(f"no tensor format was given; choose from {', '.join(list_formats())}")
+        self.formats = tuple(get_format(name) for name in names)
         self.specs = {spec.name: spec for spec in specs}
         self.options = options
         self.multiple = multiple
@@ -70,8 +74,10 @@ class FitLibrary:
         self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
         self.weights = {name: weight_of(modules[name]) for name in self.specs}
-        self.modes: dict[str, WeightModes] = {
-            spec.name: self.format.modes(spec, tensorised=tensorised) for spec in specs
+        self._modes: dict[tuple[str, str], WeightModes] = {
+            (spec.name, each.name): each.modes(spec, tensorised=tensorised)
+            for spec in specs
+            for each in self.formats
         }
         self._metrics: dict[str, Metric | None] = dict.fromkeys(self.specs)
         if moments is not None:
@@ -84,62 +90,96 @@ class FitLibrary:
                 name: moments[name].covariance if centred else moments[name].second_moment
                 for name in self.specs
             }
-        self._fits: dict[tuple[str, Ranks], Fit] = {}
-        self._keys: dict[str, str] = {}
+        self._fits: dict[tuple[str, Factorise], Fit] = {}
+        self._keys: dict[tuple[str, str], str] = {}
         self._roots: dict[str, torch.Tensor] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._keys = {name: self._key(name) for name in self.specs}
 
-    def fit(self, name: str, ranks: Ranks) -> Fit:
-        """Return the fit of layer `name` at `ranks` (one a bond), from memory, disk or computed now.
+    def fit(self, name: str, operation: Factorise) -> Fit:
+        """Return the fit of layer `name`, from memory, disk or computed now.
 
         Raises:
             DecompositionError: If the ranks are not feasible or the weight is not finite.
         """
-        ranks = self.format.check_ranks(self.modes[name], ranks, name)
-        if (name, ranks) not in self._fits:
-            fit = self._read(name, ranks)
+        key = (name, operation)
+        if key not in self._fits:
+            operation.check(self.specs[name])
+            fit = self._read(name, operation)
             if fit is None:
-                fit = self._compute(name, ranks)
-                self._write(name, ranks, fit)
-            self._fits[name, ranks] = fit
-        return self._fits[name, ranks]
+                fit = self._compute(name, operation)
+                self._write(name, operation, fit)
+            self._fits[key] = fit
+        return self._fits[key]
 
-    def weight(self, name: str, ranks: Ranks) -> torch.Tensor:
-        """Return the reconstructed weight (out, in, kernel) of a fit, float64."""
-        return self.format.reconstruct(self.fit(name, ranks).cores, self.modes[name])
+    def weight(self, name: str, operations: Sequence[Operation]) -> torch.Tensor:
+        """Return the dense weight (out, in, kernel) that a layer under these operations equals, float64.
 
-    def curve(self, name: str, *, limit: int = 16) -> RankCurve:
-        """Fit the candidates of a layer and return its curve, the dense layer last."""
-        return self.fitted_curve(self.unfitted_curve(name, limit=limit))
+        Raises:
+            DecompositionError: If an operation has no fits here.
+        """
+        weight = self.weights[name]
+        for operation in operations:
+            if not isinstance(operation, Factorise):
+                raise DecompositionError(
+                    f"layer {name!r}: a library of fits knows nothing of {operation.kind!r}"
+                )
+            cores = self.fit(name, operation).cores
+            weight = operation.tensor_format.reconstruct(cores, operation.modes(self.specs[name]))
+        return weight
 
-    def fitted_curve(self, curve: RankCurve) -> RankCurve:
-        """Fit the candidates of an unfitted curve and return it with their errors."""
-        name = curve.spec.name
-        errors = [self.fit(name, entry.ranks).error for entry in curve.entries[:-1]]
-        return replace(curve, errors=np.array([*errors, 0.0]), importance=self.importance(name))
+    def candidates(self, name: str, *, limit: int = 16) -> CandidateSet:
+        """Fit the candidates of a layer, `limit` a format at most, and return them, the dense layer last."""
+        return self.fitted(self.unfitted(name, limit=limit))
 
-    def unfitted_curve(self, name: str, *, limit: int = 16) -> RankCurve:
-        """Return the candidates of a layer and their costs; errors are 1 but for the dense layer's 0."""
-        spec, modes = self.specs[name], self.modes[name]
-        factors = None if modes.plain else modes.to_dict()
-        spectra = self.format.spectra(self.weights[name], modes, self._metrics[name], self._root(name))
+    def all_candidates(
+        self, *, limit: int = 16, progress: Callable[[str], None] | None = None
+    ) -> list[CandidateSet]:
+        """Return every layer's candidates in forward order, calling `progress` with each finished name."""
+        found = []
+        for name in self.specs:
+            found.append(self.candidates(name, limit=limit))
+            if progress is not None:
+                progress(name)
+        return found
+
+    def fitted(self, unfitted: CandidateSet) -> CandidateSet:
+        """Fit candidates and return them with their errors."""
+        name = unfitted.name
+        fitted = [
+            replace(candidate, error=self.fit(name, operation).error)
+            for candidate in unfitted.candidates
+            for operation in candidate.operations
+            if isinstance(operation, Factorise)
+        ]
+        return replace(
+            unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
+        )
+
+    def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
+        """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0."""
+        spec = self.specs[name]
+        choices = [choice for each in self.formats for choice in self._choices(name, each, limit)]
+        reason = "dense is the better choice here" if choices else "no rank makes it smaller"
+        dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
+        return CandidateSet(spec, (*choices, dense))
+
+    def modes(self, name: str, tensor_format: TensorFormat) -> WeightModes:
+        """Return how a layer's weight is read as a tensor in a format of the library."""
+        return self._modes[name, tensor_format.name]
+
+    def _choices(self, name: str, tensor_format: TensorFormat, limit: int) -> list[Candidate]:
+        """Return the candidates of one format, not fitted."""
+        spec, modes = self.specs[name], self.modes(name, tensor_format)
+        spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], self._root(name))
         ranks = candidate_ranks(
-            self.format, spec, modes, limit=limit, multiple=self.multiple, spectra=spectra
+            tensor_format, spec, modes, limit=limit, multiple=self.multiple, spectra=spectra
         )
-        reason = "dense is the better choice here" if ranks else "no rank makes it smaller"
-        entries = (
-            *(LayerPlan(name, self.format.name, each, factors) for each in ranks),
-            LayerPlan(name, reason=reason),
-        )
-        return RankCurve(
-            spec=spec,
-            entries=entries,
-            params=np.array([entry.params(spec) for entry in entries], dtype=np.int64),
-            macs=np.array([entry.macs(spec) for entry in entries], dtype=np.int64),
-            errors=np.array([*(1.0 for _ in ranks), 0.0]),
-        )
+        operations = [Factorise(tensor_format.name, each, factors_of(modes)) for each in ranks]
+        return [
+            Candidate((each,), each.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
+            for each in operations
+        ]
 
     def importance(self, name: str) -> float:
         """Return what the network's output loses when all of a layer's output is lost: E[y' G y].
@@ -152,22 +192,13 @@ class FitLibrary:
         seen = root @ self.weights[name].flatten(1)
         return float((times(seen, metric) * seen).sum())
 
-    def curves(self, *, limit: int = 16, progress: Callable[[str], None] | None = None) -> list[RankCurve]:
-        """Return the curve of every layer in forward order, calling `progress` with each finished name."""
-        curves = []
-        for name in self.specs:
-            curves.append(self.curve(name, limit=limit))
-            if progress is not None:
-                progress(name)
-        return curves
-
-    def _compute(self, name: str, ranks: Ranks) -> Fit:
+    def _compute(self, name: str, operation: Factorise) -> Fit:
         try:
             return fit_weight(
-                self.format,
+                operation.tensor_format,
                 self.weights[name],
-                self.modes[name],
-                ranks,
+                operation.modes(self.specs[name]),
+                operation.ranks,
                 self._metrics[name],
                 self.options,
                 sensitivity=self.sensitivities.get(name),
@@ -180,22 +211,27 @@ class FitLibrary:
             self._roots[name] = symmetric_root(self.sensitivities[name])
         return self._roots.get(name)
 
-    def _key(self, name: str) -> str:
+    def _key(self, name: str, operation: Factorise) -> str:
         """Hash everything that a fit of this layer depends on but its ranks."""
-        digest = hashlib.sha256()
-        digest.update(repr((self.format.name, self.modes[name], self.options)).encode())
-        digest.update(self.weights[name].numpy().tobytes())
-        for matrix in (self._metrics[name], self.sensitivities.get(name)):
-            digest.update(b"none" if matrix is None else to_bytes(matrix))
-        return digest.hexdigest()[:32]
+        key = (name, operation.format)
+        if key not in self._keys:
+            digest = hashlib.sha256()
+            modes = operation.modes(self.specs[name])
+            digest.update(repr((operation.format, modes, self.options)).encode())
+            digest.update(self.weights[name].numpy().tobytes())
+            for matrix in (self._metrics[name], self.sensitivities.get(name)):
+                digest.update(b"none" if matrix is None else to_bytes(matrix))
+            self._keys[key] = digest.hexdigest()[:32]
+        return self._keys[key]
 
-    def _path(self, name: str, ranks: Ranks) -> Path | None:
+    def _path(self, name: str, operation: Factorise) -> Path | None:
         if self.folder is None:
             return None
-        return self.folder / f"{self._keys[name]}-{'-'.join(map(str, ranks))}.safetensors"
+        ranks = "-".join(map(str, operation.ranks))
+        return self.folder / f"{self._key(name, operation)}-{ranks}.safetensors"
 
-    def _read(self, name: str, ranks: Ranks) -> Fit | None:
-        path = self._path(name, ranks)
+    def _read(self, name: str, operation: Factorise) -> Fit | None:
+        path = self._path(name, operation)
         if path is None or not path.exists():
             return None
         try:
@@ -207,16 +243,10 @@ class FitLibrary:
             return None  # a damaged cache entry is no harm: the fit is computed again and overwrites it
         return Fit(cores, error)
 
-    def _write(self, name: str, ranks: Ranks, fit: Fit) -> None:
-        path = self._path(name, ranks)
+    def _write(self, name: str, operation: Factorise, fit: Fit) -> None:
+        path = self._path(name, operation)
         if path is None:
             return
         cores = {f"core{j}": core.contiguous() for j, core in enumerate(fit.cores)}
         with replacing(path) as temporary:
             save_file(cores, temporary, metadata={"error": repr(fit.error)})
-
-
-def weight_of(module: DecomposableModule) -> torch.Tensor:
-    """Return a layer's weight as float64 (out, in, kernel) on the CPU."""
-    weight = module.weight.detach()
-    return weight.double().cpu().reshape(weight.shape[0], weight.shape[1], -1)

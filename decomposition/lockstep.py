@@ -25,8 +25,7 @@ from decomposition.batch_norm import BatchNorm, tracked_batch_norms
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.library import weight_of
+from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.metric import Metric, RowFactor, worth_factoring
 from decomposition.patches import sample_patches
 from decomposition.surgery import replace_module

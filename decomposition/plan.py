@@ -5,24 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from decomposition.errors import PlanError
 from decomposition.files import replacing
 from decomposition.formats import get_format
-from decomposition.layer_plan import LayerPlan, check_keys, from_entry, to_entry, without_growth
+from decomposition.layer_plan import LayerPlan, from_entry, to_entry, without_growth
 from decomposition.layers import LayerSpec, inspect_layers
+from decomposition.operations import Factorise, GroupOperation, Operation
+from decomposition.operations.base import check_keys
+from decomposition.operations.factorise import factors_of
+from decomposition.plan_versions import PLAIN_VERSION, PRUNING_VERSION, upgraded_entries
 
-PLAN_VERSION = 1
-PRUNING_VERSION = 2
-"""The version of plans with kept channels; the others stay readable for releases that know only version 1."""
+PLAN_VERSION = 3
+_READABLE = (PLAIN_VERSION, PRUNING_VERSION, PLAN_VERSION)
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
 _INTEGERS = re.compile(r"(?<=\[)\s+\d+(?:,\s+\d+)*\s+(?=\])")
+
+_Kind = TypeVar("_Kind", bound=Operation)
+RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperation]], nn.Module]
+"""Applies a group operation, or makes its structure: (kind, model, operation by layer) -> model."""
 
 __all__ = [
     "CompressionPlan",
@@ -37,8 +44,7 @@ __all__ = [
 class CompressionPlan:
     """A plan for one model.
 
-    A plan with kept channels first removes the others, which only a package that knows how to (such as
-    `pruning`) can do; `after_removal` is what is left of the plan then.
+    Group operations come first; the operations of single layers are those of the network that they leave.
 
     Attributes:
         layers: One entry for each layer that was considered, in forward order.
@@ -61,15 +67,21 @@ class CompressionPlan:
                 return layer
         raise KeyError(name)
 
+    def chosen(self, kind: type[_Kind]) -> dict[str, _Kind]:
+        """Return the operations of a class, by layer name."""
+        found = {layer.name: layer.operation(kind) for layer in self.layers}
+        return {name: operation for name, operation in found.items() if operation is not None}
+
     @property
-    def kept_channels(self) -> dict[str, list[int]]:
-        """The output channels that stay, of every layer that loses some; empty if none does."""
-        return {layer.name: list(layer.kept) for layer in self.layers if layer.kept is not None}
+    def group_kinds(self) -> list[type[GroupOperation]]:
+        """The classes of the plan's group operations, in the order in which they are applied."""
+        kinds = {type(operation) for layer in self.layers for operation in layer.group_operations}
+        return sorted(kinds, key=lambda kind: kind.stage)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         content = {
-            "version": PRUNING_VERSION if self.kept_channels else PLAN_VERSION,
+            "version": PLAN_VERSION,
             "fingerprint": self.fingerprint,
             "input_shape": list(self.input_shape),
             "chosen_by": self.chosen_by,
@@ -95,10 +107,11 @@ class CompressionPlan:
             raise PlanError(f"{source} is no valid JSON ({error}); write it anew") from error
         if not isinstance(content, dict):
             raise PlanError(f"{source} must be a JSON object, got {type(content).__name__}")
-        if content.get("version") not in (PLAN_VERSION, PRUNING_VERSION):
+        version = content.get("version")
+        if version not in _READABLE or isinstance(version, bool):
             raise PlanError(
-                f"{source} has version {content.get('version')!r}; this release reads versions "
-                f"{PLAN_VERSION} and {PRUNING_VERSION}"
+                f"{source} has version {version!r}; this release reads versions "
+                f"{', '.join(map(str, _READABLE))}"
             )
         check_keys(content, _PLAN_KEYS, _PLAN_KEYS, source)
         shape = content["input_shape"]
@@ -109,16 +122,14 @@ class CompressionPlan:
                 raise PlanError(f"{source}: {key} must be a string, got {content[key]!r}")
         if not isinstance(content["layers"], list):
             raise PlanError(f"{source}: layers must be a list, got {type(content['layers']).__name__}")
-        layers = tuple(from_entry(entry, source) for entry in content["layers"])
+        entries = content["layers"]
+        if version != PLAN_VERSION:
+            entries = upgraded_entries(entries, version, source)
+        layers = tuple(from_entry(entry, source) for entry in entries)
         names = [layer.name for layer in layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
-        if any(layer.kept is not None for layer in layers) != (content["version"] == PRUNING_VERSION):
-            raise PlanError(
-                f"{source} has version {content['version']}; version {PRUNING_VERSION} is for plans with "
-                f"kept channels, version {PLAN_VERSION} for those without"
-            )
         return cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"])
 
     def save(self, path: str | Path) -> None:
@@ -161,69 +172,62 @@ class CompressionPlan:
         return by_name
 
     def specs(self, model: nn.Module) -> list[LayerSpec]:
-        """Return the specs of the plan's layers in `model`, after checking that the plan fits it.
+        """Return the plan's layers as its group operations leave them, after checking that all fits.
 
         Raises:
             PlanError: If the plan was made for another model, names a layer it does not have, or one that
-                cannot be decomposed; or if it holds kept channels.
+                an operation cannot be applied to.
             DecompositionError: If a rank is not feasible.
         """
-        if self.kept_channels:
-            raise PlanError(
-                f"the plan removes channels from {len(self.kept_channels)} layers, which this function "
-                "cannot do; use rankrl.carry_out(model, plan) and rankrl.load_compressed, or remove them "
-                "yourself (pruning.remove_channels with plan.kept_channels) and go on with "
-                "plan.after_removal(pruned)"
-            )
-        by_name = self.check_model(model)
-        for layer in self.layers:
-            spec = by_name[layer.name]
-            if layer.format is None:
-                continue
-            if spec.refusal is not None:
-                raise PlanError(f"layer {layer.name!r} cannot be decomposed: {spec.refusal}")
-            get_format(layer.format).check_ranks(layer.modes(spec), layer.ranks, layer.name)
+        self.check_model(model)
+
+        def structure(
+            kind: type[GroupOperation], network: nn.Module, chosen: Mapping[str, GroupOperation]
+        ) -> nn.Module:
+            return kind.group_structure(network, chosen, self.input_shape)
+
+        network, rest = self.after_groups(model, structure)
+        by_name = {spec.name: spec for spec in inspect_layers(network, self.input_shape)}
+        for layer in rest:
+            for operation in layer.operations:
+                operation.check(by_name[layer.name])
         return [by_name[layer.name] for layer in self.layers]
 
-    def after_removal(self, pruned: nn.Module) -> CompressionPlan:
-        """Return what is left of the plan for the network from which the other channels are removed.
+    def after_groups(self, model: nn.Module, run: RunGroup) -> tuple[nn.Module, CompressionPlan]:
+        """Return the network that the group operations leave, and the rest of the plan for it.
 
         Args:
-            pruned: The plan's model without the removed channels, layers under the same names.
-
-        Raises:
-            PlanError: If a layer is missing or has not the kept number of output channels.
+            model: The plan's model; left untouched.
+            run: Carries out the operations of one kind and returns the network that they leave.
         """
-        specs = {spec.name: spec for spec in inspect_layers(pruned, self.input_shape)}
-        for name, kept in self.kept_channels.items():
-            found = specs[name].out_channels if name in specs else "none"
-            if found != len(kept):
-                raise PlanError(
-                    f"layer {name!r} has {found} output channels, the plan keeps {len(kept)}; give the "
-                    "network from which the plan's other channels are removed"
-                )
-        layers = tuple(replace(layer, kept=None) for layer in self.layers)
-        return replace(self, layers=layers, fingerprint=fingerprint(specs.values()))
+        plan = self
+        for kind in self.group_kinds:
+            model = run(kind, model, plan.chosen(kind))
+            layers = tuple(
+                replace(layer, operations=tuple(o for o in layer.operations if type(o) is not kind))
+                for layer in plan.layers
+            )
+            specs = inspect_layers(model, plan.input_shape)
+            plan = replace(plan, layers=layers, fingerprint=fingerprint(specs))
+        return model, plan
 
-    def with_removal(self, dense: nn.Module, kept: Mapping[str, Sequence[int]]) -> CompressionPlan:
-        """Return the plan for `dense` that removes channels and then does what this plan says.
-
-        The inverse of `after_removal`.
+    def with_operations(self, model: nn.Module, operations: Mapping[str, Operation]) -> CompressionPlan:
+        """Return the plan for `model` that first applies group operations and then does what this plan says.
 
         Args:
-            dense: The network before the removal.
-            kept: The sorted output channels that stay, by layer name; other layers keep all of theirs.
+            model: The network before those operations.
+            operations: One for each layer that gets one, by name.
 
         Raises:
-            PlanError: If a layer of `kept` is missing in the plan or in the network.
+            PlanError: If a layer is missing in the plan or in the network, or has such an operation already.
         """
-        specs = {spec.name: spec for spec in inspect_layers(dense, self.input_shape)}
-        unknown = [name for name in kept if name not in specs or name not in {each.name for each in self}]
+        specs = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
+        unknown = [n for n in operations if n not in specs or n not in {layer.name for layer in self}]
         if unknown:
-            raise PlanError(f"channels are kept in {', '.join(unknown)}, but the plan has no such layer")
+            raise PlanError(f"operations are given for {', '.join(unknown)}, but the plan has no such layer")
         layers = tuple(
-            replace(layer, kept=tuple(kept[layer.name]))
-            if len(kept.get(layer.name, ())) < specs[layer.name].out_channels and layer.name in kept
+            replace(layer, operations=(operations[layer.name], *layer.operations))
+            if layer.name in operations
             else layer
             for layer in self
         )
@@ -297,6 +301,6 @@ def make_plan(
         else:
             wanted = min(ranks, chosen.max_rank(modes)) if type(ranks) is int else ranks
         checked = chosen.check_ranks(modes, wanted, spec.name)
-        factors = None if modes.plain else modes.to_dict()
-        layers.append(without_growth(LayerPlan(spec.name, tensor_format, checked, factors), spec))
+        operation = Factorise(tensor_format, checked, factors_of(modes))
+        layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
     return CompressionPlan(tuple(layers), fingerprint(all_specs), tuple(input_shape), chosen_by)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from decomposition.errors import PlanError
 from decomposition.files import replacing
 from decomposition.plan import CompressionPlan
 
-Structure = Callable[[nn.Module, CompressionPlan], nn.Module]
 _PLAN_KEY = "rankrl.plan"
 
 
@@ -34,20 +32,14 @@ def save_compressed(model: nn.Module, plan: CompressionPlan, path: str | Path) -
 
 
 def load_compressed(
-    model: nn.Module,
-    path: str | Path,
-    plan: CompressionPlan | None = None,
-    *,
-    structure: Structure = build_structure,
+    model: nn.Module, path: str | Path, plan: CompressionPlan | None = None
 ) -> tuple[nn.Module, CompressionPlan]:
-    """Load what `save_compressed` wrote.
+    """Load what `save_compressed` wrote, whatever the plan's operations are.
 
     Args:
         model: The dense model's architecture; its weights are not used and it is left untouched.
         path: The file.
         plan: The plan, if it is to be another copy than the file's own.
-        structure: Makes the compressed model without its weights from the dense one and the plan. The
-            default knows plans of tensor formats only, not plans with kept channels.
 
     Returns:
         The compressed model and its plan.
@@ -65,7 +57,7 @@ def load_compressed(
         if _PLAN_KEY not in metadata:
             raise PlanError(f"{path} holds no compression plan; pass the plan it was made with")
         plan = CompressionPlan.from_json(metadata[_PLAN_KEY], source=f"the plan in {path}")
-    compressed = structure(model, plan)
+    compressed = build_structure(model, plan)
     expected = _own_tensors(compressed)
     missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     misfits = [n for n, t in expected.items() if n in tensors and tensors[n].shape != t.shape]

@@ -93,14 +93,17 @@ def search(
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
     input_shape = tuple(batches[0].shape[1:])
     fits = None if cache is None else Path(cache)
-    options = CandidateOptions(decomposition, weigh_outputs=weigh_outputs)
+    options = CandidateOptions(
+        (decomposition,) if isinstance(decomposition, str) else tuple(decomposition),
+        weigh_outputs=weigh_outputs,
+    )
     library = fit_candidates(model, batches, options, cache=fits, seed=seed)
     describe = partial(SearchProblem.from_model, model, input_shape=input_shape, params=params, macs=macs)
     # What cannot work is refused before the fits take their time.
-    unfitted = [library.unfitted_curve(name, limit=candidates) for name in library.specs]
-    describe(curves=unfitted)
+    unfitted = [library.unfitted(name, limit=candidates) for name in library.specs]
+    describe(sites=unfitted)
     check_score(score, model)
-    problem = describe(curves=[library.fitted_curve(curve) for curve in unfitted], library=library)
+    problem = describe(sites=[library.fitted(site) for site in unfitted], library=library)
     example = torch.cat([b[:2] for b in batches[:4]])
     scoring = (
         nullcontext(ScoreEvaluator(model, library, problem, score, example))

@@ -15,6 +15,7 @@ from decomposition.factorised import FactorisedLayer
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.metric import Metric
 from decomposition.modes import WeightModes, plain_modes, tensorised_modes
+from decomposition.registry import Registry
 
 Cores = list[torch.Tensor]
 Ranks = tuple[int, ...]
@@ -167,22 +168,20 @@ class TensorFormat(ABC):
         return weight.reshape(modes.out_channels, modes.in_channels, modes.kernel)
 
 
-_FORMATS: dict[str, TensorFormat] = {}
+_FORMATS: Registry[TensorFormat] = Registry("format", DecompositionError)
 
 _Class = TypeVar("_Class", bound=type[TensorFormat])
 
 
 def register_format(cls: _Class) -> _Class:
     """Class decorator: add a format to the registry under its `name`."""
-    if cls.name in _FORMATS:
-        raise DecompositionError(f"format {cls.name!r} is registered already; choose another name")
-    _FORMATS[cls.name] = cls()
+    _FORMATS.add(cls.name, cls(), cls.description)
     return cls
 
 
 def list_formats() -> list[str]:
     """Return the names of all registered formats."""
-    return sorted(_FORMATS)
+    return _FORMATS.names()
 
 
 def get_format(name: str) -> TensorFormat:
@@ -191,6 +190,4 @@ def get_format(name: str) -> TensorFormat:
     Raises:
         DecompositionError: If there is none of that name.
     """
-    if name not in _FORMATS:
-        raise DecompositionError(f"unknown format {name!r}; choose from {', '.join(list_formats())}")
     return _FORMATS[name]

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decomposition.plan import CompressionPlan
 from rankrl.agents.algorithms import create_algorithm
 from rankrl.agents.buffer import EpisodeBuffer
 from rankrl.agents.critics import CriticEnsemble
@@ -20,7 +19,7 @@ from rankrl.agents.randomness import RandomState, one_thread
 from rankrl.agents.state import model_tensors, restore_model
 from rankrl.envs.actions import create_action_map
 from rankrl.envs.rank_selection import RankSelectionEnv
-from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
 # How often an episode is imagined anew when its plan has been played before.
 _ATTEMPTS = 8
@@ -35,13 +34,13 @@ class Episode:
     Attributes:
         observations: Shape (layers + 1, features).
         actions: Shape (layers, components).
-        plan: What the actions stand for.
+        choices: The plan that the actions stand for: the candidate of every layer.
         phase: `preset`, `warm-up` or `policy`.
     """
 
     observations: np.ndarray
     actions: np.ndarray
-    plan: CompressionPlan
+    choices: Choices
     phase: str
 
 
@@ -73,7 +72,6 @@ class RankAgent:
             per_bond=options.per_bond,
             features=options.features,
             importance_scale=options.importance_scale,
-            chosen_by=algorithm,
         )
         self._problem = problem
         self._shape = (self.env.layers, self.env.map.components)
@@ -82,14 +80,13 @@ class RankAgent:
             held = episodes if options.buffer_episodes is None else options.buffer_episodes
             buffer_size = held * self.env.layers
             self.model = create_algorithm(algorithm, self.env, options, buffer_size=buffer_size)
-        knows_losses = self.env.map.losses(np.zeros((1, *self._shape))) is not None
-        self._plan_critic = PlanCritic() if options.plan_critic and knows_losses else None
+        self._plan_critic = PlanCritic() if options.plan_critic else None
         self._buffer.layers, self._buffer.whole_share = self.env.layers, options.whole_share
         self._played = 0
         self._last_reward = 0.0
         self._best = np.zeros(self._shape, dtype=np.float32)
         self._best_reward = -np.inf
-        self._seen: set[RanksKey] = set()
+        self._seen: set[Choices] = set()
         # What the layers lose under the plans played, as bytes: it tells plans apart before they are made.
         self._known: set[bytes] = set()
 
@@ -99,9 +96,9 @@ class RankAgent:
             for _ in range(_ATTEMPTS):
                 actions, phase = self._choose()
                 episode = self._play(actions, phase)
-                if self._problem.ranks(episode.plan) not in self._seen:
+                if episode.choices not in self._seen:
                     break
-        self._seen.add(self._problem.ranks(episode.plan))
+        self._seen.add(episode.choices)
         self._played += 1
         return episode
 
@@ -109,9 +106,9 @@ class RankAgent:
         """Remember rewarded episodes and take gradient steps."""
         for episode, reward in zip(episodes, rewards, strict=True):
             if self._plan_critic is not None:
-                losses = self._losses(episode.actions[None])[0]
-                self._plan_critic.add(losses, reward)
-                self._known.add(losses.numpy().tobytes())
+                roots = self._loss_roots(episode.actions[None])[0]
+                self._plan_critic.add(roots, reward)
+                self._known.add(roots.numpy().tobytes())
             self._buffer.add_episode(episode.observations, episode.actions, reward)
             self._last_reward = reward
             if reward > self._best_reward:
@@ -136,7 +133,7 @@ class RankAgent:
             "played": self._played,
             "updates": self.model._n_updates,
             "last_reward": self._last_reward,
-            "seen": [[list(ranks) for ranks in key] for key in sorted(self._seen)],
+            "seen": [list(choices) for choices in sorted(self._seen)],
         }
         if np.isfinite(self._best_reward):
             values["best_reward"] = self._best_reward
@@ -160,7 +157,7 @@ class RankAgent:
         self._played, self.model._n_updates = int(values["played"]), int(values["updates"])
         self._last_reward = float(values["last_reward"])
         self._best_reward = float(values.get("best_reward", -np.inf))
-        self._seen = {tuple(tuple(ranks) for ranks in key) for key in values["seen"]}
+        self._seen = {tuple(choices) for choices in values["seen"]}
 
     @property
     def _buffer(self) -> EpisodeBuffer:
@@ -210,18 +207,15 @@ class RankAgent:
 
     def _bounds(self, candidates: np.ndarray, critic: PlanCritic) -> np.ndarray:
         """Return the upper confidence bound of each candidate's reward, shape (candidates,)."""
-        losses = self._losses(candidates)
-        mean, deviation = critic.values(losses)
+        roots = self._loss_roots(candidates)
+        mean, deviation = critic.values(roots)
         bounds = (mean + self.options.optimism * deviation).numpy()
-        known = [row.tobytes() in self._known for row in losses.numpy()]
+        known = [row.tobytes() in self._known for row in roots.numpy()]
         return np.where(known, -np.inf, bounds)
 
-    def _losses(self, actions: np.ndarray) -> Tensor:
-        """Return what each layer loses under whole episodes of actions, shape (episodes, layers)."""
-        losses = self.env.map.losses(actions)
-        if losses is None:
-            raise TypeError("plans of this action map have no known losses; it takes no plan critic")
-        return torch.from_numpy(losses)
+    def _loss_roots(self, actions: np.ndarray) -> Tensor:
+        """Return the roots of what each layer loses under whole episodes, shape (episodes, layers)."""
+        return torch.from_numpy(self.env.map.loss_roots(actions))
 
     def _imagine(self, noise: np.ndarray) -> np.ndarray:
         """Return the actions of noisy passes of the policy, shape (episodes, layers, components)."""
@@ -271,4 +265,4 @@ class RankAgent:
         for action in actions:
             observation, _, _, _, info = self.env.step(action)
             observations.append(observation)
-        return Episode(np.stack(observations), actions, info["plan"], phase)
+        return Episode(np.stack(observations), actions, info["choices"], phase)

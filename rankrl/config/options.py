@@ -46,7 +46,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     if multiple is None:
         multiple = FAST_MULTIPLE if config.budget.latency is not None else 1
     return CandidateOptions(
-        format=chosen.format,
+        formats=(chosen.format,),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,
         multiple=multiple,

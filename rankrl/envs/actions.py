@@ -1,4 +1,4 @@
-"""From continuous actions in [-1, 1] to integer ranks. Action 0 everywhere is greedy's plan."""
+"""From continuous actions in [-1, 1] to candidates. Action 0 everywhere is greedy's plan."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import numpy as np
 
 from decomposition.allocation import allocate, allocate_many
-from decomposition.curves import RankCurve
-from decomposition.formats import Ranks, get_format
-from decomposition.plan import LayerPlan
+from decomposition.candidates import CandidateSet
+from decomposition.formats import Ranks
+from decomposition.operations import Factorise
 from rankrl.errors import ConfigError
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
 ActionKind = Literal["importance", "rank"]
 
@@ -23,7 +23,7 @@ IMPORTANCE_SCALE = 2.0
 
 
 class ActionMap(ABC):
-    """Turns one action a layer, taken in forward order, into the plan's entries.
+    """Turns one action a layer, taken in forward order, into the candidate of every layer.
 
     Attributes:
         components: Numbers in one action.
@@ -33,7 +33,7 @@ class ActionMap(ABC):
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.curves = problem.curves
+        self.sites = problem.sites
 
     @abstractmethod
     def begin(self) -> None:
@@ -44,23 +44,22 @@ class ActionMap(ABC):
         """Take the action, shape (components,) in [-1, 1], of compressible layer number `layer`."""
 
     @abstractmethod
-    def entries(self) -> list[LayerPlan]:
-        """Return the plan's entries once every layer has its action."""
+    def choices(self) -> Choices:
+        """Return the candidate of every layer once each has its action."""
 
     @abstractmethod
     def budget_left(self) -> float:
         """Return the share of the budget, 0 to 1, that the layers without an action have left."""
 
     @abstractmethod
-    def losses(self, actions: np.ndarray) -> np.ndarray | None:
+    def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return what each layer loses at the network's output under whole episodes.
 
         Args:
             actions: Shape (episodes, layers, components) in [-1, 1].
 
         Returns:
-            Roots of the candidates' losses, shape (episodes, layers); None where plans are made of other
-            entries than candidates, whose losses are not known.
+            Square roots of the candidates' losses, shape (episodes, layers).
         """
 
 
@@ -94,7 +93,7 @@ class ImportanceMap(ActionMap):
 
     def begin(self) -> None:
         """Forget the actions taken."""
-        self._actions = np.zeros(len(self.curves))
+        self._actions = np.zeros(len(self.sites))
         self._taken = 0
 
     def take(self, layer: int, action: np.ndarray) -> None:
@@ -104,20 +103,20 @@ class ImportanceMap(ActionMap):
 
     def allocate(self, actions: np.ndarray) -> np.ndarray:
         """Return the candidate of every layer under actions of shape (layers,)."""
-        return allocate(self.curves, self.budget, self.scale * (actions - actions.mean()))
+        return allocate(self.sites, self.budget, self.scale * (actions - actions.mean()))
 
-    def entries(self) -> list[LayerPlan]:
+    def choices(self) -> Choices:
         """Allocate the budget under the actions taken."""
-        return [curve.entries[j] for curve, j in zip(self.curves, self.allocate(self._actions), strict=True)]
+        return tuple(self.allocate(self._actions).tolist())
 
-    def losses(self, actions: np.ndarray) -> np.ndarray:
-        """Return the losses under the allocations, but for what `allocate` still spends at its end."""
+    def loss_roots(self, actions: np.ndarray) -> np.ndarray:
+        """Return the roots under the allocations, but for what `allocate` still spends at its end."""
         weights = self.scale * (actions[:, :, 0] - actions[:, :, 0].mean(1, keepdims=True))
-        return _losses_of(self.curves, allocate_many(self.curves, self.budget, weights))
+        return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 
     def budget_left(self) -> float:
         """Return the dense cost of the layers to come as a share: nothing is spent before the last action."""
-        dense = [int(curve.cost(self.problem.measure)[-1]) for curve in self.curves]
+        dense = [float(site.cost(self.problem.measure)[-1]) for site in self.sites]
         return sum(dense[self._taken :]) / sum(dense)
 
 
@@ -132,7 +131,7 @@ class RankMap(ActionMap):
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        self._costs = [curve.cost(problem.measure).astype(float) for curve in self.curves]
+        self._costs = [site.cost(problem.measure).astype(float) for site in self.sites]
         least = [cost.min() for cost in self._costs]
         self._least_after = [sum(least[j + 1 :]) for j in range(len(least))]
         self._available = math.inf if problem.budget is None else problem.budget.available
@@ -141,104 +140,81 @@ class RankMap(ActionMap):
     def begin(self) -> None:
         """Forget the actions taken."""
         self._left = self._available
-        self._entries: list[LayerPlan] = []
+        self._chosen: list[int] = []
 
     def take(self, layer: int, action: np.ndarray) -> None:
         """Choose a layer's candidate."""
-        allowed = self._left - self._least_after[layer]
-        entry, cost = self.choose(layer, action, allowed)
-        self._left -= cost
-        self._entries.append(entry)
+        choice = self.choose(layer, action, self._left - self._least_after[layer])
+        self._left -= self._costs[layer][choice]
+        self._chosen.append(choice)
 
-    def choose(self, layer: int, action: np.ndarray, allowed: float) -> tuple[LayerPlan, float]:
-        """Return the entry an action stands for, at a cost of at most `allowed`, and its cost."""
-        curve, cost = self.curves[layer], self._costs[layer]
-        last, preset, value = len(curve) - 1, int(self.problem.preset[layer]), float(action[0])
-        choice = round(preset + value * (last - preset if value > 0 else preset))
-        if cost[choice] > allowed:
-            within = np.flatnonzero(cost <= allowed)
-            # Of the candidates that fit, the nearest below; a budget in MACs need not grow with the rank.
-            below = within[within < choice]
-            choice = int(below[-1]) if len(below) else int(cost.argmin())
-        return curve.entries[choice], float(cost[choice])
+    def choose(self, layer: int, action: np.ndarray, allowed: float) -> int:
+        """Return the candidate that an action stands for, at a cost of at most `allowed`."""
+        last, preset, value = len(self.sites[layer]) - 1, int(self.problem.preset[layer]), float(action[0])
+        return self._within(layer, round(preset + value * (last - preset if value > 0 else preset)), allowed)
 
-    def entries(self) -> list[LayerPlan]:
-        """Return the chosen entries."""
-        return list(self._entries)
+    def choices(self) -> Choices:
+        """Return the chosen candidates."""
+        return tuple(self._chosen)
 
-    def losses(self, actions: np.ndarray) -> np.ndarray | None:
-        """Return the losses of the candidates that the actions choose."""
-        index = [{entry.ranks: j for j, entry in enumerate(curve.entries)} for curve in self.curves]
+    def loss_roots(self, actions: np.ndarray) -> np.ndarray:
+        """Return the roots of the losses of the candidates that the actions choose."""
         choices = np.zeros(actions.shape[:2], dtype=int)
         for episode, chosen in zip(actions, choices, strict=True):
             left = self._available
             for layer, action in enumerate(episode):
-                entry, cost = self.choose(layer, action, left - self._least_after[layer])
-                left -= cost
-                chosen[layer] = index[layer][entry.ranks]
-        return _losses_of(self.curves, choices)
+                chosen[layer] = self.choose(layer, action, left - self._least_after[layer])
+                left -= self._costs[layer][chosen[layer]]
+        return _loss_roots(self.sites, choices)
 
     def budget_left(self) -> float:
         """Return the unspent share of the budget (of the dense cost, when there is no budget)."""
         if math.isfinite(self._available):
             return max(0.0, self._left / self._available)
         dense = sum(float(cost[-1]) for cost in self._costs)
-        spent = sum(
-            entry.params(curve.spec) for entry, curve in zip(self._entries, self.curves, strict=False)
-        )
+        spent = sum(float(site.params[j]) for site, j in zip(self.sites, self._chosen, strict=False))
         return max(0.0, 1 - spent / dense)
+
+    def _within(self, layer: int, choice: int, allowed: float) -> int:
+        """Return the candidate, or the nearest below that costs at most `allowed`."""
+        cost = self._costs[layer]
+        if cost[choice] <= allowed:
+            return choice
+        # A budget in MACs need not grow with the rank.
+        below = np.flatnonzero(cost[:choice] <= allowed)
+        return int(below[-1]) if len(below) else int(cost.argmin())
 
 
 class BondMap(RankMap):
     """One action component a bond: -1 is rank 1, 0 greedy's rank, 1 the largest; geometric between.
 
-    Layers with fewer bonds than the longest ignore the rest; ranks that make a layer no smaller leave it
-    dense. With a budget, bonds are lowered, the one furthest above rank 1 first, until the layer fits.
+    The candidate with the nearest ranks is taken, by the distance of their logarithms; layers with fewer
+    bonds than the longest ignore the rest. With a budget the choice is clipped as in `RankMap`.
 
     Args:
-        problem: The search problem.
+        problem: The search problem; its candidates are of one format.
+
+    Raises:
+        ConfigError: Candidates are of several formats, whose bonds mean different things.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        if problem.measure == "latency":
+        if any(site.mixed for site in problem.sites):
             raise ConfigError(
-                "selector.per_bond=true chooses ranks freely, but budget.latency knows only the measured "
-                "candidates; use per_bond=false"
+                "selector.per_bond=true needs candidates of one format; use one, or per_bond=false"
             )
-        self._largest: list[Ranks] = [_largest_ranks(curve) for curve in self.curves]
-        self.components = max(1, *(len(ranks) for ranks in self._largest))
+        self._ranks: list[list[Ranks]] = [_ranks_of(site) for site in self.sites]
+        self.components = max(1, *(len(ranks[-1]) for ranks in self._ranks))
 
-    def losses(self, actions: np.ndarray) -> None:
-        """Return None: the bonds' own ranks need be no candidates."""
-
-    def choose(self, layer: int, action: np.ndarray, allowed: float) -> tuple[LayerPlan, float]:
-        """Return the entry an action stands for, at a cost of at most `allowed`, and its cost."""
-        curve, largest = self.curves[layer], self._largest[layer]
-        if len(curve) == 1:
-            return curve.entries[0], float(self._costs[layer][0])
-        preset = curve.entries[int(self.problem.preset[layer])].ranks or largest
-        wanted = [
-            round(_between(float(value), middle, most))
-            for value, middle, most in zip(action, preset, largest, strict=False)
-        ]
-        entry, cost = self._entry(layer, wanted)
-        while cost > allowed and max(wanted) > 1:
-            wanted[int(np.argmax(wanted))] -= 1
-            entry, cost = self._entry(layer, wanted)
-        if cost > allowed:
-            cheapest = int(self._costs[layer].argmin())
-            return curve.entries[cheapest], float(self._costs[layer][cheapest])
-        return entry, cost
-
-    def _entry(self, layer: int, ranks: list[int]) -> tuple[LayerPlan, float]:
-        curve = self.curves[layer]
-        pattern = curve.entries[0]
-        entry = LayerPlan(pattern.name, pattern.format, tuple(ranks), pattern.factors)
-        if entry.params(curve.spec) >= curve.spec.params:
-            entry = curve.entries[-1]
-        measured = entry.params if self.problem.measure == "params" else entry.macs
-        return entry, float(measured(curve.spec))
+    def choose(self, layer: int, action: np.ndarray, allowed: float) -> int:
+        """Return the candidate that an action stands for, at a cost of at most `allowed`."""
+        ranks, preset = self._ranks[layer], int(self.problem.preset[layer])
+        if len(ranks) == 1:
+            return 0
+        parts = zip(map(float, action), ranks[preset], ranks[-1], strict=False)
+        wanted = np.log([_between(*each) for each in parts])
+        return self._within(layer, int(np.square(np.log(ranks) - wanted).sum(1).argmin()), allowed)
 
 
 def create_action_map(
@@ -273,14 +249,23 @@ def create_action_map(
     return BondMap(problem) if per_bond else RankMap(problem)
 
 
-def _losses_of(curves: Sequence[RankCurve], choices: np.ndarray) -> np.ndarray:
+def _loss_roots(sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:
     """Return the roots of the losses of candidates (episodes, layers)."""
-    return np.stack([np.sqrt(curve.losses)[choices[:, j]] for j, curve in enumerate(curves)], axis=1)
+    return np.stack([np.sqrt(site.losses)[choices[:, j]] for j, site in enumerate(sites)], axis=1)
 
 
-def _largest_ranks(curve: RankCurve) -> Ranks:
-    entry = curve.entries[0]
-    return () if entry.format is None else get_format(entry.format).max_ranks(entry.modes(curve.spec))
+def _ranks_of(site: CandidateSet) -> list[Ranks]:
+    """Return every candidate's ranks; the dense one's are the largest that the format knows."""
+    operations = [
+        operation
+        for candidate in site.candidates
+        for operation in candidate.operations
+        if isinstance(operation, Factorise)
+    ]
+    if not operations:
+        return [()]
+    modes = operations[0].modes(site.spec)
+    return [*(each.ranks for each in operations), operations[0].tensor_format.max_ranks(modes)]
 
 
 def _between(value: float, middle: int, largest: int) -> float:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from decomposition.curves import RankCurve
+from decomposition.candidates import CandidateSet
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 
@@ -43,7 +43,7 @@ class ObservationEncoder:
                 known = ", ".join(get_args(Feature))
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
-        self.layers, self.components = len(problem.curves), components
+        self.layers, self.components = len(problem.sites), components
         self._static = _static_features(problem, self.features)
         changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers * components}
         self.size = self._static.shape[1] + components + sum(changing.get(name, 0) for name in features)
@@ -83,7 +83,7 @@ class ObservationEncoder:
 
 def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.ndarray:
     """Return the features of every layer that no action changes, shape (layers, features)."""
-    specs = [curve.spec for curve in problem.curves]
+    specs = [site.spec for site in problem.sites]
     count = len(specs)
     kernels = np.array([_two(spec.kernel_size) for spec in specs], dtype=float)
     strides = np.array([_two(spec.stride) for spec in specs], dtype=float)
@@ -98,7 +98,7 @@ def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.
     if "macs" in features:
         columns.append(_log_share([spec.macs for spec in specs]))
     if "curve" in features:
-        columns.extend(np.array([_resampled(curve) for curve in problem.curves]).T)
+        columns.extend(np.array([_resampled(site) for site in problem.sites]).T)
     if "identity" in features:
         columns.extend(np.eye(count))
     return np.stack(columns, axis=1)
@@ -115,9 +115,9 @@ def _log_share(values: Sequence[int]) -> np.ndarray:
     return logs / logs.max()
 
 
-def _resampled(curve: RankCurve) -> np.ndarray:
+def _resampled(site: CandidateSet) -> np.ndarray:
     """Return the layer's error at equally spaced shares of its dense parameters, in [0, 1]."""
-    shares = curve.params / curve.spec.params
+    shares = site.params / site.spec.params
     order = np.argsort(shares)
     points = (np.arange(CURVE_POINTS) + 0.5) / CURVE_POINTS
-    return np.clip(np.interp(points, shares[order], curve.errors[order]), 0, 1)
+    return np.clip(np.interp(points, shares[order], site.errors[order]), 0, 1)

@@ -9,12 +9,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from decomposition.plan import CompressionPlan
 from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
 from rankrl.envs.features import Feature, ObservationEncoder
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
-PlanReward = Callable[[CompressionPlan], float]
+PlanReward = Callable[[Choices], float]
+"""From the candidate of every layer to the plan's reward."""
 
 
 class StepInfo(TypedDict, total=False):
@@ -22,11 +22,12 @@ class StepInfo(TypedDict, total=False):
 
     Attributes:
         layer: Name of the layer that the next action is for; absent after the last one.
-        plan: The plan that the episode's actions stand for; only after the last action.
+        choices: The plan that the episode's actions stand for, the candidate of every layer; only after the
+            last action.
     """
 
     layer: str
-    plan: CompressionPlan
+    choices: Choices
 
 
 class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
@@ -41,12 +42,11 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
 
     Args:
         problem: The layers, their candidates and the budget that every plan keeps.
-        reward: Reward of a plan; None when the caller scores `info["plan"]` itself, as several workers do.
+        reward: Reward of a plan; None when the caller scores `info["choices"]` itself, as several workers do.
         action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
         per_bond: One action component a bond of the format, with `action="rank"`.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `action="importance"`.
-        chosen_by: Recorded in the plans.
 
     Raises:
         ConfigError: Options are unknown or contradict one another.
@@ -61,14 +61,12 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         per_bond: bool = False,
         features: Sequence[Feature] = (),
         importance_scale: float = IMPORTANCE_SCALE,
-        chosen_by: str = "agent",
     ) -> None:
         self.problem = problem
         self.reward = reward
-        self.chosen_by = chosen_by
         self.map = create_action_map(problem, action, per_bond=per_bond, scale=importance_scale)
         self.encoder = ObservationEncoder(problem, features, self.map.components)
-        self.layers = len(problem.curves)
+        self.layers = len(problem.sites)
         self._actions = np.zeros((1, self.layers, self.map.components), dtype=np.float32)
         self._layer = self.layers
         self._last_reward = 0.0
@@ -117,15 +115,15 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         terminated, reward = self._layer == self.layers, 0.0
         info = self._info()
         if terminated and self.reward is not None:
-            reward = self._last_reward = float(self.reward(info["plan"]))
+            reward = self._last_reward = float(self.reward(info["choices"]))
         return self._observation(), reward, terminated, False, info
 
     def _info(self) -> dict[str, Any]:
         info = StepInfo()
         if self._layer < self.layers:
-            info["layer"] = self.problem.curves[self._layer].spec.name
+            info["layer"] = self.problem.sites[self._layer].name
         else:
-            info["plan"] = self.problem.plan_from_entries(self.map.entries(), self.chosen_by)
+            info["choices"] = self.map.choices()
         return dict(info)
 
     def _observation(self) -> np.ndarray:

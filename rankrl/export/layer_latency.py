@@ -21,8 +21,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from decomposition import DecompositionError, LatencyTable, RankCurve, get_format, inspect_layers
-from decomposition.formats import Ranks
+from decomposition import CandidateSet, DecompositionError, LatencyTable, LayerOperation, inspect_layers
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from rankrl.device import processor_name
 from rankrl.export.latency import measure_latency
@@ -38,7 +37,7 @@ _LARGEST_SHARE = 0.98
 
 def measure_layer_latencies(
     model: nn.Module,
-    curves: Sequence[RankCurve],
+    sites: Sequence[CandidateSet],
     input_shape: Sequence[int],
     *,
     batch: int = 64,
@@ -54,7 +53,7 @@ def measure_layer_latencies(
 
     Args:
         model: The dense network.
-        curves: The candidates of its layers.
+        sites: The candidates of its layers.
         input_shape: Shape of one input without the batch axis.
         batch: Inputs of a forward pass.
         threads: Threads of onnxruntime.
@@ -70,30 +69,30 @@ def measure_layer_latencies(
     """
     specs = {spec.name: spec for spec in inspect_layers(model, input_shape)}
     conditions = _conditions(batch, threads)
-    path = None if folder is None else folder / f"{_key(curves, specs, conditions, runs)}.json"
+    path = None if folder is None else folder / f"{_key(sites, specs, conditions, runs)}.json"
     if path is not None and path.exists():
         try:
             return LatencyTable.load(path)
         except DecompositionError:
             log.warning("%s is damaged; latencies are measured anew", path)
     modules = dict(model.named_modules())
-    known: dict[str, dict[Ranks, float]] = {}
-    layers: dict[str, dict[Ranks, float]] = {}
+    known: dict[str, tuple[float, ...]] = {}
+    times: dict[str, tuple[float, ...]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for curve in curves:
-            module = modules[curve.spec.name]
+        for site in sites:
+            module = modules[site.name]
             if not is_decomposable_module(module):
-                raise TypeError(f"layer {curve.spec.name!r} is a {type(module).__name__}")
-            geometry = _geometry(curve)
+                raise TypeError(f"layer {site.name!r} is a {type(module).__name__}")
+            geometry = _geometry(site)
             if geometry not in known:
-                known[geometry] = _measure(curve, module, Path(scratch), batch, threads, runs)
-            layers[curve.spec.name] = known[geometry]
+                known[geometry] = _measure(site, module, Path(scratch), batch, threads, runs)
+            times[site.name] = known[geometry]
             if progress is not None:
-                progress(curve.spec.name)
+                progress(site.name)
         dense = Path(scratch) / "network.onnx"
         export_onnx(model, dense, tuple(input_shape))
         whole = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
-    table = _fitted(layers, whole, conditions)
+    table = _fitted(times, whole, conditions)
     if path is not None and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         table.save(path)
@@ -112,18 +111,20 @@ class _Candidates(nn.Module):
 
 
 def _measure(
-    curve: RankCurve, dense: DecomposableModule, folder: Path, batch: int, threads: int, runs: int
-) -> dict[Ranks, float]:
+    site: CandidateSet, dense: DecomposableModule, folder: Path, batch: int, threads: int, runs: int
+) -> tuple[float, ...]:
     """Return the median milliseconds of every candidate, all calls of the layer together."""
-    spec = curve.spec
+    spec = site.spec
     layers: list[nn.Module] = []
-    for entry in curve.entries:
-        if entry.format is None:
-            layers.append(dense)
-            continue
-        layer = get_format(entry.format).build(dense, spec, entry.modes(spec), entry.ranks)
-        for parameter in layer.parameters():
-            nn.init.normal_(parameter, std=0.1)
+    for candidate in site.candidates:
+        layer: nn.Module = dense
+        for operation in candidate.operations:
+            if not isinstance(operation, LayerOperation):
+                raise TypeError(f"layer {site.name!r}: {operation.kind!r} cannot be timed alone")
+            layer = operation.structure(layer, spec)
+        if layer is not dense:
+            for parameter in layer.parameters():
+                nn.init.normal_(parameter, std=0.1)
         layers.append(layer)
     times = np.zeros(len(layers))
     for size in spec.input_sizes:
@@ -132,7 +133,7 @@ def _measure(
         sample = torch.zeros(batch, *shape)
         export_onnx(_Candidates(layers), path, shape, sample=sample, dynamic_batch=False)
         times += _time_outputs(path, (batch, *shape), threads, runs)
-    return {entry.ranks: float(time) for entry, time in zip(curve.entries, times, strict=True)}
+    return tuple(times.tolist())
 
 
 def _time_outputs(path: Path, shape: tuple[int, ...], threads: int, runs: int) -> np.ndarray:
@@ -155,13 +156,11 @@ def _time_outputs(path: Path, shape: tuple[int, ...], threads: int, runs: int) -
     return np.median(times, axis=0)
 
 
-def _fitted(layers: dict[str, dict[Ranks, float]], whole: float, conditions: str) -> LatencyTable:
+def _fitted(sites: dict[str, tuple[float, ...]], whole: float, conditions: str) -> LatencyTable:
     """Scale the layers' times so that the dense ones leave something of the network's time for the rest."""
-    dense = sum(times[()] for times in layers.values())
+    dense = sum(times[-1] for times in sites.values())
     factor = min(1.0, _LARGEST_SHARE * whole / dense)
-    scaled = {
-        name: {ranks: factor * value for ranks, value in times.items()} for name, times in layers.items()
-    }
+    scaled = {name: tuple(factor * time for time in times) for name, times in sites.items()}
     return LatencyTable(scaled, rest=whole - factor * dense, conditions=conditions)
 
 
@@ -169,14 +168,13 @@ def _conditions(batch: int, threads: int) -> str:
     return f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms"
 
 
-def _geometry(curve: RankCurve) -> str:
+def _geometry(site: CandidateSet) -> str:
     """Return all that a layer's latencies depend on: equal texts, equal times."""
-    nameless = replace(curve.spec, name="", index=0, batch_norm=None)
-    entries = [(entry.format, entry.ranks, str(entry.factors)) for entry in curve.entries]
-    return repr((nameless, entries))
+    nameless = replace(site.spec, name="", index=0, batch_norm=None)
+    return repr((nameless, [each.operations for each in site.candidates]))
 
 
-def _key(curves: Sequence[RankCurve], specs: dict[str, LayerSpec], conditions: str, runs: int) -> str:
+def _key(sites: Sequence[CandidateSet], specs: dict[str, LayerSpec], conditions: str, runs: int) -> str:
     content = [conditions, str(runs), *map(repr, specs.values())]
-    content += [f"{curve.spec.name} {_geometry(curve)}" for curve in curves]
+    content += [f"{site.name} {_geometry(site)}" for site in sites]
     return hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.library import FitLibrary
-from decomposition.plan import CompressionPlan
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.scoring_network import CACHE_BYTES, ScoringNetwork
 
 Term = Literal["accuracy", "agreement", "soft_agreement"]
@@ -123,13 +122,13 @@ class Evaluator(Protocol):
     def fingerprint(self) -> str:
         """Hash of what scores depend on beside the plan."""
 
-    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
-        """Score plans, in order."""
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
+        """Score plans, each the candidate of every site, in order."""
 
     def state(self) -> dict[str, Any]:
         """Return what scores depend on that changes during a search, as plain values."""
 
-    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
+    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
         """Take over a state, and the evaluations of the plans scored so far."""
 
 
@@ -188,6 +187,7 @@ class PlanEvaluator:
         self.network = ScoringNetwork(
             model,
             library,
+            problem.sites,
             self.precision,
             example,
             fold=self.options.statistics == "corrected",
@@ -201,9 +201,9 @@ class PlanEvaluator:
             if self.options.statistics == "reestimated"
             else []
         )
-        self._known: dict[RanksKey, Evaluation] = {}
+        self._known: dict[Choices, Evaluation] = {}
         self._first_scores: list[float] = []
-        self._written: RanksKey | None = None
+        self._written: Choices | None = None
         self._dense_logits = self.network.logits(self._x)
         self._check(self._dense_logits, "the dense network")
         self.dense_accuracy = float((self._dense_logits.argmax(1) == self._y).float().mean())
@@ -219,25 +219,24 @@ class PlanEvaluator:
         """Number of different plans scored so far."""
         return len(self._known)
 
-    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans, one after the other; see `__call__`."""
-        return [self(plan) for plan in plans]
+        return [self(choices) for choices in plans]
 
-    def __call__(self, plan: CompressionPlan) -> Evaluation:
-        """Score a plan.
+    def __call__(self, choices: Choices) -> Evaluation:
+        """Score a plan, given as the candidate of every site.
 
         Raises:
             NonFiniteError: The network's class scores are NaN or infinite under this plan.
         """
-        known = self.known(plan)
+        known = self.known(choices)
         if known is not None:
             return known
         start = time.perf_counter()
-        key = self.problem.ranks(plan)
-        logits = self.forward(key, 0, self.first_round)
-        if self.goes_on(plan, logits):
-            logits = torch.cat([logits, self.forward(key, self.first_round, self.batches)])
-        return self.record(plan, logits, time.perf_counter() - start)
+        logits = self.forward(choices, 0, self.first_round)
+        if self.goes_on(choices, logits):
+            logits = torch.cat([logits, self.forward(choices, self.first_round, self.batches)])
+        return self.record(choices, logits, time.perf_counter() - start)
 
     @property
     def batches(self) -> int:
@@ -251,62 +250,62 @@ class PlanEvaluator:
             return self.batches
         return max(1, round(self.options.halving.fraction * self.batches))
 
-    def known(self, plan: CompressionPlan) -> Evaluation | None:
-        """Return the evaluation of an equal plan that was scored before, if there is one."""
-        found = self._known.get(self.problem.ranks(plan))
+    def known(self, choices: Choices) -> Evaluation | None:
+        """Return the evaluation of a plan that was scored before, if it was."""
+        found = self._known.get(tuple(choices))
         return None if found is None else replace(found, seconds=0.0, cached=True)
 
-    def forward(self, ranks: RanksKey, start: int, stop: int) -> Tensor:
+    def forward(self, choices: Choices, start: int, stop: int) -> Tensor:
         """Return the class scores of batches `start` to `stop` (excluded) under a plan, float32.
 
         A batch's scores do not depend on which others are asked for, so that several processes can share a
         plan.
         """
-        if ranks != self._written:
-            self.network.write(dict(zip(self.problem.layer_names, ranks, strict=True)))
+        if choices != self._written:
+            self.network.write(choices)
             if self.options.statistics == "reestimated":
                 self.network.reestimate(self._calibration)
-            self._written = ranks
+            self._written = choices
         if start == stop:
             return self._dense_logits[:0]
         return self.network.logits(self._x[start:stop])
 
-    def goes_on(self, plan: CompressionPlan, first: Tensor) -> bool:
+    def goes_on(self, choices: Choices, first: Tensor) -> bool:
         """Tell whether a plan is scored beyond the first round; asked once for every plan, in order.
 
         Args:
-            plan: The plan.
+            choices: The plan: the candidate of every site.
             first: Class scores of the first round.
 
         Raises:
             NonFiniteError: A class score is NaN or infinite.
         """
-        self._check(first, plan)
+        self._check(first, choices)
         if self.options.halving is None:
             return False
         score = self.term(first)
         self._first_scores.append(score)
         return score >= float(np.quantile(self._first_scores, 1 - self.options.halving.keep))
 
-    def record(self, plan: CompressionPlan, logits: Tensor, seconds: float) -> Evaluation:
+    def record(self, choices: Choices, logits: Tensor, seconds: float) -> Evaluation:
         """Return and remember the evaluation of a plan with these class scores, which took so many seconds.
 
         Raises:
             NonFiniteError: A class score is NaN or infinite.
         """
-        self._check(logits, plan)
-        params, macs = self.problem.cost(plan)
+        self._check(logits, choices)
+        cost = self.problem.cost(choices)
         evaluation = Evaluation(
             score=self.term(logits),
             accuracy=self.term(logits, "accuracy"),
-            params=params,
-            macs=macs,
-            params_kept=params / self.problem.params,
-            macs_kept=macs / self.problem.macs,
+            params=cost.params,
+            macs=cost.macs,
+            params_kept=cost.params / self.problem.params,
+            macs_kept=cost.macs / self.problem.macs,
             images=len(logits),
             seconds=seconds,
         )
-        self._known[self.problem.ranks(plan)] = evaluation
+        self._known[tuple(choices)] = evaluation
         return evaluation
 
     def term(self, logits: Tensor, term: Term | None = None) -> float:
@@ -328,7 +327,7 @@ class PlanEvaluator:
     def restore(
         self,
         state: Mapping[str, Any],
-        known: Mapping[RanksKey, Evaluation],
+        known: Mapping[Choices, Evaluation],
     ) -> None:
         """Take over a state, and the evaluations of the plans scored so far."""
         self._first_scores = [float(value) for value in state["first_scores"]]
@@ -341,13 +340,13 @@ class PlanEvaluator:
         x = [batch.to(self.precision.dtype) for batch, _ in loaded]
         return x, torch.cat([labels for _, labels in loaded])
 
-    def _check(self, logits: Tensor, plan: CompressionPlan | str) -> None:
+    def _check(self, logits: Tensor, plan: Choices | str) -> None:
         if bool(torch.isfinite(logits).all()):
             return
         name = plan
-        if isinstance(plan, CompressionPlan):
-            ranks = {layer.name: list(layer.ranks) for layer in plan.layers if layer.format is not None}
-            name = f"the plan chosen by {plan.chosen_by} with ranks {ranks}"
+        if not isinstance(plan, str):
+            pairs = zip(self.problem.sites, plan, strict=True)
+            name = f"the plan { ({site.name: str(site.candidates[choice]) for site, choice in pairs}) }"
         raise NonFiniteError(
             f"class scores are NaN or infinite for {name}; check the checkpoint and the calibration images"
         )

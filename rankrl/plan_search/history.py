@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rankrl.errors import StorageError
-from rankrl.files import write_atomically
+from rankrl.files import write_atomically, write_json
 from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
 EPISODES_FILE = "episodes.csv"
+CANDIDATES_FILE = "candidates.json"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class EpisodeRow:
         cached: Whether an equal plan had been scored before.
         seconds: Wall time of the scoring.
         phase: What the selector was doing.
-        ranks: JSON list of each compressible layer's ranks in forward order, `[]` where it stays dense.
+        choices: JSON list of the candidate of every site, by index; `candidates.json` says what they are.
     """
 
     episode: int
@@ -47,16 +48,16 @@ class EpisodeRow:
     cached: bool
     seconds: float
     phase: str
-    ranks: str
+    choices: str
 
     @property
-    def ranks_key(self) -> RanksKey:
-        """The ranks of each compressible layer."""
-        return tuple(tuple(ranks) for ranks in json.loads(self.ranks))
+    def key(self) -> Choices:
+        """The candidate of every site, by index."""
+        return tuple(json.loads(self.choices))
 
 
 def make_row(
-    previous: EpisodeRow | None, ranks: RanksKey, phase: str, evaluation: Evaluation, reward: float
+    previous: EpisodeRow | None, choices: Choices, phase: str, evaluation: Evaluation, reward: float
 ) -> EpisodeRow:
     """Return the row that follows `previous`, or the first one."""
     return EpisodeRow(
@@ -71,14 +72,14 @@ def make_row(
         cached=evaluation.cached,
         seconds=evaluation.seconds,
         phase=phase,
-        ranks=json.dumps([list(each) for each in ranks], separators=(",", ":")),
+        choices=json.dumps([int(each) for each in choices], separators=(",", ":")),
     )
 
 
-def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[RanksKey, Evaluation]:
-    """Return the evaluations that the rows record, by ranks."""
+def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[Choices, Evaluation]:
+    """Return the evaluations that the rows record, by choices."""
     return {
-        row.ranks_key: Evaluation(
+        row.key: Evaluation(
             score=row.score,
             accuracy=row.accuracy,
             params=round(row.params_kept * problem.params),
@@ -91,6 +92,28 @@ def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dic
         for row in rows
         if not row.cached
     }
+
+
+def write_candidates(problem: SearchProblem, path: Path) -> None:
+    """Write what the choices of `episodes.csv` stand for: the candidates of every site, in order.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    content = {
+        site.name: [
+            {
+                "operations": [operation.to_dict() for operation in candidate.operations],
+                "params": candidate.cost.params,
+                "macs": candidate.cost.macs,
+                "time": candidate.cost.time,
+                "error": candidate.error,
+            }
+            for candidate in site.candidates
+        ]
+        for site in problem.sites
+    }
+    write_json(path, content)
 
 
 class EpisodesFile:

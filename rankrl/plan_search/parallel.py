@@ -23,18 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.fitting import Fit
-from decomposition.formats import Ranks
 from decomposition.library import FitLibrary
 from decomposition.moments import InputMoments
-from decomposition.plan import CompressionPlan
+from decomposition.operations import Factorise
 from rankrl.data import Augmentation, Images
 from rankrl.device import Precision
 from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
 from rankrl.plan_search.workers import Cluster, WorkerPool, create_pool
-
-Fits = Mapping[tuple[str, Ranks], Fit]
 
 
 class GivenFits(FitLibrary):
@@ -46,8 +43,7 @@ class GivenFits(FitLibrary):
     """
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
-        self.format, self.specs, self.modes = library.format, library.specs, library.modes
-        self.weights, self.folder, self.options = library.weights, None, library.options
+        self.formats, self.specs, self.weights = library.formats, library.specs, library.weights
         nothing = torch.zeros(0, 0, dtype=torch.float64)
         self.moments = None
         if library.moments is not None:
@@ -55,24 +51,24 @@ class GivenFits(FitLibrary):
                 name: InputMoments(library.moments[name].mean, nothing, library.moments[name].count)
                 for name in library.specs
             }
-        self.given: dict[tuple[str, Ranks], Fit] = {
-            (entry.name, entry.ranks): library.fit(entry.name, entry.ranks)
-            for curve in problem.curves
-            for entry in curve.entries
-            if entry.ranks
+        self.given: dict[tuple[str, Factorise], Fit] = {
+            (site.name, operation): library.fit(site.name, operation)
+            for site in problem.sites
+            for candidate in site.candidates
+            for operation in candidate.operations
+            if isinstance(operation, Factorise)
         }
 
-    def fit(self, name: str, ranks: Ranks) -> Fit:
+    def fit(self, name: str, operation: Factorise) -> Fit:
         """Return a fit that was given."""
-        return self.given[name, tuple(ranks)]
+        return self.given[name, operation]
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A share of the work on one plan: its batches `start` to `stop`, and fits that workers may not have."""
+    """A share of the work on one plan: its batches `start` to `stop`."""
 
-    ranks: RanksKey
-    fits: Fits
+    choices: Choices
     start: int = 0
     stop: int = 0
 
@@ -92,8 +88,7 @@ class _PlanScorer:
 
         def score(task: _Task) -> tuple[np.ndarray, float]:
             begin = time.perf_counter()
-            self.library.given.update(task.fits)
-            logits = evaluator.forward(task.ranks, task.start, task.stop).cpu().numpy()
+            logits = evaluator.forward(task.choices, task.start, task.stop).cpu().numpy()
             return logits, time.perf_counter() - begin
 
         return score
@@ -114,8 +109,7 @@ class _FunctionScorer:
 
         def score(task: _Task) -> tuple[float, float]:
             begin = time.perf_counter()
-            self.library.given.update(task.fits)
-            return evaluator.value(task.ranks), time.perf_counter() - begin
+            return evaluator.value(task.choices), time.perf_counter() - begin
 
         return score
 
@@ -124,7 +118,7 @@ _Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
 
 
 class _Parallel(Generic[_Local]):
-    """What both evaluators share: the pool, the fits that it was not given at the start, and what decides.
+    """What both evaluators share: the pool, and the evaluator that decides.
 
     Attributes:
         _local: The evaluator in this process, which keeps everything that decides.
@@ -134,11 +128,8 @@ class _Parallel(Generic[_Local]):
     _local: _Local
     _pool: WorkerPool
 
-    def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self._library = library
-        self._given = GivenFits(library, problem)
-        self._at_start = frozenset(self._given.given)
 
     def __enter__(self) -> Self:
         return self
@@ -157,18 +148,13 @@ class _Parallel(Generic[_Local]):
         """Return the state of the evaluator in one process."""
         return self._local.state()
 
-    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
+    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
         """Take over a state, and the evaluations of the plans scored so far."""
         self._local.restore(state, known)
 
     def close(self) -> None:
         """End the worker processes."""
         self._pool.close()
-
-    def _fits(self, ranks: RanksKey) -> Fits:
-        """Fit here what is no candidate, so that it does not depend on the worker."""
-        wanted = {pair for pair in zip(self.problem.layer_names, ranks, strict=True) if pair[1]}
-        return {pair: self._library.fit(*pair) for pair in wanted - self._at_start}
 
 
 class ParallelEvaluator(_Parallel[PlanEvaluator]):
@@ -210,7 +196,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         options: EvaluatorOptions | None = None,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(library, problem)
+        super().__init__(problem)
         arguments: dict[str, Any] = {
             "mean": tuple(mean),
             "std": tuple(std),
@@ -221,53 +207,55 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         self._local = PlanEvaluator(model, library, problem, images, **arguments)
         arguments["precision"] = self._local.precision
         scorer = _PlanScorer(
-            copy.deepcopy(model).cpu(), self._given, replace(problem, library=None), images, arguments
+            copy.deepcopy(model).cpu(),
+            GivenFits(library, problem),
+            replace(problem, library=None),
+            images,
+            arguments,
         )
         self._pool = create_pool(scorer, workers, cluster)
 
-    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans, in order.
 
         Raises:
             NonFiniteError: The network's class scores are NaN or infinite under a plan.
             WorkerError: A worker died.
         """
-        fresh = {self.problem.ranks(plan): plan for plan in plans if self._local.known(plan) is None}
-        first = self._forward(list(fresh), 0, self._local.first_round)
+        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
+        first = self._forward(fresh, 0, self._local.first_round)
         # In the order in which one process meets them: successive halving compares with those before.
-        promising = [ranks for ranks, plan in fresh.items() if self._local.goes_on(plan, first[ranks][0])]
+        promising = [plan for plan in fresh if self._local.goes_on(plan, first[plan][0])]
         rest = self._forward(promising, self._local.first_round, self._local.batches)
         evaluations = []
         for plan in plans:
             known = self._local.known(plan)
             if known is None:
-                ranks = self.problem.ranks(plan)
-                parts = [first[ranks], *([rest[ranks]] if ranks in rest else [])]
+                parts = [first[plan], *([rest[plan]] if plan in rest else [])]
                 logits = torch.cat([logits for logits, _ in parts])
                 known = self._local.record(plan, logits, sum(seconds for _, seconds in parts))
             evaluations.append(known)
         return evaluations
 
     def _forward(
-        self, keys: Sequence[RanksKey], start: int, stop: int
-    ) -> dict[RanksKey, tuple[Tensor, float]]:
+        self, plans: Sequence[Choices], start: int, stop: int
+    ) -> dict[Choices, tuple[Tensor, float]]:
         """Return class scores of batches `start` to `stop`, and the workers' seconds, by plan."""
-        if not keys or start == stop:
+        if not plans or start == stop:
             return {}
         shares = 1
         if self._local.options.statistics == "corrected":
-            shares = min(stop - start, max(1, self._pool.size // len(keys)))
+            shares = min(stop - start, max(1, self._pool.size // len(plans)))
         bounds = np.linspace(start, stop, shares + 1).round().astype(int).tolist()
-        tasks = [
-            _Task(ranks, self._fits(ranks), begin, end) for ranks in keys for begin, end in pairwise(bounds)
-        ]
-        results = self._pool.map(tasks)
+        results = self._pool.map(
+            [_Task(plan, begin, end) for plan in plans for begin, end in pairwise(bounds)]
+        )
         device = self._local.precision.device
         found = {}
-        for j, ranks in enumerate(keys):
+        for j, plan in enumerate(plans):
             parts = results[j * shares : (j + 1) * shares]
             logits = torch.cat([torch.tensor(each) for each, _ in parts]).to(device)
-            found[ranks] = (logits, sum(seconds for _, seconds in parts))
+            found[plan] = (logits, sum(seconds for _, seconds in parts))
         return found
 
 
@@ -302,12 +290,14 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
         workers: int,
         cluster: Cluster = "local",
     ) -> None:
-        super().__init__(library, problem)
+        super().__init__(problem)
         self._local = ScoreEvaluator(model, library, problem, score, example)
-        scorer = _FunctionScorer(model, self._given, replace(problem, library=None), score, example)
+        scorer = _FunctionScorer(
+            model, GivenFits(library, problem), replace(problem, library=None), score, example
+        )
         self._pool = create_pool(scorer, workers, cluster)
 
-    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans, in order.
 
         Raises:
@@ -315,11 +305,11 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
             NonFiniteError: It returned NaN or an infinity.
             WorkerError: A worker died.
         """
-        fresh = {self.problem.ranks(plan): plan for plan in plans if self._local.known(plan) is None}
-        results = self._pool.map([_Task(ranks, self._fits(ranks)) for ranks in fresh]) if fresh else []
+        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
+        results = self._pool.map([_Task(plan) for plan in fresh]) if fresh else []
         scored = dict(zip(fresh, results, strict=True))
         evaluations = []
         for plan in plans:
             known = self._local.known(plan)
-            evaluations.append(known or self._local.record(plan, *scored[self.problem.ranks(plan)]))
+            evaluations.append(known or self._local.record(plan, *scored[plan]))
         return evaluations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, cast
@@ -13,18 +13,19 @@ import numpy as np
 from torch import nn
 
 from decomposition.allocation import Budget, allocate
+from decomposition.candidates import CandidateSet, plan_from_choices
 from decomposition.cost import count_macs, count_parameters
-from decomposition.curves import RankCurve, plan_from_choices
-from decomposition.formats import Ranks
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
-from decomposition.plan import CompressionPlan, LayerPlan, fingerprint
+from decomposition.operations import Cost
+from decomposition.operations.base import FLOAT_BYTES
+from decomposition.plan import CompressionPlan, fingerprint
 from rankrl.errors import ConfigError
 
-Measure = Literal["params", "macs", "latency"]
-RanksKey = tuple[Ranks, ...]
-"""Ranks of every compressible layer in forward order, `()` where it stays dense."""
+Measure = Literal["params", "macs", "bytes", "latency"]
+Choices = tuple[int, ...]
+"""Index of a candidate for every site, in the order of the problem's sites."""
 
 # Without a budget, greedy's plan at this fraction of the parameters is where a search starts.
 _PRESET_FRACTION = 0.5
@@ -32,20 +33,23 @@ _PRESET_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All that a chooser of ranks needs to know of a network; it never sees the network itself.
+    """All that a selector needs to know of a network; it never sees the network itself.
+
+    A selector knows a site's candidates by their index; what they stand for matters only to the plan that is
+    made at the end.
 
     Attributes:
         specs: Every layer of the network in forward order, compressible or not (`inspect_layers`).
-        curves: Cost and error of every candidate of each compressible layer, in forward order.
+        sites: The candidates of each compressible layer, with what they cost and lose, in forward order.
         input_shape: Shape of one network input without the batch axis.
         params: Parameters of the dense network.
         macs: Multiply-accumulates of the dense network for one input.
         budget: What every plan must keep within, or None when the reward alone weighs size.
-        library: The fits behind the curves, for choosers that look into them; None when there are none.
+        library: The fits behind the candidates, for selectors that look into them; None when there are none.
     """
 
     specs: tuple[LayerSpec, ...]
-    curves: tuple[RankCurve, ...]
+    sites: tuple[CandidateSet, ...]
     input_shape: tuple[int, ...]
     params: int
     macs: int
@@ -53,23 +57,24 @@ class SearchProblem:
     library: FitLibrary | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.curves:
+        if not self.sites:
             raise ConfigError(
                 "there is nothing to search: the network has no layer that can be decomposed; "
                 "`rankrl task=inspect` lists its layers and why"
             )
         if self.budget is not None:
-            self.budget.check(self.curves)
+            self.budget.check(self.sites)
 
     @classmethod
     def from_model(
         cls,
         model: nn.Module,
-        curves: Sequence[RankCurve],
+        sites: Sequence[CandidateSet],
         input_shape: Sequence[int],
         *,
         params: float | None = None,
         macs: float | None = None,
+        bytes: float | None = None,
         latency: float | None = None,
         latencies: LatencyTable | None = None,
         library: FitLibrary | None = None,
@@ -78,21 +83,24 @@ class SearchProblem:
 
         Args:
             model: The dense network.
-            curves: The candidates of its compressible layers (`FitLibrary.curves`).
+            sites: The candidates of its compressible layers (`FitLibrary.all_candidates`). Where several
+                generators proposed them, only those are kept that no other beats in error and in what the
+                budget counts (parameters without one).
             input_shape: Shape of one input without the batch axis.
             params: Fraction of the parameters that may be kept, in (0, 1], or None.
             macs: Fraction of the multiply-accumulates that may be kept, in (0, 1], or None.
+            bytes: Fraction of the parameters' bytes that may be kept, in (0, 1], or None.
             latency: Fraction of the dense network's time that may be kept, in (0, 1], or None.
             latencies: The candidates' measured times, for a budget in time. Candidates that are slower than
                 their dense layer are left out of the search.
-            library: The fits that the curves come from; `energy` and `vbmf` look into it.
+            library: The fits that the candidates come from; `vbmf` looks into it.
 
         Raises:
             ConfigError: Several budgets are given, a budget in time comes without measured times, or there is
                 no layer to decompose.
             DecompositionError: The budget is outside (0, 1], or no plan can reach it.
         """
-        given = {"params": params, "macs": macs, "latency": latency}
+        given = {"params": params, "macs": macs, "bytes": bytes, "latency": latency}
         asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
         if len(asked) > 1:
             raise ConfigError(
@@ -103,23 +111,21 @@ class SearchProblem:
                 f"budget.latency={latency} needs measured latencies; pass latencies= "
                 "(rankrl.export.measure_layer_latencies)"
             )
-        total_params, total_macs = count_parameters(model), count_macs(model, input_shape)
-        budget = None
-        if params is not None:
-            covered = sum(curve.spec.params for curve in curves)
-            budget = Budget(params, "params", total_params, total_params - covered)
-        elif macs is not None:
-            covered = sum(curve.spec.macs for curve in curves)
-            budget = Budget(macs, "macs", total_macs, total_macs - covered)
-        elif latency is not None and latencies is not None:
-            curves = latencies.attach(curves)
+        budget: Budget | None = None
+        if latency is not None and latencies is not None:
+            sites = latencies.attach(sites)
             budget = Budget(latency, "latency", latencies.total, latencies.rest)
+        else:
+            for measure, fraction in given.items():
+                if fraction is not None:
+                    budget = Budget.of_model(model, sites, input_shape, measure, fraction)
+        measure = "params" if budget is None else budget.measure
         return cls(
             tuple(inspect_layers(model, input_shape)),
-            tuple(curves),
+            tuple(site.efficient(measure) for site in sites),
             tuple(input_shape),
-            total_params,
-            total_macs,
+            count_parameters(model),
+            count_macs(model, input_shape),
             budget,
             library,
         )
@@ -130,112 +136,68 @@ class SearchProblem:
         return "params" if self.budget is None else cast(Measure, self.budget.measure)
 
     @cached_property
-    def layer_names(self) -> tuple[str, ...]:
-        """Names of the compressible layers in forward order."""
-        return tuple(curve.spec.name for curve in self.curves)
+    def names(self) -> tuple[str, ...]:
+        """Names of the sites in forward order."""
+        return tuple(site.name for site in self.sites)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of everything that decides what a chooser would do, 16 hexadecimal digits.
+        """Hash of everything that decides what a selector would do, 16 hexadecimal digits.
 
         It covers layers, candidates, errors (which stand for weights and calibration data) and the budget.
         """
         digest = hashlib.sha256()
         budget = None if self.budget is None else [self.budget.fraction, self.budget.measure]
         digest.update(json.dumps([fingerprint(self.specs), list(self.input_shape), budget]).encode())
-        for curve in self.curves:
-            digest.update(json.dumps([[e.format, list(e.ranks)] for e in curve.entries]).encode())
-            digest.update(curve.params.astype(np.int64).tobytes())
-            digest.update(curve.macs.astype(np.int64).tobytes())
-            digest.update(curve.losses.astype(np.float64).tobytes())
-            if curve.latency is not None:
-                digest.update(curve.latency.astype(np.float64).tobytes())
+        for site in self.sites:
+            content = [[each.to_dict() for each in one.operations] for one in site.candidates]
+            digest.update(json.dumps([site.layer_names, content], sort_keys=True).encode())
+            for values in (
+                site.params,
+                site.macs,
+                site.losses,
+                *([site.cost("latency")] if site.timed else []),
+            ):
+                digest.update(values.tobytes())
         return digest.hexdigest()[:16]
 
     @cached_property
     def preset(self) -> np.ndarray:
-        """Greedy's choices, shape (layers,): where a search starts.
+        """Greedy's choices, shape (sites,): where a search starts.
 
         The Lagrangian allocation over the data-aware errors for the budget, or for half of the parameters
         when there is no budget.
         """
         if self.budget is not None:
-            return allocate(self.curves, self.budget)
-        fixed = self.params - sum(curve.spec.params for curve in self.curves)
-        least = fixed + sum(int(curve.params.min()) for curve in self.curves)
+            return allocate(self.sites, self.budget)
+        fixed = self.params - sum(int(site.params[site.dense]) for site in self.sites)
+        least = fixed + sum(int(site.params.min()) for site in self.sites)
         fraction = min(1.0, max(_PRESET_FRACTION, least / self.params + 1e-9))
-        return allocate(self.curves, Budget(fraction, "params", self.params, fixed))
+        return allocate(self.sites, Budget(fraction, "params", self.params, fixed))
 
-    def plan(self, choices: Sequence[int] | np.ndarray, chosen_by: str) -> CompressionPlan:
-        """Return the plan that takes candidate `choices[j]` of `curves[j]`."""
-        return plan_from_choices(self.curves, choices, self.specs, self.input_shape, chosen_by)
+    def plan(self, choices: Iterable[int], chosen_by: str) -> CompressionPlan:
+        """Return the plan that takes candidate `choices[j]` of `sites[j]`."""
+        return plan_from_choices(self.sites, choices, self.specs, self.input_shape, chosen_by)
 
-    def plan_from_entries(self, entries: Sequence[LayerPlan], chosen_by: str) -> CompressionPlan:
-        """Return the plan with one entry for each compressible layer; they need be no candidates."""
-        dense = self._dense_plan
-        by_name = {entry.name: entry for entry in entries}
-        layers = tuple(by_name.get(layer.name, layer) for layer in dense.layers)
-        return CompressionPlan(layers, dense.fingerprint, dense.input_shape, chosen_by)
-
-    def plan_from_ranks(self, ranks: RanksKey, chosen_by: str) -> CompressionPlan:
-        """Return the plan with the given ranks of each compressible layer, `()` where it stays dense."""
-        entries = []
-        for curve, each in zip(self.curves, ranks, strict=True):
-            pattern = curve.entries[0]
-            dense = curve.entries[-1]
-            entries.append(
-                LayerPlan(pattern.name, pattern.format, tuple(each), pattern.factors) if each else dense
-            )
-        return self.plan_from_entries(entries, chosen_by)
-
-    def ranks(self, plan: CompressionPlan) -> RanksKey:
-        """Return the ranks of each compressible layer: plans with equal ranks are equal networks."""
-        by_name = {layer.name: layer.ranks for layer in plan.layers}
-        return tuple(by_name[name] for name in self.layer_names)
-
-    @cached_property
-    def _dense_plan(self) -> CompressionPlan:
-        return self.plan([len(curve) - 1 for curve in self.curves], "dense")
-
-    def cost(self, plan: CompressionPlan) -> tuple[int, int]:
-        """Return the parameters and multiply-accumulates of the whole network under a plan."""
+    def cost(self, choices: Sequence[int]) -> Cost:
+        """Return the cost of the whole network; its time where all candidates were timed, as they add up."""
         params, macs = self.params, self.macs
-        entries = {layer.name: layer for layer in plan.layers}
-        for curve in self.curves:
-            entry = entries[curve.spec.name]
-            params += entry.params(curve.spec) - curve.spec.params
-            macs += entry.macs(curve.spec) - curve.spec.macs
-        return params, macs
+        size, time = FLOAT_BYTES * self.params, None
+        if self.measure == "latency" and self.budget is not None:
+            time = self.budget.fixed
+        for site, choice in zip(self.sites, choices, strict=True):
+            now, before = site.candidates[choice].cost, site.candidates[site.dense].cost
+            params += now.params - before.params
+            macs += now.macs - before.macs
+            size += now.bytes - before.bytes
+            if time is not None and now.time is not None:
+                time += now.time
+        return Cost(params, macs, size, time)
 
-    def latency(self, plan: CompressionPlan) -> float:
-        """Return the time of the whole network under a plan, as the measured layers add up.
-
-        Raises:
-            ConfigError: The budget is not one of time, or the plan holds ranks that were not measured.
-        """
-        if self.budget is None or self.measure != "latency":
-            raise ConfigError("latencies are known only within a budget in time (budget.latency)")
-        total, entries = self.budget.fixed, {layer.name: layer for layer in plan.layers}
-        for curve in self.curves:
-            ranks = entries[curve.spec.name].ranks
-            times = [
-                float(time)
-                for entry, time in zip(curve.entries, curve.cost("latency"), strict=True)
-                if entry.ranks == ranks
-            ]
-            if not times:
-                raise ConfigError(
-                    f"layer {curve.spec.name!r}: the latency at ranks {ranks} was not measured; within "
-                    f"budget.latency choose from {[entry.ranks for entry in curve.entries]}"
-                )
-            total += times[0]
-        return total
-
-    def keeps_budget(self, plan: CompressionPlan) -> bool:
-        """Tell whether a plan stays within the budget; always true without one."""
+    def keeps_budget(self, choices: Sequence[int]) -> bool:
+        """Tell whether the choices stay within the budget; always true without one."""
         if self.budget is None:
             return True
-        if self.measure == "latency":
-            return self.latency(plan) <= self.budget.fraction * self.budget.total
-        params, macs = self.cost(plan)
-        return (params if self.measure == "params" else macs) <= self.budget.fraction * self.budget.total
+        cost = self.cost(choices)
+        kept = cost.time if self.measure == "latency" else getattr(cost, self.measure)
+        return kept is not None and kept <= self.budget.fraction * self.budget.total

@@ -11,7 +11,15 @@ from typing import Any, Literal
 from decomposition.plan import CompressionPlan
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
-from rankrl.plan_search.history import EPISODES_FILE, EpisodeRow, EpisodesFile, known_evaluations, make_row
+from rankrl.plan_search.history import (
+    CANDIDATES_FILE,
+    EPISODES_FILE,
+    EpisodeRow,
+    EpisodesFile,
+    known_evaluations,
+    make_row,
+    write_candidates,
+)
 from rankrl.plan_search.interrupt import FinishOnInterrupt
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward, create_reward
@@ -110,6 +118,7 @@ def run_search(
         evaluator.restore(state.evaluator, known_evaluations(problem, rows))
     table = None
     if folder is not None:
+        write_candidates(problem, folder / CANDIDATES_FILE)
         table = EpisodesFile(folder / EPISODES_FILE, rows)
         selector.use_folder(folder)
 
@@ -124,13 +133,12 @@ def run_search(
             if not proposals:
                 stopped_by = "selector"
                 break
-            evaluations = evaluator.evaluate([proposal.plan for proposal in proposals])
+            evaluations = evaluator.evaluate([proposal.choices for proposal in proposals])
             rewards = [reward(evaluation) for evaluation in evaluations]
             first = len(rows)
             for proposal, evaluation, value in zip(proposals, evaluations, rewards, strict=True):
                 previous = rows[-1] if rows else None
-                ranks = problem.ranks(proposal.plan)
-                rows.append(make_row(previous, ranks, proposal.phase, evaluation, value))
+                rows.append(make_row(previous, proposal.choices, proposal.phase, evaluation, value))
             fresh = rows[first:]
             selector.observe(proposals, rewards)
             if path is not None and table is not None:
@@ -153,7 +161,7 @@ def run_search(
         raise ConfigError(f"selector {selector.name!r} proposed no plan; check its options")
     best = best_rows(rows, 1)[0]
     return SearchResult(
-        plan=problem.plan_from_ranks(best.ranks_key, selector.name),
+        plan=problem.plan(best.key, selector.name),
         best=best,
         rows=tuple(rows),
         seconds=time.perf_counter() - start,

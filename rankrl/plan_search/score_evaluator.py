@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from decomposition import CompressionPlan, FitLibrary
+from decomposition import FitLibrary
 from decomposition.surgery import copied
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.scoring_network import ScoringNetwork
 
 Score = Callable[[nn.Module], float]
@@ -43,9 +43,11 @@ class ScoreEvaluator:
     ) -> None:
         self.problem = problem
         self.score = score
-        self.network = ScoringNetwork(model, library, Precision(model_device(model), torch.float32), example)
+        self.network = ScoringNetwork(
+            model, library, problem.sites, Precision(model_device(model), torch.float32), example
+        )
         self.network.model.register_forward_hook(_contiguous)
-        self._known: dict[RanksKey, Evaluation] = {}
+        self._known: dict[Choices, Evaluation] = {}
         self._count = len(example)
 
     @property
@@ -54,56 +56,56 @@ class ScoreEvaluator:
         name = getattr(self.score, "__qualname__", type(self.score).__qualname__)
         return hashlib.sha256(f"{getattr(self.score, '__module__', '')}.{name}".encode()).hexdigest()[:16]
 
-    def evaluate(self, plans: Sequence[CompressionPlan]) -> list[Evaluation]:
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans one after the other.
 
         Raises:
             ConfigError: The function returned no number.
             NonFiniteError: It returned NaN or an infinity.
         """
-        return [self._evaluate(plan) for plan in plans]
+        return [self._evaluate(choices) for choices in plans]
 
     def state(self) -> dict[str, Any]:
         """Return nothing: a score depends on its plan alone."""
         return {}
 
-    def restore(self, state: Mapping[str, Any], known: Mapping[RanksKey, Evaluation]) -> None:
+    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
         """Take over the evaluations of the plans scored so far."""
         self._known = dict(known)
 
-    def known(self, plan: CompressionPlan) -> Evaluation | None:
-        """Return the evaluation of an equal plan that was scored before, if there is one."""
-        found = self._known.get(self.problem.ranks(plan))
+    def known(self, choices: Choices) -> Evaluation | None:
+        """Return the evaluation of a plan that was scored before, if it was."""
+        found = self._known.get(tuple(choices))
         return None if found is None else replace(found, seconds=0.0, cached=True)
 
-    def value(self, ranks: RanksKey) -> float:
-        """Return the score of the network with the given ranks; see `evaluate` for the errors."""
-        self.network.write(dict(zip(self.problem.layer_names, ranks, strict=True)))
-        return _scored(self.score, self.network.model, f"the plan with ranks {list(ranks)}")
+    def value(self, choices: Choices) -> float:
+        """Return the score of the network under a plan; see `evaluate` for the errors."""
+        self.network.write(choices)
+        return _scored(self.score, self.network.model, f"the plan with candidates {list(choices)}")
 
-    def record(self, plan: CompressionPlan, score: float, seconds: float) -> Evaluation:
+    def record(self, choices: Choices, score: float, seconds: float) -> Evaluation:
         """Return and remember the evaluation of a plan with this score, which took so many seconds."""
-        params, macs = self.problem.cost(plan)
+        cost = self.problem.cost(choices)
         evaluation = Evaluation(
             score=score,
             accuracy=score,
-            params=params,
-            macs=macs,
-            params_kept=params / self.problem.params,
-            macs_kept=macs / self.problem.macs,
+            params=cost.params,
+            macs=cost.macs,
+            params_kept=cost.params / self.problem.params,
+            macs_kept=cost.macs / self.problem.macs,
             images=self._count,
             seconds=seconds,
         )
-        self._known[self.problem.ranks(plan)] = evaluation
+        self._known[tuple(choices)] = evaluation
         return evaluation
 
-    def _evaluate(self, plan: CompressionPlan) -> Evaluation:
-        known = self.known(plan)
+    def _evaluate(self, choices: Choices) -> Evaluation:
+        known = self.known(choices)
         if known is not None:
             return known
         start = time.perf_counter()
-        score = self.value(self.problem.ranks(plan))
-        return self.record(plan, score, time.perf_counter() - start)
+        score = self.value(choices)
+        return self.record(choices, score, time.perf_counter() - start)
 
 
 def check_score(score: Score, model: nn.Module) -> None:

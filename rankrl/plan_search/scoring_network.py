@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from decomposition.formats import Ranks
+from decomposition.candidates import Candidate, CandidateSet
 from decomposition.layers import DecomposableModule, is_decomposable_module
 from decomposition.library import FitLibrary
 from decomposition.surgery import copied
@@ -27,23 +27,23 @@ _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 @dataclass
-class _Site:
+class _ScoredLayer:
     """A compressible layer in the network, and where the mean of its output is corrected.
 
     Attributes:
-        layer: The convolution or linear layer.
+        module: The convolution or linear layer.
         norm: The batch norm behind it; None when there is none, it is folded, or it serves several layers.
         scale: What a folded batch norm multiplies each output channel by, else None.
     """
 
-    layer: DecomposableModule
+    module: DecomposableModule
     norm: _BatchNorm | None
     scale: Tensor | None = None
 
     @property
     def shift(self) -> Tensor | None:
         """The tensor that moves the mean of the layer's output, if there is one."""
-        return self.layer.bias if self.norm is None else self.norm.running_mean
+        return self.module.bias if self.norm is None else self.norm.running_mean
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class ScoringNetwork:
     Args:
         model: The dense network; it is copied.
         library: The fits of its layers.
+        sites: The candidates of its layers.
         precision: Device and precision to run in.
         example: Normalised images (N, C, H, W), float32, to try the network on.
         fold: Whether to fold batch norms; not for networks whose statistics are re-estimated.
@@ -81,6 +82,7 @@ class ScoringNetwork:
         self,
         model: nn.Module,
         library: FitLibrary,
+        sites: Sequence[CandidateSet],
         precision: Precision,
         example: Tensor,
         *,
@@ -88,33 +90,34 @@ class ScoringNetwork:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.library = library
+        self.sites = tuple(sites)
         self.precision = precision
         self.cache_bytes = cache_bytes
-        self._cache: OrderedDict[tuple[str, Ranks], _Weight] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], _Weight] = OrderedDict()
         self._cached = 0
-        self.model, self._sites = self._copy(model)
+        self.model, self._layers = self._copy(model)
         example = example.to(self.precision.device)
         self.layout = to_fastest_layout(self.model, example[:2])
         self.folded = fold and self._fold(model, example)
-        self._dense = {name: self._keep(site) for name, site in self._sites.items()}
-        self._written: dict[str, Ranks] = dict.fromkeys(self._sites, ())
+        self._dense = {name: self._keep(layer) for name, layer in self._layers.items()}
+        self._written = [site.dense for site in self.sites]
 
-    def write(self, ranks: Mapping[str, Ranks]) -> None:
+    def write(self, choices: Sequence[int]) -> None:
         """Take on the weights of a plan; layers that have them already are not touched.
 
         Args:
-            ranks: Ranks by layer name, `()` for dense; a compressible layer that is left out becomes dense.
+            choices: Index of the candidate of every site.
         """
-        for name, site in self._sites.items():
-            wanted = ranks.get(name, ())
-            if self._written[name] == wanted:
+        for index, (site, choice) in enumerate(zip(self.sites, choices, strict=True)):
+            if self._written[index] == choice:
                 continue
-            entry = self._reconstructed(name, wanted) if wanted else self._dense[name]
+            layer = self._layers[site.name]
+            entry = self._dense[site.name] if choice == site.dense else self._reconstructed(index, choice)
             with torch.no_grad():
-                site.layer.weight.copy_(entry.weight)
-                if site.shift is not None and entry.shift is not None:
-                    site.shift.copy_(entry.shift)
-            self._written[name] = wanted
+                layer.module.weight.copy_(entry.weight)
+                if layer.shift is not None and entry.shift is not None:
+                    layer.shift.copy_(entry.shift)
+            self._written[index] = choice
 
     def logits(self, batches: Sequence[Tensor]) -> Tensor:
         """Return the class scores of batches, concatenated, (N, classes) float32."""
@@ -137,38 +140,40 @@ class ScoringNetwork:
                 norm.momentum = momentum
                 norm.eval()
         # Running means were replaced: every correction has to be written again by the next plan.
-        self._written = dict.fromkeys(self._written, (-1,))
+        self._written = [-1] * len(self.sites)
 
-    def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, _Site]]:
+    def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, _ScoredLayer]]:
         network = copied(model).to(self.precision.device).eval().requires_grad_(False)
         modules = dict(network.named_modules())
         serves = Counter(spec.batch_norm for spec in self.library.specs.values())
-        sites = {}
+        layers = {}
         for name, spec in self.library.specs.items():
-            layer = modules[name]
+            module = modules[name]
             norm = modules[spec.batch_norm] if spec.batch_norm and serves[spec.batch_norm] == 1 else None
             if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
                 norm = None
-            if not is_decomposable_module(layer):
-                raise TypeError(f"layer {name!r} is a {type(layer).__name__}; the library fits another model")
-            sites[name] = _Site(layer, norm)
-        return network, sites
+            if not is_decomposable_module(module):
+                raise TypeError(
+                    f"layer {name!r} is a {type(module).__name__}; the library fits another model"
+                )
+            layers[name] = _ScoredLayer(module, norm)
+        return network, layers
 
     def _fold(self, model: nn.Module, example: Tensor) -> bool:
         """Fold every batch norm into its layer, unless that changes what the network computes."""
-        if all(site.norm is None for site in self._sites.values()):
+        if all(layer.norm is None for layer in self._layers.values()):
             return False
-        network, sites = self._copy(model)
-        for name, site in sites.items():
+        network, layers = self._copy(model)
+        for name, layer in layers.items():
             batch_norm = self.library.specs[name].batch_norm
-            if type(site.norm) not in _PLAIN_NORMS or site.norm is None or batch_norm is None:
+            if type(layer.norm) not in _PLAIN_NORMS or layer.norm is None or batch_norm is None:
                 continue  # a subclass may do more than normalise
-            site.scale, shift = _affine(site.norm)
-            layer = site.layer
-            layer.weight.mul_(site.scale.view(-1, *[1] * (layer.weight.ndim - 1)))
-            bias = shift if layer.bias is None else layer.bias * site.scale + shift
-            layer.bias = nn.Parameter(bias, requires_grad=False)
-            site.norm = None
+            layer.scale, shift = _affine(layer.norm)
+            module = layer.module
+            module.weight.mul_(layer.scale.view(-1, *[1] * (module.weight.ndim - 1)))
+            bias = shift if module.bias is None else module.bias * layer.scale + shift
+            module.bias = nn.Parameter(bias, requires_grad=False)
+            layer.norm = None
             parent, _, child = batch_norm.rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
         network.to(memory_format=self.layout)
@@ -176,36 +181,38 @@ class ScoringNetwork:
             before, after = self.model(example), network(example)
         if not _equal(before, after):
             return False
-        self.model, self._sites = network, sites
+        self.model, self._layers = network, layers
         return True
 
-    def _keep(self, site: _Site) -> _Weight:
+    def _keep(self, layer: _ScoredLayer) -> _Weight:
         """Remember a layer's dense weight, and put its weight into compute precision from now on."""
-        weight = site.layer.weight.detach()
+        weight = layer.module.weight.detach()
         if self.precision.dtype == torch.bfloat16:  # what autocast would do anew in every pass
             weight = weight.to(torch.bfloat16)
-        shift = None if site.shift is None else site.shift.detach().clone()
-        site.layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        shift = None if layer.shift is None else layer.shift.detach().clone()
+        layer.module.weight = nn.Parameter(weight.clone(), requires_grad=False)
         return _Weight(weight, shift)
 
-    def _reconstructed(self, name: str, ranks: Ranks) -> _Weight:
-        key = (name, ranks)
+    def _reconstructed(self, site: int, choice: int) -> _Weight:
+        key = (site, choice)
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        entry = self._cache[key] = self._reconstruct(name, ranks)
+        entry = self._cache[key] = self._reconstruct(
+            self.sites[site].name, self.sites[site].candidates[choice]
+        )
         self._cached += entry.nbytes
         while self._cached > self.cache_bytes and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
         return entry
 
-    def _reconstruct(self, name: str, ranks: Ranks) -> _Weight:
-        site, dense = self._sites[name], self._dense[name]
-        weight, shift = self.library.weight(name, ranks), dense.shift
-        scale = None if site.scale is None else site.scale.double().cpu()
+    def _reconstruct(self, name: str, candidate: Candidate) -> _Weight:
+        layer, dense = self._layers[name], self._dense[name]
+        weight, shift = self.library.weight(name, candidate.operations), dense.shift
+        scale = None if layer.scale is None else layer.scale.double().cpu()
         if self.library.moments is not None and shift is not None:
             lost = (self.library.weights[name] - weight).flatten(1) @ self.library.moments[name].mean
-            lost = -lost if site.norm is not None else lost if scale is None else lost * scale
+            lost = -lost if layer.norm is not None else lost if scale is None else lost * scale
             shift = (shift.double() + lost.to(shift.device)).to(shift.dtype)
         if scale is not None:
             weight = weight * scale[:, None, None]

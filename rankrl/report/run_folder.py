@@ -92,5 +92,5 @@ def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
         cached=row["cached"] == str(True),
         seconds=number("seconds"),
         phase=row["phase"] or "",
-        ranks=row["ranks"] or "",
+        choices=row.get("choices") or "",
     )

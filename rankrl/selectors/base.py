@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from decomposition.plan import CompressionPlan
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,11 @@ class Proposal:
     """A plan that a selector wants scored.
 
     Attributes:
-        plan: The plan; it keeps the problem's budget.
+        choices: The plan: the candidate of every site. It keeps the problem's budget.
         phase: What the selector was doing, for the record: `preset`, `warm-up`, `policy`, `random`, ...
     """
 
-    plan: CompressionPlan
+    choices: Choices
     phase: str
 
 

@@ -62,7 +62,7 @@ class LocalSelector(Selector):
         self.plans_per_step = check_plans_per_step(plans_per_step)
         self._map = ImportanceMap(problem, scale=importance_scale)
         self._generator = np.random.default_rng(seed)
-        self._best = np.zeros(len(problem.curves))
+        self._best = np.zeros(len(problem.sites))
         self._best_reward = -np.inf
         self._tried: list[np.ndarray] = []
 
@@ -71,9 +71,7 @@ class LocalSelector(Selector):
         first = not np.isfinite(self._best_reward)
         self._tried = [self._best] if first else [self._changed() for _ in range(self.plans_per_step)]
         return [
-            Proposal(
-                self.problem.plan(self._map.allocate(actions), self.name), "preset" if first else "local"
-            )
+            Proposal(tuple(self._map.allocate(actions).tolist()), "preset" if first else "local")
             for actions in self._tried
         ]
 

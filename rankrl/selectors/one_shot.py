@@ -29,7 +29,7 @@ def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
         return problem.preset
     if problem.library is None:
         raise ConfigError(f"selector {heuristic!r} looks into the fits; make the problem with its library")
-    return get_heuristic(heuristic).choose(problem.library, problem.curves, problem.budget)
+    return get_heuristic(heuristic).choose(problem.library, problem.sites, problem.budget)
 
 
 class OneShot(Selector):
@@ -39,12 +39,12 @@ class OneShot(Selector):
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self._choices = heuristic_choices(problem, self.name)
+        self._choices = tuple(heuristic_choices(problem, self.name).tolist())
         self._done = False
 
     def propose(self) -> list[Proposal]:
         """Return the plan, once."""
-        return [] if self._done else [Proposal(self.problem.plan(self._choices, self.name), "one-shot")]
+        return [] if self._done else [Proposal(self._choices, "one-shot")]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Note that the plan was scored."""

@@ -29,12 +29,12 @@ def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np
         generator: Where randomness comes from.
 
     Returns:
-        Index of a candidate for every layer, shape (layers,).
+        Index of a candidate for every site, shape (sites,).
     """
-    count = len(problem.curves)
+    count = len(problem.sites)
     if problem.budget is None:
-        return np.array([generator.integers(len(curve)) for curve in problem.curves])
-    costs = [curve.cost(problem.measure).astype(float) for curve in problem.curves]
+        return np.array([generator.integers(len(site)) for site in problem.sites])
+    costs = [site.cost(problem.measure).astype(float) for site in problem.sites]
     choices = np.array([int(cost.argmin()) for cost in costs])
     left = problem.budget.available - sum(cost[j] for cost, j in zip(costs, choices, strict=True))
     for layer in generator.permutation(count):
@@ -71,7 +71,7 @@ class RandomSelector(Selector):
     def propose(self) -> list[Proposal]:
         """Draw plans."""
         return [
-            Proposal(self.problem.plan(random_choices(self.problem, self._generator), self.name), "random")
+            Proposal(tuple(random_choices(self.problem, self._generator).tolist()), "random")
             for _ in range(self.plans_per_step)
         ]
 

@@ -39,7 +39,7 @@ class ReinforcementSelector(Selector):
     def propose(self) -> list[Proposal]:
         """Play episodes."""
         self._episodes = [self.agent.play() for _ in range(self.agent.options.plans_per_step)]
-        return [Proposal(episode.plan, episode.phase) for episode in self._episodes]
+        return [Proposal(episode.choices, episode.phase) for episode in self._episodes]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Learn from the episodes played last."""

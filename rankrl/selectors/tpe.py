@@ -68,7 +68,7 @@ class TPESelector(Selector):
         self.plans_per_step = check_plans_per_step(plans_per_step)
         self.startup_trials, self.multivariate = startup_trials, multivariate
         self._map = ImportanceMap(problem, scale=importance_scale)
-        self._names = [f"importance_{name}" for name in problem.layer_names]
+        self._names = [f"importance_{name}" for name in problem.names]
         self._folder: Path | None = None
         self._study: Any = None
         self._mirror: Any = None
@@ -90,8 +90,8 @@ class TPESelector(Selector):
             trial = self._study.ask()
             actions = np.array([trial.suggest_float(name, -1.0, 1.0) for name in self._names])
             self._pending.append((trial, actions))
-            plan = self.problem.plan(self._map.allocate(actions), self.name)
-            proposals.append(Proposal(plan, "tpe" if number else "preset"))
+            choices = tuple(self._map.allocate(actions).tolist())
+            proposals.append(Proposal(choices, "tpe" if number else "preset"))
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:

@@ -8,7 +8,6 @@ from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.apply import specs_after_removal
 from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers
 from rankrl.workflow.run_folder import RunFolder
 
@@ -27,6 +26,6 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
     ratios = cost_ratios(before, after)
     metrics = {**steps.head(config, data), "baseline": before, "compressed": after, "ratios": ratios}
-    remaining = specs_after_removal(dense, plan)
+    remaining = plan.specs(dense)
     rows = layer_rows(plan, inspect_layers(dense, data.input_shape), compressed, remaining=remaining)
     steps.finish(folder, metrics, seed=config.seed, layers=rows)

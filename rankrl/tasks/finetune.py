@@ -24,7 +24,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
             "set finetune.distillation=0"
         )
     compressed = network_numbers(network, data)
-    removed = bool(plan.kept_channels) and all(layer.format is None for layer in plan)
+    removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     epochs = steps.finetuned(config, data, network, dense, folder, after_removal=removed)
     save_compressed(network, plan, folder.model)
     plan.save(folder.plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from decomposition import FitLibrary, LayerSpec, RankCurve, inspect_layers
+from decomposition import CandidateSet, Factorise, FitLibrary, LayerSpec, inspect_layers
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
@@ -32,7 +32,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
         table.add_column(column, justify="right")
     table.add_column("rank: params, error")
     for spec in specs:
-        curve = library.curve(spec.name, limit=_SHOWN_RANKS) if spec.refusal is None else None
+        site = library.candidates(spec.name, limit=_SHOWN_RANKS) if spec.refusal is None else None
         table.add_row(
             spec.name,
             "x".join(map(str, spec.weight_shape)),
@@ -40,8 +40,8 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
             f"{spec.params / params:.1%}",
             f"{spec.macs:,}",
             f"{spec.macs / macs:.1%}",
-            "" if curve is None else _range(library, spec),
-            spec.refusal if curve is None else _examples(curve),
+            "" if site is None else _range(library, spec),
+            spec.refusal if site is None else _examples(site),
         )
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width
@@ -50,12 +50,20 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
 
 
 def _range(library: FitLibrary, spec: LayerSpec) -> str:
-    return f"1-{library.format.max_rank(library.modes[spec.name])}"
+    """Return the feasible ranks, of each format where there are several."""
+    ranges = {each.name: f"1-{each.max_rank(library.modes(spec.name, each))}" for each in library.formats}
+    if len(ranges) == 1:
+        return next(iter(ranges.values()))
+    return "; ".join(f"{name} {span}" for name, span in ranges.items())
 
 
-def _examples(curve: RankCurve) -> str:
+def _examples(site: CandidateSet) -> str:
+    several = site.mixed
     shown = [
-        f"{max(entry.ranks)}: {params:,}, {error:.1%}"
-        for entry, params, error in zip(curve.entries[:-1], curve.params, curve.errors, strict=False)
+        f"{operation.format + ' ' if several else ''}{max(operation.ranks)}: "
+        f"{candidate.cost.params:,}, {candidate.error:.1%}"
+        for candidate in site.candidates
+        for operation in candidate.operations
+        if isinstance(operation, Factorise)
     ]
     return "; ".join(shown) or "no rank makes it smaller"

@@ -17,6 +17,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
+from rankrl.operations import KeepChannels, kept_channels
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import (
@@ -97,7 +98,7 @@ def _decomposed(
     found = choice.result.plan
     network = steps.applied_plan(config, found, tuned, images)
     plan = dataclasses.replace(
-        found.with_removal(dense, pruned.plan.kept_channels),
+        found.with_operations(dense, pruned.plan.chosen(KeepChannels)),
         chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",
     )
     plan.save(folder.plan)
@@ -115,7 +116,7 @@ def _pruning_numbers(
 ) -> dict[str, Any]:
     """Return the section `pruning` of metrics.json."""
     before = {spec.name: spec.out_channels for spec in inspect_layers(dense, data.input_shape)}
-    kept = pruned.plan.kept_channels
+    kept = kept_channels(pruned.plan)
     return {
         "measure": chosen.measure,
         "target": chosen.kept,

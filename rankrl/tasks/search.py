@@ -18,10 +18,10 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     dense = steps.dense_network(config, data, folder)
     choice = steps.chosen_plan(config, data, dense, steps.calibration(config, data, dense), folder)
     plan, problem = choice.result.plan, choice.problem
-    params, macs = problem.cost(plan)
+    cost = problem.cost(choice.result.best.key)
     metrics = {
         **steps.head(config, data),
         "search": steps.search_numbers(choice.result),
-        "ratios": {"params": problem.params / params, "macs": problem.macs / macs},
+        "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
     steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(plan, problem.specs))

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, FitLibrary
+from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -23,7 +23,6 @@ from rankrl.models import save_checkpoint
 from rankrl.plan_search.run import SearchResult
 from rankrl.report import LayerRow, collect_setup, summary_table, write_report
 from rankrl.training import EpochRow
-from rankrl.workflow.apply import carry_out, load_compressed
 from rankrl.workflow.choose import (
     CALIBRATION_BATCH,
     Choice,
@@ -93,8 +92,8 @@ def chosen_plan(
 
 def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
     """Return the compressed network."""
-    log.info("rewriting the network, layer by layer")
-    return carry_out(
+    log.info("applying the plan, layer by layer")
+    return apply_plan(
         dense,
         plan,
         images,

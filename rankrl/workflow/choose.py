@@ -46,7 +46,7 @@ class CandidateOptions:
     """Which candidate ranks there are and how they are fitted.
 
     Attributes:
-        format: Name of the tensor format.
+        formats: Names of the tensor formats that every layer chooses from.
         tensorised: Whether channel counts are split into factors.
         candidates: Candidate ranks a layer at most.
         multiple: They are multiples of it.
@@ -54,7 +54,7 @@ class CandidateOptions:
         weigh_outputs: Whether channels and layers count by what the network's output makes of them.
     """
 
-    format: str
+    formats: tuple[str, ...]
     tensorised: bool = False
     candidates: int = 16
     multiple: int = 1
@@ -203,7 +203,7 @@ def fit_candidates(
     return FitLibrary(
         model,
         specs,
-        options.format,
+        options.formats,
         moments=moments,
         sensitivities=collect_sensitivities(model, specs, inputs, seed=seed)
         if options.weigh_outputs
@@ -270,21 +270,21 @@ def search_setting(
         params=options.kept_params,
         macs=options.macs,
     )
-    unfitted = [library.unfitted_curve(name, limit=candidates) for name in library.specs]
+    unfitted = [library.unfitted(name, limit=candidates) for name in library.specs]
     if options.latency is None:  # a budget that no plan can reach is refused before the fits take their time
-        describe(curves=unfitted)
+        describe(sites=unfitted)
     elif options.params is not None or options.macs is not None:
         raise ConfigError("budget.latency is set beside another budget; set budget.params and .macs to null")
-    curves = []
+    sites = []
     with progress_bar("fit layers", total=len(unfitted)) as bar:
-        for curve in unfitted:
-            curves.append(library.fitted_curve(curve))
+        for site in unfitted:
+            sites.append(library.fitted(site))
             bar.advance()
     timed: LatencyBudget | None = None
     if options.latency is None:
-        problem = describe(curves=curves, library=library)
+        problem = describe(sites=sites, library=library)
     else:
-        timed = LatencyBudget(model, curves, data.input_shape, options.latency, options.timing)
+        timed = LatencyBudget(model, sites, data.input_shape, options.latency, options.timing)
         problem = timed.problem(library)
     reward = create_reward(options.reward, budgeted=problem.budget is not None, **options.reward_options)
     images = data.heldout.subset(torch.arange(min(options.images, len(data.heldout))))

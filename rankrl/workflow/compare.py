@@ -129,7 +129,8 @@ class FinalTest:
     def accuracies(self, problem: SearchProblem, plan: CompressionPlan) -> tuple[float, float | None]:
         """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
         recipe = None if self.recipe is None else asdict(self.recipe)
-        identity = [problem.fingerprint, problem.ranks(plan), recipe]
+        operations = [[each.to_dict() for each in layer.operations] for layer in plan]
+        identity = [problem.fingerprint, operations, recipe]
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         kept, state = self.folder / f"{key}.json", self.folder / f"{key}.safetensors"
         if kept.exists():

@@ -78,10 +78,9 @@ def best_finalist(
     if len(rows) == 1:
         return result.plan
     known = known_evaluations(problem, rows)
-    plans = [problem.plan_from_ranks(row.ranks_key, result.plan.chosen_by) for row in rows]
+    plans = [problem.plan(row.key, result.plan.chosen_by) for row in rows]
     rewards = [
-        reward(replace(known[row.ranks_key], score=score(plan)))
-        for row, plan in zip(rows, plans, strict=True)
+        reward(replace(known[row.key], score=score(plan))) for row, plan in zip(rows, plans, strict=True)
     ]
     for row, value in zip(rows, rewards, strict=True):
         log.info("finalist of episode %d: reward %.4f, refitted %.4f", row.episode, row.reward, value)

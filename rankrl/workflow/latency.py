@@ -14,11 +14,11 @@ from torch import nn
 
 from decomposition import (
     Budget,
+    CandidateSet,
     CompressionPlan,
     DecompositionError,
     FitLibrary,
     LatencyTable,
-    RankCurve,
     build_structure,
     factorised_layers,
 )
@@ -61,7 +61,7 @@ class LatencyBudget:
 
     Args:
         model: The dense network.
-        curves: The candidates of its layers.
+        sites: The candidates of its layers.
         input_shape: Shape of one input without the batch axis.
         fraction: Fraction of the dense network's time to keep at most, in (0, 1].
         options: How time is measured.
@@ -70,12 +70,12 @@ class LatencyBudget:
     def __init__(
         self,
         model: nn.Module,
-        curves: Sequence[RankCurve],
+        sites: Sequence[CandidateSet],
         input_shape: Sequence[int],
         fraction: float,
         options: LatencyOptions,
     ) -> None:
-        self.model, self.curves, self.shape = model, list(curves), tuple(input_shape)
+        self.model, self.sites, self.shape = model, list(sites), tuple(input_shape)
         self.fraction, self.options = fraction, options
 
     def problem(self, library: FitLibrary) -> SearchProblem:
@@ -92,7 +92,7 @@ class LatencyBudget:
         path = self._adjusted_path(table)
         if path is not None and path.exists():
             return self._problem(table, float(json.loads(path.read_text(encoding="utf-8"))), library)
-        least = Budget(1.0, "latency", table.total, table.rest).least(table.attach(self.curves))
+        least = Budget(1.0, "latency", table.total, table.rest).least(table.attach(self.sites))
         wanted, holds, fails = max(self.fraction, min(1.0, least * _ROUNDING)), 0.0, float("inf")
         fastest = float("inf")
         for _ in range(_ADJUSTMENTS):
@@ -147,7 +147,7 @@ class LatencyBudget:
         """
         least = float("inf")
         for row in best_rows(result.rows, _PLANS_TRIED):
-            plan = problem.plan_from_ranks(row.ranks_key, result.plan.chosen_by)
+            plan = problem.plan(row.key, result.plan.chosen_by)
             kept = self.measured(plan)
             if kept <= self.fraction:
                 return plan
@@ -161,17 +161,16 @@ class LatencyBudget:
     def _adjusted_path(self, table: LatencyTable) -> Path | None:
         if self.options.folder is None:
             return None
-        layers = {name: sorted(times.items()) for name, times in table.layers.items()}
-        ranks = [[entry.ranks for entry in curve.entries] for curve in self.curves]
-        losses = [curve.losses.tolist() for curve in self.curves]
-        content = repr((table.conditions, table.rest, layers, ranks, losses, self.fraction))
+        candidates = [[each.operations for each in site.candidates] for site in self.sites]
+        losses = [site.losses.tolist() for site in self.sites]
+        content = repr((table.conditions, table.rest, table.sites, candidates, losses, self.fraction))
         return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-budget.json"
 
     def _table(self) -> LatencyTable:
-        with progress_bar("time layers", total=len(self.curves)) as bar:
+        with progress_bar("time layers", total=len(self.sites)) as bar:
             return measure_layer_latencies(
                 self.model,
-                self.curves,
+                self.sites,
                 self.shape,
                 batch=self.options.batch,
                 threads=self.options.threads,
@@ -183,7 +182,7 @@ class LatencyBudget:
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         return SearchProblem.from_model(
             self.model,
-            self.curves,
+            self.sites,
             self.shape,
             latency=fraction,
             latencies=table,

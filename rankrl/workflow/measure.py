@@ -12,6 +12,7 @@ from torch import nn
 
 from decomposition import (
     CompressionPlan,
+    Factorise,
     FactorisedLayer,
     LayerPlan,
     LayerSpec,
@@ -163,23 +164,25 @@ def layer_rows(
     pruned = {} if remaining is None else {spec.name: spec for spec in remaining}
     fitted = {} if network is None else factorised_layers(network)
     by_name = {spec.name: spec for spec in specs}
+    pruning = bool(plan.group_kinds)
     rows = []
     for layer in plan:
         spec = by_name[layer.name]
         rest = pruned.get(layer.name, spec)
         module = fitted.get(layer.name)
+        chosen, cost = layer.operation(Factorise), layer.cost(rest)
         rows.append(
             LayerRow(
                 name=layer.name,
                 shape=spec.weight_shape,
-                ranks=tuple(layer.ranks),
+                ranks=() if chosen is None else chosen.ranks,
                 params_before=spec.params,
-                params_after=layer.params(rest),
+                params_after=cost.params,
                 macs_before=spec.macs,
-                macs_after=layer.macs(rest),
-                error=_error(layer, module, pruning=bool(plan.kept_channels)),
+                macs_after=cost.macs,
+                error=_error(layer, module, pruning=pruning),
                 reason=layer.reason or "",
-                channels=(rest.out_channels, spec.out_channels) if plan.kept_channels else None,
+                channels=(rest.out_channels, spec.out_channels) if pruning else None,
             )
         )
     return rows
@@ -187,6 +190,6 @@ def layer_rows(
 
 def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -> float | None:
     """Return the relative error of a layer's fit, 0 for a dense one; a removal of channels has none."""
-    if layer.format is None:
+    if not layer.layer_operations:
         return None if pruning else 0.0
     return None if module is None else module.error

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, DecompositionError, LayerPlan, fingerprint, inspect_layers
+from decomposition import (
+    CompressionPlan,
+    DecompositionError,
+    LayerPlan,
+    apply_plan,
+    build_structure,
+    fingerprint,
+    inspect_layers,
+)
 from decomposition.cost import example_batch
 from pruning import (
     ChannelGroup,
@@ -28,9 +36,9 @@ from pruning.selection import require_reachable
 from rankrl.data import ImageData
 from rankrl.device import inference_precision
 from rankrl.errors import ConfigError
+from rankrl.operations import KeepChannels
 from rankrl.state_file import write_state
 from rankrl.training import accuracy
-from rankrl.workflow.apply import carry_out, without_channels
 from rankrl.workflow.mask_training import (
     EXAMPLES,
     STATE_VERSION,
@@ -153,7 +161,9 @@ def removal_plan(
         for spec in specs
     )
     plan = CompressionPlan(layers, fingerprint(specs), tuple(input_shape), chosen_by)
-    return plan.with_removal(model, kept)
+    out_channels = {spec.name: spec.out_channels for spec in specs}
+    removed = {n: KeepChannels(tuple(k)) for n, k in kept.items() if len(k) < out_channels[n]}
+    return plan.with_operations(model, removed)
 
 
 def _by_criterion(
@@ -167,7 +177,7 @@ def _by_criterion(
     cost = target_cost(options.measure, data.input_shape)
     kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope, options.multiple)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
-    return PrunedNetwork(_carried_out(model, plan, options, calibration).eval(), plan)
+    return PrunedNetwork(_applied(model, plan, options, calibration).eval(), plan)
 
 
 def _rewound(
@@ -182,7 +192,7 @@ def _rewound(
     if options.rewind is False:
         return trained, False
     try:
-        rewound = _carried_out(model, plan, options, calibration).eval()
+        rewound = _applied(model, plan, options, calibration).eval()
     except DecompositionError as error:
         if options.rewind:
             raise
@@ -202,11 +212,11 @@ def _heldout_accuracy(network: nn.Module, data: ImageData) -> float:
     return accuracy(tested, data.heldout, mean=data.mean, std=data.std, precision=precision)
 
 
-def _carried_out(
+def _applied(
     model: nn.Module, plan: CompressionPlan, options: PruningOptions, calibration: Tensor
 ) -> nn.Module:
-    """Carry a plan out on the dense network's weights."""
-    return carry_out(
+    """Apply a plan to the dense network's weights."""
+    return apply_plan(
         model,
         plan,
         calibration,
@@ -219,7 +229,7 @@ def _carried_out(
 def _restore(path: Path, model: nn.Module, setup: Mapping[str, Any]) -> PrunedNetwork:
     tensors, content = read_pruning_state(path, "pruned network", setup)
     plan = CompressionPlan.from_json(content["plan"], source=f"the plan in {path}")
-    network = without_channels(model, plan)[0]
+    network = build_structure(model, plan)
     network.load_state_dict(tensors)
     return PrunedNetwork(
         network.eval(),

@@ -60,8 +60,8 @@ class PruningOptions:
         rewind: Masks only: keep what the masks chose and go back to the dense network's weights; None for
             whichever weights do better on held-out images.
         sequential: Where the weights are the dense network's: let what stays make up for what goes (see
-            `carry_out`).
-        batch_norm: There, see `carry_out`.
+            `decomposition.apply_plan`).
+        batch_norm: There, see `decomposition.apply_plan`.
         seed: Seed of everything random.
     """
 

@@ -1,9 +1,8 @@
-"""What each layer loses and costs at its candidate ranks."""
+"""Which ranks of a format are worth trying for a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -12,57 +11,9 @@ from decomposition.errors import DecompositionError
 from decomposition.formats import Ranks, TensorFormat
 from decomposition.layers import LayerSpec
 from decomposition.modes import WeightModes
-from decomposition.plan import CompressionPlan, LayerPlan, fingerprint
 
 # Shares of the energy below this are rounding.
 _NOTHING = 1e-12
-
-
-@dataclass(frozen=True)
-class RankCurve:
-    """The candidates of one layer, the dense layer last.
-
-    Attributes:
-        spec: The layer.
-        entries: What a plan would hold for each candidate.
-        params: Parameters of each candidate, bias included; shape (candidates,).
-        macs: Multiply-accumulates of each candidate; shape (candidates,).
-        errors: Relative output error of each candidate, 0 for the dense layer; shape (candidates,).
-        latency: Measured time of each candidate, in any unit, shape (candidates,); None when not measured.
-        importance: What squared errors of this layer count beside those of other layers; positive or 0.
-    """
-
-    spec: LayerSpec
-    entries: tuple[LayerPlan, ...]
-    params: np.ndarray
-    macs: np.ndarray
-    errors: np.ndarray
-    latency: np.ndarray | None = None
-    importance: float = 1.0
-
-    @property
-    def losses(self) -> np.ndarray:
-        """What each candidate costs the network's output: importance * error^2; shape (candidates,)."""
-        return self.importance * self.errors**2
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def cost(self, measure: str) -> np.ndarray:
-        """Return the candidates' cost in `params`, `macs` or `latency`.
-
-        Raises:
-            DecompositionError: If the measure is unknown, or the latency was not measured.
-        """
-        if measure == "latency" and self.latency is not None:
-            return self.latency
-        if measure == "latency":
-            raise DecompositionError(
-                f"layer {self.spec.name!r}: its latency was not measured; give every curve a latency array"
-            )
-        if measure not in ("params", "macs"):
-            raise DecompositionError(f"unknown measure {measure!r}; choose params, macs or latency")
-        return self.params if measure == "params" else self.macs
 
 
 def candidate_ranks(
@@ -147,29 +98,3 @@ def _multiples(largest: int, multiple: int) -> list[int]:
         for rank in range(1, largest + 1)
         if rank % multiple == 0 or multiple % rank == 0 or rank == largest
     ]
-
-
-def plan_from_choices(
-    curves: Sequence[RankCurve],
-    choices: Iterable[int],
-    all_specs: Sequence[LayerSpec],
-    input_shape: Sequence[int],
-    chosen_by: str,
-) -> CompressionPlan:
-    """Make the plan that takes candidate `choices[j]` of `curves[j]`.
-
-    Args:
-        curves: One curve for each compressible layer.
-        choices: Index of a candidate for each curve.
-        all_specs: Every layer of the model (`inspect_layers`); the others are recorded with their refusal.
-        input_shape: Shape of one input without the batch axis.
-        chosen_by: Recorded in the plan.
-    """
-    chosen: Mapping[str, LayerPlan] = {
-        curve.spec.name: curve.entries[int(choice)] for curve, choice in zip(curves, choices, strict=True)
-    }
-    layers = tuple(
-        chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
-        for spec in all_specs
-    )
-    return CompressionPlan(layers, fingerprint(all_specs), tuple(input_shape), chosen_by)

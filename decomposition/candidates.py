@@ -1,0 +1,188 @@
+"""Candidates: what a search may choose for a site, with what each costs and loses.
+
+A site is a layer, or several layers that have to be treated alike (a channel group). A search knows a site's
+candidates by their index alone; what an index stands for, operations of any kind, is looked up when a plan is
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from decomposition.errors import DecompositionError
+from decomposition.layer_plan import LayerPlan
+from decomposition.layers import LayerSpec
+from decomposition.operations import Cost, Operation
+from decomposition.plan import CompressionPlan, fingerprint
+
+MEASURES = ("params", "macs", "bytes", "latency")
+"""What a budget can count."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice for a site.
+
+    Attributes:
+        operations: What is done with each of the site's layers; empty for a site that stays as it is.
+        cost: What the site costs then.
+        error: Relative output error, 0 for the site as it is.
+        generator: What proposed it: the name of a tensor format, say.
+        reason: Why nothing is done, for a candidate without operations.
+    """
+
+    operations: tuple[Operation, ...]
+    cost: Cost
+    error: float
+    generator: str = ""
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.operations)) or "dense"
+
+
+@dataclass(frozen=True)
+class CandidateSet:
+    """The candidates of one site, the dense one last.
+
+    Attributes:
+        spec: The site's layer; the first one of several.
+        candidates: At least one; the last leaves the site as it is.
+        importance: What squared errors of this site count beside those of other sites; positive or 0.
+        layers: Names of the site's layers; `None` for that of `spec` alone.
+    """
+
+    spec: LayerSpec
+    candidates: tuple[Candidate, ...]
+    importance: float = 1.0
+    layers: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.candidates or self.candidates[-1].operations:
+            raise DecompositionError(
+                f"site {self.spec.name!r}: the last candidate must be the dense one, got "
+                f"{[str(each) for each in self.candidates]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @property
+    def name(self) -> str:
+        """The site's name: that of its layer, the first one of several."""
+        return self.spec.name
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the site's layers."""
+        return (self.spec.name,) if self.layers is None else self.layers
+
+    @property
+    def dense(self) -> int:
+        """Index of the candidate that leaves the site as it is."""
+        return len(self.candidates) - 1
+
+    @cached_property
+    def params(self) -> np.ndarray:
+        """Parameters of each candidate, bias included; shape (candidates,)."""
+        return np.array([each.cost.params for each in self.candidates], dtype=np.int64)
+
+    @cached_property
+    def macs(self) -> np.ndarray:
+        """Multiply-accumulates of each candidate; shape (candidates,)."""
+        return np.array([each.cost.macs for each in self.candidates], dtype=np.int64)
+
+    @cached_property
+    def errors(self) -> np.ndarray:
+        """Relative output error of each candidate; shape (candidates,)."""
+        return np.array([each.error for each in self.candidates])
+
+    @cached_property
+    def losses(self) -> np.ndarray:
+        """What each candidate costs the network's output: importance * error^2; shape (candidates,)."""
+        return self.importance * self.errors**2
+
+    @property
+    def timed(self) -> bool:
+        """Whether every candidate's time was measured."""
+        return all(each.cost.time is not None for each in self.candidates)
+
+    def cost(self, measure: str) -> np.ndarray:
+        """Return the candidates' cost in `params`, `macs`, `bytes` or `latency`; shape (candidates,).
+
+        Raises:
+            DecompositionError: If the measure is unknown, or a candidate's time was not measured.
+        """
+        if measure == "params":
+            return self.params
+        if measure == "macs":
+            return self.macs
+        if measure == "bytes":
+            return np.array([each.cost.bytes for each in self.candidates], dtype=np.int64)
+        if measure != "latency":
+            raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
+        if not self.timed:
+            raise DecompositionError(
+                f"site {self.name!r}: the time of its candidates was not measured; attach a LatencyTable"
+            )
+        return np.array([each.cost.time for each in self.candidates], dtype=float)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether several generators proposed candidates."""
+        return len({each.generator for each in self.candidates[:-1]}) > 1
+
+    def efficient(self, measure: str) -> CandidateSet:
+        """Return the candidates that no other one beats in cost and error, in ascending order of cost.
+
+        A set of one generator stays as it is: its candidates are a grid already.
+
+        Args:
+            measure: The cost that counts, `params`, `macs`, `bytes` or `latency`.
+        """
+        if not self.mixed:
+            return self
+        costs, errors = self.cost(measure), self.errors
+        kept: list[int] = []
+        for index in np.lexsort((self.macs, self.params, errors, costs)):
+            beaten = kept and errors[index] >= errors[kept[-1]]
+            if index != self.dense and not beaten and costs[index] < costs[self.dense]:
+                kept.append(int(index))
+        return self.subset([*kept, self.dense])
+
+    def subset(self, indices: Iterable[int]) -> CandidateSet:
+        """Return the set of some candidates, in the given order; the last must be the dense one."""
+        return replace(self, candidates=tuple(self.candidates[index] for index in indices))
+
+
+def plan_from_choices(
+    sites: Sequence[CandidateSet],
+    choices: Iterable[int],
+    all_specs: Sequence[LayerSpec],
+    input_shape: Sequence[int],
+    chosen_by: str,
+) -> CompressionPlan:
+    """Make the plan that takes candidate `choices[j]` of `sites[j]`.
+
+    Args:
+        sites: The candidates of every site.
+        choices: Index of a candidate for each site.
+        all_specs: Every layer of the model (`inspect_layers`); those of no site are recorded with the reason.
+        input_shape: Shape of one input without the batch axis.
+        chosen_by: Recorded in the plan.
+    """
+    chosen = {
+        name: LayerPlan(name, candidate.operations, candidate.reason)
+        for site, choice in zip(sites, choices, strict=True)
+        for candidate in (site.candidates[int(choice)],)
+        for name in site.layer_names
+    }
+    layers = tuple(
+        chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
+        for spec in all_specs
+    )
+    return CompressionPlan(layers, fingerprint(all_specs), tuple(input_shape), chosen_by)

@@ -1,0 +1,39 @@
+"""Operations: what a plan does with a layer, as small registered records.
+
+`base` says what an operation is; every other module holds one. Other packages register their own.
+"""
+
+from __future__ import annotations
+
+from decomposition.operations.base import (
+    ApplyOptions,
+    BatchNormCorrection,
+    Cost,
+    FittedLayer,
+    GroupOperation,
+    LayerOperation,
+    Operation,
+    dense_cost,
+    list_operations,
+    operation_from_dict,
+    operation_kind,
+    register_operation,
+)
+from decomposition.operations.factorise import ChannelFactors, Factorise
+
+__all__ = [
+    "ApplyOptions",
+    "BatchNormCorrection",
+    "ChannelFactors",
+    "Cost",
+    "Factorise",
+    "FittedLayer",
+    "GroupOperation",
+    "LayerOperation",
+    "Operation",
+    "dense_cost",
+    "list_operations",
+    "operation_from_dict",
+    "operation_kind",
+    "register_operation",
+]

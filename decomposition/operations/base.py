@@ -1,0 +1,285 @@
+"""What an operation is, and the registry of operations.
+
+An operation is a frozen dataclass that says what becomes of a layer. It goes to JSON and back, and knows its
+cost, its structure without values (to load, export and time it) and how it is fitted. A plan holds a list of
+them for each layer, applied left to right. Group operations act on several layers at once, so they come
+first, and the others see the network that they leave.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch import nn
+
+from decomposition.errors import PlanError
+from decomposition.fitting import FitOptions
+from decomposition.layers import LayerSpec
+from decomposition.registry import Registry
+
+if TYPE_CHECKING:
+    from decomposition.lockstep import RefitProblem
+
+FLOAT_BYTES = 4
+"""Bytes of a stored parameter: files hold float32."""
+
+BatchNormCorrection = Literal["keep", "mean", "reestimate"]
+FINAL = FitOptions(iterations=200)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layer costs.
+
+    Attributes:
+        params: Parameters, bias included.
+        macs: Multiply-accumulates for one model input, all calls together.
+        bytes: Bytes of its parameters in a file.
+        time: Measured time, in any unit; `None` where it was not measured.
+    """
+
+    params: int
+    macs: int
+    bytes: int
+    time: float | None = None
+
+
+def dense_cost(spec: LayerSpec) -> Cost:
+    """Return the cost of a layer as it is, in float32."""
+    return Cost(spec.params, spec.macs, FLOAT_BYTES * spec.params)
+
+
+@dataclass(frozen=True)
+class ApplyOptions:
+    """How a plan is applied; see `decomposition.apply_plan`.
+
+    Attributes:
+        sequential: Fit each layer to the inputs that it receives in the compressed network.
+        weigh_outputs: Weigh a layer's output channels by what the network's output makes of them.
+        batch_norm: What becomes of running statistics: `keep`, correct the `mean`, or `reestimate`.
+        fit: How much work each fit may do.
+        max_patches: Input patches that each layer is fitted on at most.
+        seed: Seed of the patch positions.
+    """
+
+    sequential: bool = True
+    weigh_outputs: bool = True
+    batch_norm: BatchNormCorrection = "mean"
+    fit: FitOptions = FINAL
+    max_patches: int = 65_536
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FittedLayer:
+    """What an operation made of a layer.
+
+    Attributes:
+        module: The layer that takes its place.
+        weight: The dense weight (out, in, kernel) that it equals, float64.
+        error: Relative output error of the fit.
+    """
+
+    module: nn.Module
+    weight: torch.Tensor
+    error: float
+
+
+@dataclass(frozen=True)
+class Operation(ABC):
+    """Something that a plan does with a layer.
+
+    Attributes:
+        kind: Name in the registry and in plans.
+        description: One line for listings.
+        stage: A layer's operations stand in ascending order of their stages, one of each at most.
+    """
+
+    kind: ClassVar[str]
+    description: ClassVar[str]
+    stage: ClassVar[int]
+
+    @abstractmethod
+    def check(self, spec: LayerSpec) -> None:
+        """Refuse a layer that the operation does not fit.
+
+        Raises:
+            DecompositionError: Naming the layer, the value and what is allowed.
+        """
+
+    @abstractmethod
+    def cost(self, spec: LayerSpec, before: Cost) -> Cost:
+        """Return the layer's cost under this operation.
+
+        Args:
+            spec: The layer as the group operations left it.
+            before: Its cost under the operations to the left.
+        """
+
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Return the operation's fields as plain values for JSON; what is not set is left out."""
+
+    @classmethod
+    @abstractmethod
+    def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Make the operation from what `values` returned; strict.
+
+        Args:
+            values: The fields; their names have been checked.
+            where: Plan and layer, for messages.
+
+        Raises:
+            PlanError: If a value is ill-typed.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the operation as plain values for JSON."""
+        return {"operation": self.kind, **self.values()}
+
+
+class LayerOperation(Operation):
+    """An operation on one layer."""
+
+    @abstractmethod
+    def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
+        """Return the layer that takes the place of `module`, its values not set.
+
+        Args:
+            module: The layer under the operations to the left.
+            spec: The dense layer.
+        """
+
+    @abstractmethod
+    def fit(
+        self,
+        module: nn.Module,
+        spec: LayerSpec,
+        problem: RefitProblem,
+        *,
+        sensitivity: torch.Tensor | None,
+        options: FitOptions,
+    ) -> FittedLayer:
+        """Return the fitted layer that takes the place of `module`.
+
+        Args:
+            module: The layer under the operations to the left.
+            spec: The dense layer.
+            problem: What it has to reproduce.
+            sensitivity: G (out, out) of the network's output to the layer's; `None` counts channels alike.
+            options: How much work to do.
+        """
+
+
+class GroupOperation(Operation):
+    """An operation on several layers at once."""
+
+    def cost(self, spec: LayerSpec, before: Cost) -> Cost:
+        """Return `before`: `spec` is the layer as the group operations left it."""
+        return before
+
+    @classmethod
+    @abstractmethod
+    def group_structure(
+        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: Sequence[int]
+    ) -> nn.Module:
+        """Return a copy of `model` as the operations leave it, its values of no account.
+
+        Args:
+            model: The network; left untouched.
+            chosen: The operation of each layer that has one, by name.
+            input_shape: Shape of one input without the batch axis.
+
+        Raises:
+            PlanError: If the operations do not fit the network or one another.
+        """
+
+    @classmethod
+    @abstractmethod
+    def apply_group(
+        cls,
+        model: nn.Module,
+        chosen: Mapping[str, Self],
+        input_shape: Sequence[int],
+        images: torch.Tensor | None,
+        options: ApplyOptions,
+    ) -> nn.Module:
+        """Return a copy of `model` with the operations applied.
+
+        Args:
+            model: The network; left untouched.
+            chosen: The operation of each layer that has one, by name.
+            input_shape: Shape of one input without the batch axis.
+            images: Calibration inputs, or `None`.
+            options: How the plan is applied.
+
+        Raises:
+            PlanError: If the operations do not fit the network or one another.
+        """
+
+
+_OPERATIONS: Registry[type[Operation]] = Registry("operation", PlanError)
+
+_Class = TypeVar("_Class", bound=type[Operation])
+
+
+def register_operation(cls: _Class) -> _Class:
+    """Class decorator: add an operation to the registry under its `kind`."""
+    _OPERATIONS.add(cls.kind, cls, cls.description)
+    return cls
+
+
+def list_operations() -> list[str]:
+    """Return the kinds of all registered operations."""
+    return _OPERATIONS.names()
+
+
+def operation_kind(kind: str) -> type[Operation]:
+    """Return the operation called `kind`.
+
+    Raises:
+        PlanError: If there is none of that name.
+    """
+    return _OPERATIONS[kind]
+
+
+def operation_from_dict(content: Any, where: str) -> Operation:
+    """Read an operation from plain JSON values; strict.
+
+    Args:
+        content: What `Operation.to_dict` returned.
+        where: Plan and layer, for messages.
+
+    Raises:
+        PlanError: If the kind is unknown, or an entry is missing, unknown or ill-typed.
+    """
+    if not isinstance(content, dict) or not isinstance(content.get("operation"), str):
+        raise PlanError(
+            f"{where}: an operation must be an object with its kind as `operation`, got {content!r}"
+        )
+    try:
+        cls = operation_kind(content["operation"])
+    except PlanError as error:
+        raise PlanError(f"{where}: {error} Other packages register theirs when they are imported") from error
+    allowed = {field.name for field in fields(cls)}
+    required = {field.name for field in fields(cls) if field.default is MISSING}
+    values = {key: value for key, value in content.items() if key != "operation"}
+    check_keys(values, allowed, required, f"{where}, {cls.kind}")
+    return cls.from_values(values, f"{where}, {cls.kind}")
+
+
+def check_keys(entry: Mapping[str, Any], allowed: set[str], required: set[str], source: str) -> None:
+    """Refuse unknown and missing entries of a JSON object.
+
+    Raises:
+        PlanError: If there are any.
+    """
+    unknown, missing = sorted(set(entry) - allowed), sorted(required - set(entry))
+    if unknown or missing:
+        raise PlanError(
+            f"{source}: unknown entries {unknown}, missing entries {missing}; allowed: {sorted(allowed)}"
+        )

@@ -1,0 +1,89 @@
+"""A registry: what can be chosen by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Generic, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Generic[Entry]):
+    """Names, one-line descriptions, and what each name stands for.
+
+    Args:
+        noun: What is registered, for messages: `format`, `selector`, ...
+        error: Makes the exception for a name that is taken or unknown.
+    """
+
+    def __init__(self, noun: str, error: Callable[[str], Exception]) -> None:
+        self.noun = noun
+        self._error = error
+        self._entries: dict[str, tuple[Entry, str]] = {}
+
+    def add(self, name: str, entry: Entry, description: str = "") -> Entry:
+        """Register `entry` and return it.
+
+        Args:
+            name: The name it is chosen by.
+            entry: What the name stands for.
+            description: One line for listings.
+
+        Raises:
+            Exception: The registry's own error, if the name is taken.
+        """
+        if name in self._entries:
+            raise self._error(f"there is a {self.noun} {name!r} already; choose another name")
+        self._entries[name] = (entry, description)
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> Entry:
+        """Return what `name` stands for.
+
+        Raises:
+            Exception: The registry's own error, if there is none; the message gives the nearest name.
+        """
+        return self._find(name)[0]
+
+    def description(self, name: str) -> str:
+        """Return one line about `name`; the errors are those of `registry[name]`."""
+        return self._find(name)[1]
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Return the names that match a shell-style pattern, sorted."""
+        return sorted(name for name in self._entries if fnmatchcase(name, pattern))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Forget at the end of the block what was registered in it; for tests."""
+        before = dict(self._entries)
+        try:
+            yield
+        finally:
+            self._entries.clear()
+            self._entries.update(before)
+
+    def _find(self, name: str) -> tuple[Entry, str]:
+        if name not in self._entries:
+            raise self._error(
+                f"there is no {self.noun} {name!r}; choose from {', '.join(self.names())}."
+                f"{did_you_mean(name, self._entries)}"
+            )
+        return self._entries[name]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near.
+
+    Args:
+        name: What the user wrote.
+        known: What is allowed.
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

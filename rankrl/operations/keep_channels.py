@@ -1,0 +1,142 @@
+"""Keep some output channels of layers and remove the others from the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import nn
+
+from decomposition import (
+    ApplyOptions,
+    CompressionPlan,
+    GroupOperation,
+    LayerSpec,
+    PlanError,
+    compensate,
+    reestimate_batch_norm,
+    register_operation,
+)
+from decomposition.cost import example_batch
+from pruning import KeptChannels, PruningError, kept_inputs, remove_channels
+
+_STATISTICS_BATCH = 256
+# An axis of one example would not be told apart from one that is broadcast.
+_EXAMPLES = 2
+
+_Result = TypeVar("_Result")
+
+
+@register_operation
+@dataclass(frozen=True)
+class KeepChannels(GroupOperation):
+    """Keep these output channels of a layer; the others leave the network.
+
+    Layers whose channels are coupled, by a residual addition say, have to keep the same ones. With
+    calibration inputs, the layers that remain are solved for anew, so that they make up for the channels that
+    are gone (`decomposition.compensate`).
+
+    Attributes:
+        indices: The channels that stay, sorted.
+    """
+
+    indices: tuple[int, ...]
+
+    kind: ClassVar[str] = "keep_channels"
+    description: ClassVar[str] = "keep some output channels and remove the others from the network"
+    stage: ClassVar[int] = 0
+
+    def __str__(self) -> str:
+        return f"keeps {len(self.indices)} channels"
+
+    def check(self, spec: LayerSpec) -> None:
+        """Refuse channels that the layer does not have.
+
+        Raises:
+            PlanError: If there are any.
+        """
+        if self.indices[-1] >= spec.out_channels:
+            raise PlanError(
+                f"layer {spec.name!r} has channels 0 to {spec.out_channels - 1}, the plan keeps channel "
+                f"{self.indices[-1]}"
+            )
+
+    def values(self) -> dict[str, Any]:
+        """Return the channels as plain values."""
+        return {"indices": list(self.indices)}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Read the channels; strict.
+
+        Raises:
+            PlanError: If they are not a sorted list of distinct channel numbers, at least one.
+        """
+        indices = values["indices"]
+        whole = isinstance(indices, list) and all(type(each) is int and each >= 0 for each in indices)
+        if not whole or not indices or indices != sorted(set(indices)):
+            raise PlanError(
+                f"{where}: indices must be a sorted list of distinct channel numbers, at least one, got "
+                f"{indices!r}"
+            )
+        return cls(tuple(indices))
+
+    @classmethod
+    def group_structure(
+        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: Sequence[int]
+    ) -> nn.Module:
+        """Return a copy of `model` without the other channels.
+
+        Raises:
+            PlanError: If the kept channels do not fit the network or one another.
+        """
+        return _of_kept_channels(remove_channels, model, chosen, input_shape)
+
+    @classmethod
+    def apply_group(
+        cls,
+        model: nn.Module,
+        chosen: Mapping[str, Self],
+        input_shape: Sequence[int],
+        images: torch.Tensor | None,
+        options: ApplyOptions,
+    ) -> nn.Module:
+        """Return a copy of `model` without the other channels; what stays makes up for them.
+
+        Without `options.sequential` nothing is made up for. A removal then changes the inputs of batch norms
+        by more than their mean, so their statistics are re-estimated on the images, unless
+        `options.batch_norm` is `keep`.
+
+        Raises:
+            PlanError: If the kept channels do not fit the network or one another.
+        """
+        correct_mean = options.batch_norm == "mean"
+        if images is not None and options.sequential:
+            present = _of_kept_channels(kept_inputs, model, chosen, input_shape)
+            model = compensate(model, present, images, correct_batch_norm=correct_mean, seed=options.seed)
+        pruned = cls.group_structure(model, chosen, input_shape)
+        shifted = options.batch_norm == "reestimate" or (correct_mean and not options.sequential)
+        if images is not None and shifted:
+            reestimate_batch_norm(pruned, images.split(_STATISTICS_BATCH))
+        return pruned
+
+
+def kept_channels(plan: CompressionPlan) -> dict[str, list[int]]:
+    """Return the output channels that stay, of every layer that loses some; empty if none does."""
+    return {name: list(operation.indices) for name, operation in plan.chosen(KeepChannels).items()}
+
+
+def _of_kept_channels(
+    function: Callable[[nn.Module, KeptChannels, torch.Tensor], _Result],
+    model: nn.Module,
+    chosen: Mapping[str, KeepChannels],
+    input_shape: Sequence[int],
+) -> _Result:
+    """Call a function of `pruning` with the kept channels; what it refuses is an error of the plan."""
+    kept = {name: list(operation.indices) for name, operation in chosen.items()}
+    try:
+        return function(model, kept, example_batch(model, input_shape, _EXAMPLES))
+    except PruningError as error:
+        raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error
