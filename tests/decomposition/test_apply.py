@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from decomposition import (
     CompressionPlan,
     DecompositionError,
+    Factorise,
     LayerPlan,
     PlanError,
     apply_plan,
@@ -96,10 +97,12 @@ def test_costs_of_the_result_are_those_of_the_plan(model: nn.Module, images: tor
     plan = make_plan(model, (3, 10, 10), name, 2)
     compressed = apply_plan(model, plan, images, options=QUICK)
     specs = {spec.name: spec for spec in inspect_layers(model, (3, 10, 10))}
-    change = sum(layer.params(specs[layer.name]) - specs[layer.name].params for layer in plan)
+    costs = {layer.name: layer.cost(specs[layer.name]) for layer in plan}
+    change = sum(cost.params - specs[name].params for name, cost in costs.items())
     assert count_parameters(compressed) == count_parameters(model) + change
-    assert count_macs(compressed, (3, 10, 10)) == sum(layer.macs(specs[layer.name]) for layer in plan)
-    assert set(factorised_layers(compressed)) == {layer.name for layer in plan if layer.format}
+    assert count_macs(compressed, (3, 10, 10)) == sum(cost.macs for cost in costs.values())
+    assert all(cost.bytes == 4 * cost.params for cost in costs.values())
+    assert set(factorised_layers(compressed)) == set(plan.chosen(Factorise))
 
 
 def test_model_is_left_untouched(model: nn.Module, images: torch.Tensor) -> None:
@@ -166,7 +169,7 @@ def test_batch_norm_reestimation_matches_the_calibration_set(model: nn.Module, i
 
 def test_layer_that_would_grow_stays_dense_with_the_reason(model: nn.Module) -> None:
     plan = make_plan(model, (3, 10, 10), "tensor_ring", 12)
-    assert plan["head"].format is None
+    assert plan["head"].operations == ()
     assert "no fewer than the dense" in (plan["head"].reason or "")
 
 
@@ -198,7 +201,7 @@ def test_plan_for_another_model_is_refused(model: nn.Module) -> None:
 def test_plan_for_a_grouped_layer_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))
     fingerprint = make_plan(model, (4, 8, 8), "cp", 1).fingerprint
-    plan = CompressionPlan((LayerPlan("0", "cp", (1,)),), fingerprint, (4, 8, 8))
+    plan = CompressionPlan((LayerPlan("0", (Factorise("cp", (1,)),)),), fingerprint, (4, 8, 8))
     with pytest.raises(PlanError, match="'0' cannot be decomposed: grouped convolution"):
         apply_plan(model, plan)
 

@@ -1,4 +1,4 @@
-"""Fits are computed once, in memory and on disk, and curves describe the candidates."""
+"""Fits are computed once, in memory and on disk, and candidates describe what was fitted."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import torch
 from torch import nn
 
 import decomposition.library
-from decomposition.curves import candidate_ranks, plan_from_choices
+from decomposition.candidates import plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import FitOptions
 from decomposition.formats import get_format, list_formats
 from decomposition.layers import compressible_layers, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
+from decomposition.operations import Factorise, dense_cost
+from decomposition.operations.factorise import factors_of
+from decomposition.plan import LayerPlan
+from decomposition.rank_grid import candidate_ranks
 
 SHAPE = (3, 10, 10)
 QUICK = FitOptions(iterations=5)
+AT_3_2 = Factorise("tucker", (3, 2))
 
 
 def library_of(model: nn.Module, name: str = "tucker", *, data: bool = False, **options: Any) -> FitLibrary:
@@ -32,15 +37,22 @@ def library_of(model: nn.Module, name: str = "tucker", *, data: bool = False, **
     return FitLibrary(model, specs, name, moments=moments, options=options.pop("fit", QUICK), **options)
 
 
+def at_rank_2(library: FitLibrary) -> Factorise:
+    """Layer 3 at rank 2 everywhere, in the library's only format."""
+    (tensor_format,) = library.formats
+    modes = library.modes("3", tensor_format)
+    return Factorise(tensor_format.name, tensor_format.expand(modes, 2), factors_of(modes))
+
+
 def refuse_to_fit(*_: object, **__: object) -> NoReturn:
     raise AssertionError("this fit should have come from the cache")
 
 
 def test_a_fit_is_computed_once(small_net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     library = library_of(small_net)
-    first = library.fit("3", (3, 2))
+    first = library.fit("3", AT_3_2)
     monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
-    assert library.fit("3", (3, 2)) is first
+    assert library.fit("3", AT_3_2) is first
 
 
 @pytest.mark.parametrize("name", list_formats())
@@ -48,13 +60,13 @@ def test_fits_on_disk_are_used_by_the_next_run(
     small_net: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     first = library_of(small_net, name, data=True, folder=tmp_path / "fits")
-    wanted = [curve.errors for curve in first.curves(limit=3)]
+    wanted = [site.errors for site in first.all_candidates(limit=3)]
     monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
     second = library_of(small_net, name, data=True, folder=tmp_path / "fits")
-    for curve, errors in zip(second.curves(limit=3), wanted, strict=True):
-        np.testing.assert_array_equal(curve.errors, errors)
-        for entry in curve.entries[:-1]:
-            before, after = (library.weight(curve.spec.name, entry.ranks) for library in (first, second))
+    for site, errors in zip(second.all_candidates(limit=3), wanted, strict=True):
+        np.testing.assert_array_equal(site.errors, errors)
+        for each in site.candidates:
+            before, after = (library.weight(site.name, each.operations) for library in (first, second))
             torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)
     assert not list((tmp_path / "fits").glob(".fit-*"))
 
@@ -75,53 +87,60 @@ def test_fits_of_other_settings_are_not_taken(
 ) -> None:
     arguments = {"name": "tensor_ring", "folder": tmp_path}
     first = library_of(small_net, **arguments)
-    first.fit("3", first.format.expand(first.modes["3"], 2))
+    first.fit("3", at_rank_2(first))
     if "centred" in change:
         other_first = library_of(small_net, **arguments, data=True)
-        other_first.fit("3", other_first.format.expand(other_first.modes["3"], 2))
+        other_first.fit("3", at_rank_2(other_first))
     second = library_of(small_net, **(arguments | change))
     monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
     with pytest.raises(AssertionError, match="come from the cache"):
-        second.fit("3", second.format.expand(second.modes["3"], 2))
+        second.fit("3", at_rank_2(second))
 
 
 def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Path) -> None:
-    first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    first = library_of(small_net, folder=tmp_path).fit("3", AT_3_2)
     with torch.no_grad():
         small_net[3].weight.mul_(torch.linspace(0, 1, 12)[:, None, None, None])  # type: ignore[operator, index, union-attr]
-    assert library_of(small_net, folder=tmp_path).fit("3", (3, 2)).error != first.error
+    assert library_of(small_net, folder=tmp_path).fit("3", AT_3_2).error != first.error
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x00" * 64], ids=["empty", "garbage", "zeros"])
 def test_a_damaged_entry_is_computed_again(small_net: nn.Module, tmp_path: Path, damage: bytes) -> None:
-    first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    first = library_of(small_net, folder=tmp_path).fit("3", AT_3_2)
     (entry,) = tmp_path.glob("*.safetensors")
     whole = entry.read_bytes()
     entry.write_bytes(damage)
-    again = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    again = library_of(small_net, folder=tmp_path).fit("3", AT_3_2)
     assert again.error == first.error
     assert entry.read_bytes() == whole
 
 
 def test_a_truncated_entry_is_computed_again(small_net: nn.Module, tmp_path: Path) -> None:
-    first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
+    first = library_of(small_net, folder=tmp_path).fit("3", AT_3_2)
     (entry,) = tmp_path.glob("*.safetensors")
     entry.write_bytes(entry.read_bytes()[:-8])
-    assert library_of(small_net, folder=tmp_path).fit("3", (3, 2)).error == first.error
+    assert library_of(small_net, folder=tmp_path).fit("3", AT_3_2).error == first.error
 
 
-@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
 @pytest.mark.parametrize("name", list_formats())
-def test_a_curve_ends_dense_and_describes_its_entries(small_net: nn.Module, name: str, measure: str) -> None:
-    for curve in library_of(small_net, name).curves(limit=4):
-        assert len(curve) <= 5
-        assert curve.entries[-1].format is None
-        assert curve.entries[-1].reason
-        assert curve.errors[-1] == 0
-        assert len(curve) == len(curve.errors) == len(curve.cost(measure))
-        assert curve.cost(measure)[-1] == getattr(curve.spec, measure)
-        assert curve.cost(measure).tolist() == [getattr(e, measure)(curve.spec) for e in curve.entries]
-        assert (np.diff(curve.params) > 0).all()
+def test_candidates_end_dense_and_cost_what_their_operations_cost(
+    small_net: nn.Module, name: str, measure: str
+) -> None:
+    for site in library_of(small_net, name).all_candidates(limit=4):
+        assert len(site) <= 5
+        dense = site.candidates[site.dense]
+        assert site.dense == len(site) - 1
+        assert dense.operations == ()
+        assert dense.reason
+        assert dense.error == 0
+        assert len(site) == len(site.errors) == len(site.cost(measure))
+        assert dense.cost == dense_cost(site.spec)
+        costs = [LayerPlan(site.name, each.operations).cost(site.spec) for each in site.candidates]
+        assert costs == [each.cost for each in site.candidates]
+        assert site.cost(measure).tolist() == [getattr(cost, measure) for cost in costs]
+        assert (np.diff(site.params) > 0).all()
+        assert {each.generator for each in site.candidates[:-1]} <= {name}
 
 
 @pytest.mark.parametrize("name", list_formats())
@@ -154,7 +173,8 @@ def test_candidates_are_multiples_or_a_bond_s_largest_rank(
     for spec in library.specs.values():
         modes = tensor_format.modes(spec)
         if own:
-            candidates = [entry.ranks for entry in library.unfitted_curve(spec.name).entries if entry.format]
+            unfitted = library.unfitted(spec.name).candidates[:-1]
+            candidates = [each.ranks for (each,) in (one.operations for one in unfitted)]
         else:
             candidates = candidate_ranks(tensor_format, spec, modes, multiple=4)
         for ranks in candidates:
@@ -166,22 +186,22 @@ def test_candidates_are_multiples_or_a_bond_s_largest_rank(
 
 def test_a_multiple_below_one_is_refused(small_net: nn.Module) -> None:
     with pytest.raises(DecompositionError, match="multiple=0"):
-        library_of(small_net, multiple=0).curves()
+        library_of(small_net, multiple=0).all_candidates()
 
 
 def test_progress_is_told_layer_by_layer(small_net: nn.Module) -> None:
     told: list[str] = []
-    library_of(small_net).curves(limit=2, progress=told.append)
+    library_of(small_net).all_candidates(limit=2, progress=told.append)
     assert told == ["0", "3", "7"]
 
 
 def test_a_plan_holds_the_choices_and_the_refused_layers() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Conv2d(6, 8, 3), nn.Conv2d(8, 8, 3))
-    curves = library_of(model).curves(limit=3)
+    sites = library_of(model).all_candidates(limit=3)
     specs = inspect_layers(model, SHAPE)
-    plan = plan_from_choices(curves, [1, len(curves[1]) - 1], specs, SHAPE, "test")
-    assert plan["1"] == curves[0].entries[1]
-    assert plan["2"].format is None
+    plan = plan_from_choices(sites, [1, sites[1].dense], specs, SHAPE, "test")
+    assert plan["1"] == LayerPlan("1", sites[0].candidates[1].operations)
+    assert plan["2"] == LayerPlan("2", reason=sites[1].candidates[-1].reason)
     assert "groups=3" in (plan["0"].reason or "")
     assert plan.chosen_by == "test"
     assert plan.specs(model) == specs
@@ -196,11 +216,11 @@ def test_missing_moments_are_named(small_net: nn.Module) -> None:
 
 def test_infeasible_ranks_and_bad_weights_name_the_layer(small_net: nn.Module) -> None:
     with pytest.raises(DecompositionError, match="layer '3'"):
-        library_of(small_net).fit("3", (13, 2))
+        library_of(small_net).fit("3", Factorise("tucker", (13, 2)))
     with torch.no_grad():
         small_net[3].weight[0, 0, 0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
     with pytest.raises(DecompositionError, match="layer '3': the weight holds NaN"):
-        library_of(small_net).fit("3", (2, 2))
+        library_of(small_net).fit("3", Factorise("tucker", (2, 2)))
 
 
 def test_the_library_keeps_the_weights_it_was_made_with(small_net: nn.Module) -> None:

@@ -9,11 +9,11 @@ import pytest
 from torch import nn
 
 from decomposition import (
+    CandidateSet,
     DecompositionError,
     FitLibrary,
     FitOptions,
     LatencyTable,
-    RankCurve,
     compressible_layers,
     plan_by_heuristic,
 )
@@ -21,31 +21,31 @@ from decomposition import (
 SHAPE = (3, 10, 10)
 
 
-def by_params(curves: Sequence[RankCurve]) -> LatencyTable:
+def by_params(sites: Sequence[CandidateSet]) -> LatencyTable:
     """A runtime whose time is the number of parameters, but for the first layer, which gains nothing."""
-    layers = {
-        curve.spec.name: {
-            entry.ranks: float(params) for entry, params in zip(curve.entries, curve.params, strict=True)
-        }
-        for curve in curves
-    }
-    first = layers[curves[0].spec.name]
-    first.update({ranks: 2 * first[()] for ranks in first if ranks})
-    return LatencyTable(layers, rest=10.0, conditions="a test")
+    times = {site.name: tuple(map(float, site.params)) for site in sites}
+    *slower, dense = times[sites[0].name]
+    times[sites[0].name] = (*(2 * dense for _ in slower), dense)
+    return LatencyTable(times, rest=10.0, conditions="a test")
 
 
 @pytest.fixture
-def curves(small_net: nn.Module) -> list[RankCurve]:
+def sites(small_net: nn.Module) -> list[CandidateSet]:
     specs = compressible_layers(small_net, SHAPE)
-    return FitLibrary(small_net, specs, "tucker", options=FitOptions(iterations=3)).curves(limit=4)
+    return FitLibrary(small_net, specs, "tucker", options=FitOptions(iterations=3)).all_candidates(limit=4)
 
 
-def test_slower_candidates_are_left_out_with_the_reason(curves: list[RankCurve]) -> None:
-    attached = by_params(curves).attach(curves)
-    assert [len(curve) for curve in attached] == [1, *map(len, curves[1:])]
-    assert attached[0].entries[0].reason == "no candidate is faster than the dense layer"
-    for curve in attached:
-        assert all(curve.cost("latency")[:-1] < curve.cost("latency")[-1])
+def test_slower_candidates_are_left_out_with_the_reason(sites: list[CandidateSet]) -> None:
+    attached = by_params(sites).attach(sites)
+    assert [len(site) for site in attached] == [1, *map(len, sites[1:])]
+    assert attached[0].candidates[0].reason == "no candidate is faster than the dense layer"
+    for site, before in zip(attached, sites, strict=True):
+        assert site.timed
+        assert not before.timed
+        assert all(site.cost("latency")[:-1] < site.cost("latency")[-1])
+        assert site.cost("latency").tolist() == site.params.tolist()
+        kept = [each for each in before.candidates if each.operations] if len(site) > 1 else []
+        assert [each.operations for each in site.candidates[:-1]] == [each.operations for each in kept]
 
 
 @pytest.mark.parametrize("heuristic", ["uniform", "energy", "vbmf", "greedy"])
@@ -53,26 +53,44 @@ def test_slower_candidates_are_left_out_with_the_reason(curves: list[RankCurve])
 def test_heuristics_keep_a_latency_budget(small_net: nn.Module, heuristic: str, fraction: float) -> None:
     tables = []
 
-    def measure(curves: Sequence[RankCurve]) -> LatencyTable:
-        tables.append(by_params(curves))
+    measured: list[CandidateSet] = []
+
+    def measure(sites: Sequence[CandidateSet]) -> LatencyTable:
+        measured.extend(sites)
+        tables.append(by_params(sites))
         return tables[-1]
 
     plan = plan_by_heuristic(
         small_net, SHAPE, "tucker", heuristic, fraction, measure="latency", latency=measure
     )
     (table,) = tables
-    spent = table.rest + sum(table.layers[layer.name][layer.ranks] for layer in plan)
+    spent = table.rest
+    for layer, site in zip(plan, measured, strict=True):
+        chosen = [each.operations for each in site.candidates].index(layer.operations)
+        spent += table.sites[layer.name][chosen]
     assert spent <= fraction * table.total
-    assert plan.layers[0].format is None
+    assert plan.layers[0].operations == ()
 
 
-def test_a_table_survives_its_file(curves: list[RankCurve], tmp_path: Path) -> None:
-    table = by_params(curves)
+def test_a_table_survives_its_file(sites: list[CandidateSet], tmp_path: Path) -> None:
+    table = by_params(sites)
     table.save(tmp_path / "latency.json")
     assert LatencyTable.load(tmp_path / "latency.json") == table
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", "no json", '{"version": 7}', '{"version": 1, "layers": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        "no json",
+        '{"version": 7}',
+        '{"version": 2, "rest": 0.0, "conditions": "", "sites": 3}',
+        '{"version": 2, "rest": 0.0, "conditions": "", "sites": {"0": ["fast"]}}',
+        '{"version": 1, "conditions": "", "rest": 0.0, "layers": {"0": [[[2, 2], 1.0], [[], 2.0]]}}',
+    ],
+    ids=["empty", "list", "text", "version", "no sites", "no number", "by ranks"],
+)
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "latency.json"
     path.write_text(text)
@@ -80,12 +98,17 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         LatencyTable.load(path)
 
 
-def test_incomplete_tables_are_refused(curves: list[RankCurve], small_net: nn.Module) -> None:
-    with pytest.raises(DecompositionError, match="layer '0': the latency table lacks ranks"):
-        LatencyTable({}).attach(curves)
-    with pytest.raises(DecompositionError, match="lacks the dense layer"):
-        LatencyTable({"0": {(2, 2): 1.0}})
-    with pytest.raises(DecompositionError, match="must be positive"):
-        LatencyTable({"0": {(): 0.0}})
+def test_incomplete_tables_are_refused(sites: list[CandidateSet], small_net: nn.Module) -> None:
+    with pytest.raises(DecompositionError, match=r"site '0' has \d candidates, .* holds 0 times for it"):
+        LatencyTable({}).attach(sites)
+    short = by_params(sites).sites | {"3": (1.0, 2.0)}
+    with pytest.raises(DecompositionError, match=r"site '3' has \d candidates, .* holds 2 times for it"):
+        LatencyTable(short).attach(sites)
+    with pytest.raises(DecompositionError, match=r"site '0': .* lacks the dense layer"):
+        LatencyTable({"0": ()})
+    with pytest.raises(DecompositionError, match=r"site '0': the time of candidate 1 is 0.0.*be positive"):
+        LatencyTable({"0": (1.0, 0.0)})
+    with pytest.raises(DecompositionError, match="the rest is nan; it must be 0 or more"):
+        LatencyTable({"0": (1.0,)}, rest=float("nan"))
     with pytest.raises(DecompositionError, match="needs latency="):
         plan_by_heuristic(small_net, SHAPE, "tucker", "greedy", 0.5, measure="latency")

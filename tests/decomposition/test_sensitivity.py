@@ -138,11 +138,11 @@ def test_the_budget_goes_where_the_output_depends_on_it() -> None:
         moments=collect_moments(model, specs, images),
         sensitivities=collect_sensitivities(model, specs, images),
     )
-    curves = library.curves()
+    sites = library.all_candidates()
     total = sum(spec.params for spec in specs)
-    loud, quiet = allocate(curves, Budget(0.6, "params", total, 0))
-    assert curves[0].importance == pytest.approx(1e4 * curves[1].importance, rel=0.2)
-    assert curves[0].params[loud] > curves[1].params[quiet]
+    loud, quiet = allocate(sites, Budget(0.6, "params", total, 0))
+    assert sites[0].importance == pytest.approx(1e4 * sites[1].importance, rel=0.2)
+    assert sites[0].params[loud] > sites[1].params[quiet]
 
 
 def test_candidates_give_bonds_ranks_of_their_own() -> None:
@@ -154,10 +154,10 @@ def test_candidates_give_bonds_ranks_of_their_own() -> None:
     model = nn.Sequential(nn.Conv2d(6, 8, 3))
     with torch.no_grad():
         model[0].weight.copy_(weight.reshape(8, 6, 3, 3))
-    curve = FitLibrary(model, compressible_layers(model, (6, 5, 5)), "tucker").curves()[0]
-    assert all(entry.ranks[0] <= 2 for entry in curve.entries[:-1])
-    assert np.all(np.diff(curve.params) > 0)
-    assert curve.errors[-2] < 1e-6
+    (site,) = FitLibrary(model, compressible_layers(model, (6, 5, 5)), "tucker").all_candidates()
+    assert all(one.ranks[0] <= 2 for each in site.candidates[:-1] for one in each.operations)
+    assert np.all(np.diff(site.params) > 0)
+    assert site.errors[-2] < 1e-6
 
 
 @pytest.mark.parametrize("sequential", [False, True])
