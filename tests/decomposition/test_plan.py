@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,29 +13,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition import apply_plan, build_structure, load_compressed, save_compressed
+from decomposition import FitOptions, apply_plan, build_structure
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.formats import get_format, list_formats
 from decomposition.layers import inspect_layers
+from decomposition.operations import ChannelFactors, Factorise
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan, without_growth
 
 SHAPE = (3, 10, 10)
 
-channels = st.none() | st.sets(st.integers(0, 300), min_size=1, max_size=6).map(sorted).map(tuple)
-sizes = st.lists(st.integers(1, 64), min_size=1, max_size=4)
+sizes = st.lists(st.integers(1, 64), min_size=1, max_size=4).map(tuple)
 layer_names = st.text(min_size=1, max_size=12)
-decomposed = st.builds(
-    LayerPlan,
-    layer_names,
+factorised = st.builds(
+    Factorise,
     st.sampled_from(list_formats()),
     st.lists(st.integers(1, 512), min_size=1, max_size=6).map(tuple),
-    st.none() | st.fixed_dictionaries({"out": sizes, "in": sizes}),
-    kept=channels,
+    st.none() | st.builds(ChannelFactors, sizes, sizes),
 )
-dense = st.builds(LayerPlan, layer_names, reason=st.none() | st.text(max_size=30), kept=channels)
+entries = st.builds(
+    LayerPlan,
+    layer_names,
+    st.just(()) | st.tuples(factorised),
+    st.none() | st.text(max_size=30),
+)
 plans = st.builds(
     CompressionPlan,
-    st.lists(decomposed | dense, max_size=6, unique_by=lambda layer: layer.name).map(tuple),
+    st.lists(entries, max_size=6, unique_by=lambda layer: layer.name).map(tuple),
     st.text(max_size=16),
     st.lists(st.integers(1, 500), min_size=1, max_size=3).map(tuple),
     st.text(max_size=10),
@@ -58,7 +60,10 @@ def test_a_plan_survives_its_file(small_net: nn.Module, tmp_path: Path) -> None:
 
 def test_a_plan_gives_its_layers_by_name(small_net: nn.Module) -> None:
     plan = make_plan(small_net, SHAPE, "cp", {"3": 4})
-    assert plan["3"].ranks == (4,)
+    assert plan["3"].operations == (Factorise("cp", (4,)),)
+    assert plan["3"].operation(Factorise) == Factorise("cp", (4,))
+    assert plan["0"].operation(Factorise) is None
+    assert plan.chosen(Factorise) == {"3": Factorise("cp", (4,))}
     assert [layer.name for layer in plan] == ["0", "3", "7"]
     with pytest.raises(KeyError):
         plan["nothing"]
@@ -66,19 +71,16 @@ def test_a_plan_gives_its_layers_by_name(small_net: nn.Module) -> None:
 
 Change = Callable[[dict[str, Any]], object]
 
+
+def first(change: Change) -> Change:
+    """Change the first operation of the first layer."""
+    return lambda plan: change(plan["layers"][0]["operations"][0])
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
-    "newer version": (lambda p: p.update(version=3), "version 3"),
-    "pruning version without kept channels": (lambda p: p.update(version=2), "version 2 is for plans with"),
-    "kept channels in a plan without": (
-        lambda p: p["layers"][0].update(kept=[0]),
-        "version 1 for those",
-    ),
-    "no kept channel": (lambda p: p["layers"][0].update(kept=[]), "layer '0': kept must be a sorted list"),
-    "unsorted channels": (lambda p: p["layers"][0].update(kept=[2, 1]), "kept must be a sorted list"),
-    "channel twice": (lambda p: p["layers"][0].update(kept=[1, 1]), "kept must be a sorted list"),
-    "negative channel": (lambda p: p["layers"][0].update(kept=[-1, 1]), "kept must be a sorted list"),
-    "boolean channel": (lambda p: p["layers"][0].update(kept=[True]), "kept must be a sorted list"),
-    "channels no list": (lambda p: p["layers"][0].update(kept=3), "kept must be a sorted list"),
+    "newer version": (lambda p: p.update(version=4), "version 4; this release reads versions 1, 2, 3"),
+    "boolean version": (lambda p: p.update(version=True), "version True"),
+    "version in text": (lambda p: p.update(version="3"), "version '3'"),
     "no version": (lambda p: p.pop("version"), "version None"),
     "unknown entry": (lambda p: p.update(extra=1), r"unknown entries \['extra'\]"),
     "missing entry": (lambda p: p.pop("chosen_by"), r"missing entries \['chosen_by'\]"),
@@ -90,19 +92,94 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "layers no list": (lambda p: p.update(layers={}), "layers must be a list"),
     "layer no object": (lambda p: p["layers"].append("0"), "every layer must be an object"),
     "layer without name": (lambda p: p["layers"][0].pop("name"), "every layer must be an object"),
+    "layer's name no text": (lambda p: p["layers"][0].update(name=0), "every layer must be an object"),
     "layer twice": (lambda p: p["layers"].append(p["layers"][0]), "layers twice: 0"),
-    "layer without ranks": (lambda p: p["layers"][0].pop("ranks"), r"layer '0'.*missing entries \['ranks'\]"),
-    "layer with unknown entry": (lambda p: p["layers"][0].update(rank=2), r"unknown entries \['rank'\]"),
-    "unknown format": (lambda p: p["layers"][0].update(format="svd"), "unknown format 'svd'.*tucker"),
-    "rank 0": (lambda p: p["layers"][0].update(ranks=[0, 2]), "integers of at least 1"),
-    "fractional rank": (lambda p: p["layers"][0].update(ranks=[2.0, 2]), "integers of at least 1"),
-    "boolean rank": (lambda p: p["layers"][0].update(ranks=[True, 2]), "integers of at least 1"),
-    "ranks no list": (lambda p: p["layers"][0].update(ranks=2), "integers of at least 1"),
-    "format without ranks": (lambda p: p["layers"][0].update(ranks=[]), "needs ranks"),
-    "ranks without format": (lambda p: p["layers"][0].update(format=None), "a dense one has none"),
-    "half of the factors": (lambda p: p["layers"][0].update(factors={"out": [8]}), "factors must be"),
-    "factor 0": (lambda p: p["layers"][0].update(factors={"out": [0], "in": [3]}), "factors must be"),
-    "reason no text": (lambda p: p["layers"][0].update(reason=3), "reason must be text"),
+    "layer without operations": (
+        lambda p: p["layers"][0].pop("operations"),
+        r"layer '0': .*missing entries \['operations'\]",
+    ),
+    "layer with unknown entry": (
+        lambda p: p["layers"][0].update(rank=2),
+        r"layer '0': unknown entries \['rank'\].*allowed: \['name', 'operations', 'reason'\]",
+    ),
+    "an entry of version 1": (
+        lambda p: p["layers"][0].update(format="tucker"),
+        r"layer '0': unknown entries \['format'\]",
+    ),
+    "an entry of version 2": (
+        lambda p: p["layers"][0].update(kept=[0]),
+        r"layer '0': unknown entries \['kept'\]",
+    ),
+    "operations no list": (
+        lambda p: p["layers"][0].update(operations={}),
+        r"layer '0': operations must be a list, got \{\}",
+    ),
+    "operations null": (
+        lambda p: p["layers"][0].update(operations=None),
+        "layer '0': operations must be a list, got None",
+    ),
+    "operation no object": (
+        lambda p: p["layers"][0].update(operations=["factorise"]),
+        "layer '0': an operation must be an object with its kind as `operation`, got 'factorise'",
+    ),
+    "operation without kind": (
+        first(lambda o: o.pop("operation")),
+        "layer '0': an operation must be an object with its kind",
+    ),
+    "kind no text": (
+        first(lambda o: o.update(operation=3)),
+        "layer '0': an operation must be an object with its kind",
+    ),
+    "unknown kind": (
+        first(lambda o: o.update(operation="factorize")),
+        r"layer '0': there is no operation 'factorize'; choose from .*factorise.*Did you mean 'factorise'\?"
+        ".*Other packages register theirs",
+    ),
+    "operation twice": (
+        lambda p: p["layers"][0]["operations"].append(p["layers"][0]["operations"][0]),
+        "layer '0': operation 'factorise' stands after 'factorise'; a layer takes one operation of a kind",
+    ),
+    "unknown value of an operation": (
+        first(lambda o: o.update(rank=2)),
+        r"layer '0', factorise: unknown entries \['rank'\].*allowed: \['factors', 'format', 'ranks'\]",
+    ),
+    "operation without ranks": (
+        first(lambda o: o.pop("ranks")),
+        r"layer '0', factorise: .*missing entries \['ranks'\]",
+    ),
+    "operation without format": (
+        first(lambda o: o.pop("format")),
+        r"layer '0', factorise: .*missing entries \['format'\]",
+    ),
+    "unknown format": (
+        first(lambda o: o.update(format="svd")),
+        "layer '0', factorise: unknown format 'svd'; choose from .*tucker",
+    ),
+    "format null": (first(lambda o: o.update(format=None)), "layer '0', factorise: unknown format None"),
+    "format no text": (first(lambda o: o.update(format=["cp"])), r"unknown format \['cp'\]; choose from"),
+    "no ranks": (
+        first(lambda o: o.update(ranks=[])),
+        r"layer '0', factorise: ranks must be a list of integers of at least 1, got \[\]",
+    ),
+    "rank 0": (first(lambda o: o.update(ranks=[0, 2])), r"integers of at least 1, got \[0, 2\]"),
+    "negative rank": (first(lambda o: o.update(ranks=[-2, 2])), "integers of at least 1"),
+    "fractional rank": (first(lambda o: o.update(ranks=[2.0, 2])), "integers of at least 1"),
+    "boolean rank": (first(lambda o: o.update(ranks=[True, 2])), "integers of at least 1"),
+    "rank in text": (first(lambda o: o.update(ranks=["2", 2])), "integers of at least 1"),
+    "ranks no list": (first(lambda o: o.update(ranks=2)), "integers of at least 1, got 2"),
+    "half of the factors": (
+        first(lambda o: o.update(factors={"out": [8]})),
+        r"layer '0', factorise: factors must be \{'out': \[...\], 'in': \[...\]\}, got \{'out': \[8\]\}",
+    ),
+    "too many factors": (
+        first(lambda o: o.update(factors={"out": [8], "in": [3], "kernel": [9]})),
+        "factors must be",
+    ),
+    "factor 0": (first(lambda o: o.update(factors={"out": [0], "in": [3]})), "factors must be"),
+    "boolean factor": (first(lambda o: o.update(factors={"out": [8], "in": [True]})), "factors must be"),
+    "no factor": (first(lambda o: o.update(factors={"out": [], "in": [3]})), "factors must be"),
+    "factors no object": (first(lambda o: o.update(factors=[8, 3])), "factors must be"),
+    "reason no text": (lambda p: p["layers"][0].update(reason=3), "layer '0': reason must be text, got 3"),
 }
 
 
@@ -145,7 +222,7 @@ def test_a_plan_that_decomposes_a_refused_layer_is_refused() -> None:
     plan = make_plan(model, (4, 8, 8), "tucker", 1)
     assert "groups=2" in (plan["0"].reason or "")
     forged = CompressionPlan(
-        (LayerPlan("0", "tucker", (1, 1)), plan["1"]), plan.fingerprint, plan.input_shape
+        (LayerPlan("0", (Factorise("tucker", (1, 1)),)), plan["1"]), plan.fingerprint, plan.input_shape
     )
     with pytest.raises(PlanError, match="layer '0' cannot be decomposed: grouped"):
         forged.specs(model)
@@ -154,7 +231,7 @@ def test_a_plan_that_decomposes_a_refused_layer_is_refused() -> None:
 def test_a_plan_with_ranks_beyond_the_layer_is_refused(small_net: nn.Module) -> None:
     plan = make_plan(small_net, SHAPE, "tucker", 2)
     forged = CompressionPlan(
-        (plan["0"], LayerPlan("3", "tucker", (13, 2)), plan["7"]), plan.fingerprint, SHAPE
+        (plan["0"], LayerPlan("3", (Factorise("tucker", (13, 2)),)), plan["7"]), plan.fingerprint, SHAPE
     )
     with pytest.raises(DecompositionError, match="layer '3'"):
         forged.specs(small_net)
@@ -173,21 +250,26 @@ def test_the_fingerprint_knows_the_structure_and_not_the_weights(small_net: nn.M
 def test_one_rank_for_all_is_capped_at_each_layers_maximum(small_net: nn.Module, name: str) -> None:
     plan = make_plan(small_net, SHAPE, name, 1)
     for layer, spec in zip(plan, plan.specs(small_net), strict=True):
-        assert layer.format == name
-        assert layer.ranks == get_format(name).expand(layer.modes(spec), 1)
-        assert layer.params(spec) < spec.params
-    assert all(layer.format is None for layer in make_plan(small_net, SHAPE, name, 10**6))
+        operation = layer.operation(Factorise)
+        assert operation is not None
+        assert layer.operations == (operation,)
+        assert operation.format == name
+        assert operation.ranks == get_format(name).expand(operation.modes(spec), 1)
+        assert layer.cost(spec).params < spec.params
+    assert make_plan(small_net, SHAPE, name, 10**6).chosen(Factorise) == {}
 
 
 def test_tensorised_plans_carry_their_factors(small_net: nn.Module) -> None:
     plan = make_plan(small_net, SHAPE, "tensor_ring", {"3": 2}, tensorised=True)
-    assert plan["3"].factors == {"out": [4, 3], "in": [4, 2]}
+    assert plan["3"].operations == (
+        Factorise("tensor_ring", (2,) * 5, ChannelFactors(out=(4, 3), inp=(4, 2))),
+    )
     assert CompressionPlan.from_json(plan.to_json()) == plan
 
 
 def test_layers_without_a_rank_stay_dense_with_a_reason(small_net: nn.Module) -> None:
     plan = make_plan(small_net, SHAPE, "tucker", {"3": [3, 2]})
-    assert plan["3"].ranks == (3, 2)
+    assert plan["3"] == LayerPlan("3", (Factorise("tucker", (3, 2)),))
     assert plan["0"] == LayerPlan("0", reason="no rank was given")
 
 
@@ -210,70 +292,205 @@ def test_an_infeasible_rank_for_all_is_refused(small_net: nn.Module, rank: Any) 
 
 def test_a_layer_that_would_get_no_smaller_stays_dense_with_the_reason(small_net: nn.Module) -> None:
     spec = next(spec for spec in inspect_layers(small_net, SHAPE) if spec.name == "7")
-    entry = LayerPlan("7", "tucker", (10,))
-    assert entry.params(spec) >= spec.params
+    entry = LayerPlan("7", (Factorise("tucker", (10,)),))
+    assert entry.cost(spec).params >= spec.params
     kept = without_growth(entry, spec)
-    assert (kept.format, kept.ranks) == (None, ())
-    assert str(entry.params(spec)) in (kept.reason or "")
-    assert kept.params(spec) == spec.params
-    assert kept.macs(spec) == spec.macs
+    assert kept.operations == ()
+    assert str(entry.cost(spec).params) in (kept.reason or "")
+    assert kept.cost(spec).params == spec.params
+    assert kept.cost(spec).macs == spec.macs
 
 
-def halved(dense: nn.Module) -> nn.Module:
-    """The small network with half of the first layer's channels, as a pruning package would return it."""
-    smaller = copy.deepcopy(dense)
-    smaller[0] = nn.Conv2d(3, 4, 3, padding=1, bias=False)  # type: ignore[index]
-    smaller[1] = nn.BatchNorm2d(4)  # type: ignore[index]
-    smaller[3] = nn.Conv2d(4, 12, 3, stride=2)  # type: ignore[index]
-    return smaller
+def forged(model: nn.Module, *layers: LayerPlan) -> CompressionPlan:
+    """A plan for the model that nobody checked."""
+    return CompressionPlan(layers, fingerprint(inspect_layers(model, SHAPE)), SHAPE)
 
 
-def test_a_plan_holds_kept_channels_and_ranks_of_what_is_left(small_net: nn.Module) -> None:
-    pruned = halved(small_net)
-    left = make_plan(pruned, SHAPE, "tucker", {"3": (3, 4)})
-    plan = left.with_removal(small_net, {"0": [1, 3, 5, 7], "3": list(range(12))})
-    assert plan.kept_channels == {"0": [1, 3, 5, 7]}  # a layer that loses nothing is not named
-    assert plan["3"].ranks == (3, 4)
-    assert plan.fingerprint == fingerprint(inspect_layers(small_net, SHAPE))
-    assert plan.after_removal(pruned) == left
-    assert left.after_removal(pruned) == left
-    assert CompressionPlan.from_json(plan.to_json()) == plan
-    assert '"kept": [1, 3, 5, 7]'.replace(" ", "") in plan.to_json().replace(" ", "").replace("\n", "")
+MISFITS: dict[str, tuple[Factorise, str]] = {
+    "rank too large": (
+        Factorise("tucker", (13, 2)),
+        r"layer '3': tucker ranks \(13, 2\).*outside 1\.\.\(12, 8\)",
+    ),
+    "rank too many": (Factorise("cp", (2, 2)), r"layer '3': cp takes 1 or 1 ranks, got 2: \(2, 2\)"),
+    "unknown format": (Factorise("svd", (2,)), "there is no format 'svd'; choose from .*tucker"),
+    "factors of other channels": (
+        Factorise("tensor_ring", (2,) * 5, ChannelFactors((4, 4), (4, 2))),
+        r"layer '3': the factors .*\[4, 4\].* do not multiply to its channels \(out 12, in 8\)",
+    ),
+}
 
 
-def test_plans_without_kept_channels_are_written_as_before(small_net: nn.Module) -> None:
-    content = json.loads(make_plan(small_net, SHAPE, "tucker", 2).to_json())
-    assert content["version"] == 1
-    assert all("kept" not in layer for layer in content["layers"])
-
-
-def test_kept_channels_are_refused_by_what_cannot_remove_them(small_net: nn.Module, tmp_path: Path) -> None:
-    left = make_plan(halved(small_net), SHAPE, "tucker", 2)
-    plan = left.with_removal(small_net, {"0": [0, 1, 2, 3]})
-    for refused in (apply_plan, build_structure):
-        with pytest.raises(PlanError, match=r"removes channels from 1 layers.*rankrl\.carry_out"):
-            refused(small_net, plan)
-    with pytest.raises(PlanError, match="layer '0' has 8 output channels, the plan keeps 4"):
-        plan.after_removal(small_net)
-    with pytest.raises(PlanError, match="channels are kept in nothing, but the plan has no such layer"):
-        left.with_removal(small_net, {"nothing": [0]})
-    save_compressed(build_structure(halved(small_net), left), plan, tmp_path / "small.safetensors")
-    with pytest.raises(PlanError, match="removes channels"):
-        load_compressed(small_net, tmp_path / "small.safetensors")
-
-
-def test_a_saved_model_loads_into_the_structure_that_a_callable_builds(
-    small_net: nn.Module, tmp_path: Path
+@pytest.mark.parametrize(("operation", "message"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("function", [apply_plan, build_structure, lambda model, plan: plan.specs(model)])
+def test_what_does_not_fit_is_refused_and_the_model_stays_as_it_was(
+    small_net: nn.Module, function: Callable[..., object], operation: Factorise, message: str
 ) -> None:
-    pruned = halved(small_net)
-    left = make_plan(pruned, SHAPE, "tucker", 2)
-    plan = left.with_removal(small_net, {"0": [0, 1, 2, 3]})
-    saved = build_structure(pruned, left)
-    save_compressed(saved, plan, tmp_path / "small.safetensors")
-    loaded, stored = load_compressed(
-        small_net,
-        tmp_path / "small.safetensors",
-        structure=lambda model, plan: build_structure(halved(model), plan.after_removal(halved(model))),
-    )
-    assert stored == plan
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
+    before = {key: value.clone() for key, value in small_net.state_dict().items()}
+    modules = list(small_net.modules())
+    plan = forged(small_net, LayerPlan("0"), LayerPlan("3", (operation,)), LayerPlan("7"))
+    with pytest.raises(DecompositionError, match=message):
+        function(small_net, plan)
+    assert list(small_net.modules()) == modules
+    assert small_net.training
+    after = small_net.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_one_layer_takes_one_operation_of_a_kind() -> None:
+    with pytest.raises(
+        PlanError, match=r"layer '3': operation 'factorise' stands after 'factorise'.* of a kind"
+    ):
+        LayerPlan("3", (Factorise("cp", (2,)), Factorise("tucker", (2, 2))))
+
+
+VERSION_1 = """{
+  "version": 1,
+  "fingerprint": "57e129f3aff39ca0",
+  "input_shape": [3, 10, 10],
+  "chosen_by": "greedy",
+  "layers": [
+    {
+      "name": "0",
+      "format": null,
+      "ranks": [],
+      "reason": "no rank was given"
+    },
+    {
+      "name": "3",
+      "format": "tucker",
+      "ranks": [3, 2]
+    },
+    {
+      "name": "7",
+      "format": null,
+      "ranks": [],
+      "reason": "tucker ranks [10] take 230 parameters, no fewer than the dense 130"
+    }
+  ]
+}
+"""
+VERSION_1_TENSORISED = """{
+  "version": 1,
+  "fingerprint": "57e129f3aff39ca0",
+  "input_shape": [3, 10, 10],
+  "chosen_by": "user",
+  "layers": [
+    {
+      "name": "0",
+      "format": null,
+      "ranks": [],
+      "reason": "no rank was given"
+    },
+    {
+      "name": "3",
+      "format": "tensor_ring",
+      "ranks": [2, 2, 2, 2, 2],
+      "factors": {
+        "out": [4, 3],
+        "in": [4, 2]
+      }
+    },
+    {
+      "name": "7",
+      "format": null,
+      "ranks": [],
+      "reason": "no rank was given"
+    }
+  ]
+}
+"""
+
+
+VERSION_3 = """{
+  "version": 3,
+  "fingerprint": "57e129f3aff39ca0",
+  "input_shape": [3, 10, 10],
+  "chosen_by": "user",
+  "layers": [
+    {
+      "name": "0",
+      "operations": [],
+      "reason": "no rank was given"
+    },
+    {
+      "name": "3",
+      "operations": [
+        {
+          "operation": "factorise",
+          "format": "tensor_ring",
+          "ranks": [2, 2, 2, 2, 2],
+          "factors": {
+            "out": [4, 3],
+            "in": [4, 2]
+          }
+        }
+      ]
+    },
+    {
+      "name": "7",
+      "operations": [],
+      "reason": "no rank was given"
+    }
+  ]
+}
+"""
+
+
+def test_version_3_is_written_as_it_is_documented(small_net: nn.Module) -> None:
+    plan = make_plan(small_net, SHAPE, "tensor_ring", {"3": 2}, tensorised=True)
+    assert plan.to_json() == VERSION_3
+    assert CompressionPlan.from_json(VERSION_3) == plan
+
+
+def test_plans_of_version_1_are_read_applied_and_written_as_version_3(small_net: nn.Module) -> None:
+    """The texts are what releases before version 3 wrote for the same calls of `make_plan`."""
+    pairs = [
+        (VERSION_1, make_plan(small_net, SHAPE, "tucker", {"3": (3, 2), "7": 10}, chosen_by="greedy")),
+        (VERSION_1_TENSORISED, make_plan(small_net, SHAPE, "tensor_ring", {"3": 2}, tensorised=True)),
+    ]
+    images = torch.randn(16, *SHAPE, generator=torch.Generator().manual_seed(0))
+    for text, expected in pairs:
+        plan = CompressionPlan.from_json(text)
+        assert plan == expected
+        written = plan.to_json()
+        assert json.loads(written)["version"] == 3
+        assert CompressionPlan.from_json(written) == plan
+        quick = FitOptions(iterations=5)
+        networks = [apply_plan(small_net, each, images, options=quick) for each in (plan, expected)]
+        old, new = (network.state_dict() for network in networks)
+        assert old.keys() == new.keys() != small_net.state_dict().keys()
+        assert all(torch.equal(value, new[key]) for key, value in old.items())
+
+
+OLD_CHANGES: dict[str, tuple[Change, str]] = {
+    "pruning version without kept channels": (lambda p: p.update(version=2), "version 2 is for plans with"),
+    "kept channels in a plan without": (lambda p: p["layers"][1].update(kept=[0]), "version 1 for those"),
+    "operations": (lambda p: p["layers"][1].update(operations=[]), r"unknown entries \['operations'\]"),
+    "layer no object": (lambda p: p["layers"].append("0"), "every layer must be an object"),
+    "layer without name": (lambda p: p["layers"][1].pop("name"), "every layer must be an object"),
+    "layer twice": (lambda p: p["layers"].append(p["layers"][1]), "layers twice: 3"),
+    "layer without ranks": (lambda p: p["layers"][1].pop("ranks"), r"layer '3'.*missing entries \['ranks'\]"),
+    "layer with unknown entry": (lambda p: p["layers"][1].update(rank=2), r"unknown entries \['rank'\]"),
+    "unknown format": (
+        lambda p: p["layers"][1].update(format="svd"),
+        "layer '3'.*unknown format 'svd'.*tucker",
+    ),
+    "rank 0": (lambda p: p["layers"][1].update(ranks=[0, 2]), "layer '3'.*integers of at least 1"),
+    "fractional rank": (lambda p: p["layers"][1].update(ranks=[2.0, 2]), "integers of at least 1"),
+    "boolean rank": (lambda p: p["layers"][1].update(ranks=[True, 2]), "integers of at least 1"),
+    "ranks no list": (lambda p: p["layers"][1].update(ranks=2), "integers of at least 1"),
+    "format without ranks": (lambda p: p["layers"][1].update(ranks=[]), "layer '3'.*needs ranks"),
+    "ranks without format": (lambda p: p["layers"][1].update(format=None), "a dense one has none"),
+    "half of the factors": (lambda p: p["layers"][1].update(factors={"out": [8]}), "factors must be"),
+    "factor 0": (lambda p: p["layers"][1].update(factors={"out": [0], "in": [3]}), "factors must be"),
+    "reason no text": (lambda p: p["layers"][1].update(reason=3), "reason must be text"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OLD_CHANGES.values(), ids=OLD_CHANGES)
+def test_a_damaged_plan_of_version_1_is_refused(change: Change, message: str) -> None:
+    content = json.loads(VERSION_1)
+    change(content)
+    with pytest.raises(PlanError, match=message):
+        CompressionPlan.from_json(json.dumps(content))
