@@ -13,92 +13,77 @@ from rankrl.errors import ConfigError
 class AgentOptions:
     """Hyper-parameters of DDPG, TD3 and SAC on rank selection.
 
-    Returns are not discounted (gamma 1) and not bootstrapped (`EpisodeBuffer`).
+    Returns are not discounted (gamma 1): a plan is good or bad as a whole.
 
     Attributes:
         action: What an action stands for: `importance` (None with a budget) or `rank` (None without).
         per_bond: One action component a bond of the format, with `rank`.
-        features: Features beyond the layer's own and the previous action (`ObservationEncoder`). `identity`
-            lets the networks tell equal layers apart; with `plan` the critic of the last layer sees the whole
-            plan, without which screening candidates means nothing.
+        features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `importance`.
         hidden: Units of the hidden layers of actor and critics.
-        actor_rate: Learning rate of the actor (Adam).
-        critic_rate: Learning rate of the critics (Adam).
+        learning_rate: Of actor and critics (Adam).
         batch_size: Transitions in an update.
         buffer_episodes: Episodes in the replay buffer; None keeps all.
-        critics: Q-networks in the ensemble.
+        tau: Share of the networks that their targets take over in each update, in (0, 1].
         warmup_episodes: Episodes that explore around the preset before the policy acts.
-        warmup_noise: Standard deviation of the noise around the preset; the networks learn from them already.
+        warmup_noise: Standard deviation of the noise around the preset.
         noise: Standard deviation of the noise on the policy's actions after the warm-up.
         final_noise: The same at the last episode; it decays geometrically between.
-        updates_per_episode: Gradient steps after every episode.
-        whole_share: Share of the transitions in an update that are taken from the last layer alone, where the
-            critics see whole plans.
-        output_penalty: Weight of the mean square of the actor's output before tanh in its loss; without it
-            tanh saturates and learning stops.
-        candidates: Episodes imagined for each one that is scored; the critics choose among them.
-        elite_share: Share of the candidates that change the best episode so far instead of the policy's.
-        plan_critic: Let a Gaussian process over what the layers lose (`PlanCritic`) choose among candidates,
-            not the ensemble of critics; needs plans made of candidates, not `per_bond`.
-        refinements: With `plan_critic`: how often the most promising candidates are changed again.
-        optimism: Standard deviations of the ensemble that are added to its mean value in that choice.
+        updates_per_episode: Gradient steps after every episode; None for as many as it has layers.
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
 
     action: ActionKind | None = None
     per_bond: bool = False
-    features: tuple[Feature, ...] = ("identity", "plan")
+    features: tuple[Feature, ...] = ("macs", "curve")
     importance_scale: float = IMPORTANCE_SCALE
     hidden: tuple[int, ...] = (64, 64)
-    actor_rate: float = 1e-4
-    critic_rate: float = 3e-3
-    batch_size: int = 128
+    learning_rate: float = 1e-3
+    batch_size: int = 64
     buffer_episodes: int | None = None
-    critics: int = 5
+    tau: float = 0.01
     warmup_episodes: int = 15
     warmup_noise: float = 0.15
     noise: float = 0.3
     final_noise: float = 0.05
-    updates_per_episode: int = 6
-    whole_share: float = 0.5
-    output_penalty: float = 1e-2
-    candidates: int = 128
-    elite_share: float = 0.5
-    plan_critic: bool = True
-    refinements: int = 2
-    optimism: float = 0.5
+    updates_per_episode: int | None = None
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
         least = {
-            "actor_rate": 0.0,
-            "critic_rate": 0.0,
             "batch_size": 1,
-            "critics": 1,
             "warmup_episodes": 0,
             "warmup_noise": 0.0,
             "noise": 0.0,
             "final_noise": 0.0,
-            "updates_per_episode": 0,
-            "whole_share": 0.0,
-            "output_penalty": 0.0,
-            "candidates": 1,
-            "elite_share": 0.0,
-            "refinements": 0,
-            "optimism": 0.0,
             "plans_per_step": 1,
         }
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise ConfigError(f"selector.{name} must be at least {bound}, got {getattr(self, name)}")
-        for name in ("elite_share", "whole_share"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"selector.{name} must be at most 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
+        if not 0 < self.tau <= 1:
+            raise ConfigError(f"selector.tau must lie in (0, 1], got {self.tau}")
         if (self.noise > 0) != (self.final_noise > 0) or self.final_noise > self.noise:
             raise ConfigError(
                 "selector.noise decays to selector.final_noise: both positive and not growing, or both 0; "
                 f"got {self.noise} and {self.final_noise}"
             )
-        if self.buffer_episodes is not None and self.buffer_episodes < 1:
-            raise ConfigError(f"selector.buffer_episodes must be at least 1, got {self.buffer_episodes}")
+        for name in ("buffer_episodes", "updates_per_episode"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"selector.{name} must be at least 1 or null, got {value}")
+
+    def noise_at(self, episode: int, episodes: int) -> float:
+        """Return the standard deviation of the policy's noise.
+
+        Args:
+            episode: Number of the episode, from 0 on.
+            episodes: Episodes that the decay spans.
+        """
+        if self.noise == 0:
+            return 0.0
+        first, last = self.warmup_episodes, max(episodes - 1, self.warmup_episodes + 1)
+        progress = min(1.0, max(0.0, (episode - first) / (last - first)))
+        return self.noise * (self.final_noise / self.noise) ** progress

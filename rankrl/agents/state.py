@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from stable_baselines3 import SAC, TD3
+from stable_baselines3.common.buffers import ReplayBuffer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -49,3 +50,22 @@ def _optimizers(model: Algorithm) -> dict[str, Optimizer]:
     if isinstance(model, SAC) and model.ent_coef_optimizer is not None:
         found["entropy_optimizer"] = model.ent_coef_optimizer
     return found
+
+
+def buffer_tensors(buffer: ReplayBuffer) -> dict[str, Tensor]:
+    """Return the filled part of a replay buffer, and where the next transition goes, by name."""
+    filled = buffer.buffer_size if buffer.full else buffer.pos
+    tensors = {f"buffer.{name}": torch.from_numpy(getattr(buffer, name)[:filled].copy()) for name in _ARRAYS}
+    return tensors | {"buffer.position": torch.tensor([buffer.pos, int(buffer.full)])}
+
+
+def restore_buffer(buffer: ReplayBuffer, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `buffer_tensors` returned from a buffer of the same size."""
+    for name in _ARRAYS:
+        filled = tensors[f"buffer.{name}"].numpy()
+        getattr(buffer, name)[: len(filled)] = filled
+    position, full = tensors["buffer.position"].tolist()
+    buffer.pos, buffer.full = position, bool(full)
+
+
+_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")

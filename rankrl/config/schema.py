@@ -80,7 +80,10 @@ class CompareConfig:
     """Which choosers are compared, and over which seeds."""
 
     selectors: list[str] = field(
-        default_factory=lambda: ["ddpg", "tpe", "local", "random", "greedy", "energy", "vbmf", "uniform"]
+        default_factory=lambda: [
+            *("bayes_ddpg", "bayes", "ddpg", "tpe", "local", "random"),
+            *("greedy", "energy", "vbmf", "uniform"),
+        ]
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
 

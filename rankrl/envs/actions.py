@@ -47,6 +47,13 @@ class ActionMap(ABC):
     def choices(self) -> Choices:
         """Return the candidate of every layer once each has its action."""
 
+    def choices_of(self, actions: np.ndarray) -> Choices:
+        """Return the candidate of every layer under a whole episode of actions, (layers, components)."""
+        self.begin()
+        for layer, action in enumerate(actions):
+            self.take(layer, action)
+        return self.choices()
+
     @abstractmethod
     def budget_left(self) -> float:
         """Return the share of the budget, 0 to 1, that the layers without an action have left."""

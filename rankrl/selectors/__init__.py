@@ -1,8 +1,10 @@
-"""Choosers of ranks by name: `create_selector`, `list_selectors`."""
+"""Selectors by name: `create_selector`, `list_selectors`."""
 
 from __future__ import annotations
 
 from rankrl.selectors import (  # registers the selectors
+    bayes,
+    bayes_ddpg,
     local_changes,
     one_shot,
     random_plans,
@@ -23,6 +25,8 @@ __all__ = [
     "Proposal",
     "Selector",
     "SelectorState",
+    "bayes",
+    "bayes_ddpg",
     "create_selector",
     "list_selectors",
     "local_changes",

@@ -1,4 +1,4 @@
-"""The agents as selectors: ddpg, td3 and sac."""
+"""The agents as selectors: ddpg, td3 and sac, as their papers have them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rankrl.agents import AgentOptions, Episode, RankAgent
-from rankrl.errors import ConfigError
+import numpy as np
+
+from rankrl.agents import AgentOptions, PolicyAgent
 from rankrl.plan_search.problem import SearchProblem
-from rankrl.selectors.base import Proposal, Selector, SelectorState
+from rankrl.selectors.base import (
+    Proposal,
+    Selector,
+    SelectorState,
+    generator_state,
+    restore_generator,
+)
 from rankrl.selectors.registry import register_selector
 
 
 class ReinforcementSelector(Selector):
-    """Lets a `RankAgent` choose; its options are those of `AgentOptions`."""
+    """Plays the policy of a `PolicyAgent` with noise; its options are those of `AgentOptions`.
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        seed: int,
-        episodes: int,
-        **options: Any,
-    ) -> None:
+    The first plan is greedy's. A warm-up around it follows, then the policy acts.
+    """
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        for name in ("features", "hidden"):
-            if name in options:
-                options[name] = tuple(options[name])
-        self.agent = RankAgent(problem, self.name, AgentOptions(**options), seed=seed, episodes=episodes)
-        self._episodes: list[Episode] = []
+        self.agent_options = AgentOptions(**as_tuples(options))
+        self.agent = PolicyAgent(problem, self.name, self.agent_options, seed=seed, episodes=episodes)
+        self._generator = np.random.default_rng(seed)
+        self._played = 0
+        self._actions: list[np.ndarray] = []
 
     @classmethod
     def default_options(cls) -> dict[str, Any]:
@@ -38,22 +41,41 @@ class ReinforcementSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
-        self._episodes = [self.agent.play() for _ in range(self.agent.options.plans_per_step)]
-        return [Proposal(episode.choices, episode.phase) for episode in self._episodes]
+        count = self.agent_options.plans_per_step if self._played else 1
+        shape, phase = (count, *self.agent.shape), "policy"
+        if self._played == 0:
+            actions, phase = np.zeros(shape, dtype=np.float32), "preset"
+        elif self._played < self.agent_options.warmup_episodes:
+            noise = self.agent_options.warmup_noise * self._generator.standard_normal(shape)
+            actions, phase = noise.clip(-1, 1).astype(np.float32), "warm-up"
+        else:
+            scale = self.agent_options.noise_at(self._played, self.episodes)
+            actions = self.agent.act(scale * self._generator.standard_normal(shape))
+        self._actions = list(actions)
+        self._played += count
+        return [Proposal(self.agent.env.map.choices_of(each), phase) for each in self._actions]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Learn from the episodes played last."""
-        if len(rewards) > len(self._episodes):
-            raise ConfigError(f"{len(rewards)} rewards for {len(self._episodes)} episodes; propose first")
-        self.agent.learn(self._episodes[: len(rewards)], rewards)
+        for actions, reward in zip(self._actions, rewards, strict=False):
+            self.agent.learn(actions, reward)
 
     def state(self) -> SelectorState:
-        """Return the agent's state."""
-        return SelectorState(*self.agent.state())
+        """Return the agent's state and the noise's."""
+        tensors, values = self.agent.state()
+        noise = {"played": self._played, "generator": generator_state(self._generator)}
+        return SelectorState(tensors, {**values, **noise})
 
     def restore(self, state: SelectorState) -> None:
-        """Take over the agent's state."""
+        """Take over the agent's state and the noise's."""
         self.agent.restore(state.tensors, state.values)
+        self._played = int(state.values["played"])
+        restore_generator(self._generator, state.values["generator"])
+
+
+def as_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Return an agent's options with lists, which configurations hold, as tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 @register_selector
@@ -61,7 +83,7 @@ class DDPGSelector(ReinforcementSelector):
     """Deep deterministic policy gradient (Lillicrap et al., ICLR 2016)."""
 
     name = "ddpg"
-    description = "deep deterministic policy gradient with an ensemble of critics, from greedy's plan"
+    description = "deep deterministic policy gradient, from greedy's plan"
 
 
 @register_selector
@@ -69,7 +91,7 @@ class TD3Selector(ReinforcementSelector):
     """Twin delayed DDPG (Fujimoto et al., ICML 2018)."""
 
     name = "td3"
-    description = "DDPG whose actor learns at every other step"
+    description = "twin delayed DDPG: two critics, an actor that learns at every other step"
 
 
 @register_selector

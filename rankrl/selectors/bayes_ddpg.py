@@ -1,0 +1,94 @@
+"""Bayesian optimisation to which a learning policy contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rankrl.agents import AgentOptions, PolicyAgent
+from rankrl.errors import ConfigError
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.selectors.base import Proposal, SelectorState
+from rankrl.selectors.bayes import BayesSelector
+from rankrl.selectors.registry import register_selector
+
+
+@register_selector
+class BayesDDPGSelector(BayesSelector):
+    """`bayes`, some of whose imagined plans are noisy passes of a DDPG policy that learns from every plan.
+
+    The Gaussian process still makes every choice.
+
+    Args:
+        problem: What to choose for.
+        seed: Seed of the draws.
+        episodes: Plans that the decay of the step spans.
+        policy_share: Share of the imagined plans that are the policy's, in (0, 1].
+        features: Features that the policy sees (`ObservationEncoder`).
+        hidden: Units of the hidden layers of actor and critic.
+        learning_rate: Of actor and critic (Adam).
+        **options: Those of `bayes`.
+    """
+
+    name = "bayes_ddpg"
+    description = "bayes, with a DDPG policy that proposes some of the plans it chooses from"
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        episodes: int,
+        policy_share: float = 0.5,
+        features: Sequence[Any] = ("identity", "plan"),
+        hidden: Sequence[int] = (64, 64),
+        learning_rate: float = 1e-3,
+        **options: Any,
+    ) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes, **options)
+        if not 0 < policy_share <= 1:
+            raise ConfigError(f"selector.policy_share must lie in (0, 1], got {policy_share}")
+        self.policy_share = policy_share
+        chosen = AgentOptions(
+            features=tuple(features),
+            hidden=tuple(hidden),
+            learning_rate=learning_rate,
+            **{name: options[name] for name in ("action", "importance_scale") if name in options},
+        )
+        self.agent = PolicyAgent(problem, "ddpg", chosen, seed=seed, episodes=episodes)
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Return the options of `bayes` and those of the policy, by name, with their defaults."""
+        own = super().default_options()
+        own.pop("options")
+        return {**BayesSelector.default_options(), **own}
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Tell the process and the policy what the plans brought."""
+        super().observe(proposals, rewards)
+        for actions, reward in zip(self._proposed, rewards, strict=False):
+            self.agent.learn(actions.astype(np.float32), reward)
+
+    def imagine(self, count: int, scale: float) -> np.ndarray:
+        """Return changes of the best plan so far and noisy passes of the policy."""
+        learnt = max(1, round(self.policy_share * count))
+        noise = scale * self._generator.standard_normal((learnt, *self._shape))
+        passes = self.agent.act(noise).astype(float)
+        return np.concatenate([super().imagine(count - learnt, scale), passes])
+
+    def state(self) -> SelectorState:
+        """Return the state of `bayes` and the agent's."""
+        own = super().state()
+        tensors, values = self.agent.state()
+        prefixed = {f"agent.{name}": tensor for name, tensor in tensors.items()}
+        return SelectorState({**own.tensors, **prefixed}, {**own.values, "agent": values})
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over what `state` returned."""
+        super().restore(state)
+        prefix = "agent."
+        tensors = {k.removeprefix(prefix): v for k, v in state.tensors.items() if k.startswith(prefix)}
+        self.agent.restore(tensors, state.values["agent"])
