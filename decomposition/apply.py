@@ -198,8 +198,10 @@ def _apply_sequentially(
         max_patches=options.max_patches,
         seed=options.seed,
     )
-    for name, layer in factorised_layers(model).items():
-        layer.error = errors[name]
+    fitted = dict(model.named_modules())
+    for name, error in errors.items():  # an operation behind a factorisation may have put it into a module
+        for layer in factorised_layers(fitted[name]).values():
+            layer.error = error
 
 
 def _apply_apart(

@@ -184,6 +184,9 @@ class CompressionPlan:
         def structure(
             kind: type[GroupOperation], network: nn.Module, chosen: Mapping[str, GroupOperation]
         ) -> nn.Module:
+            present = {spec.name: spec for spec in inspect_layers(network, self.input_shape)}
+            for name, operation in chosen.items():
+                operation.check(present[name])
             return kind.group_structure(network, chosen, self.input_shape)
 
         network, rest = self.after_groups(model, structure)
