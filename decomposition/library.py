@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,13 +18,14 @@ from decomposition.errors import DecompositionError
 from decomposition.files import replacing
 from decomposition.fitting import FAST, Fit, FitOptions, fit_weight, symmetric_root
 from decomposition.formats import TensorFormat, get_format, list_formats
-from decomposition.layers import LayerSpec, weight_of
+from decomposition.layers import LayerSpec, inspect_layers, weight_of
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
-from decomposition.moments import InputMoments
-from decomposition.operations import Factorise, Operation, dense_cost
+from decomposition.moments import InputMoments, calibration_batches, collect_moments
+from decomposition.operations import ChannelFactors, Factorise, Operation, dense_cost
 from decomposition.operations.factorise import factors_of
 from decomposition.rank_grid import candidate_ranks
+from decomposition.sensitivity import collect_sensitivities
 
 
 class FitLibrary:
@@ -91,10 +93,52 @@ class FitLibrary:
                 for name in self.specs
             }
         self._fits: dict[tuple[str, Factorise], Fit] = {}
-        self._keys: dict[tuple[str, str], str] = {}
+        self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._roots: dict[str, torch.Tensor] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def calibrated(
+        cls,
+        model: nn.Module,
+        input_shape: Sequence[int],
+        formats: str | Sequence[str],
+        calibration: torch.Tensor | Iterable[torch.Tensor] | None,
+        *,
+        weigh_outputs: bool = True,
+        seed: int = 0,
+        **options: Any,
+    ) -> FitLibrary:
+        """Collect moments and sensitivities of a model's layers and return the library of their fits.
+
+        Args:
+            model: The dense model; left as it was.
+            input_shape: Shape of one input without the batch axis.
+            formats: Name of the format, or names of several.
+            calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None`
+                fits to the weights alone.
+            weigh_outputs: Weigh channels and layers by what the network's output makes of them.
+            seed: Seed of the sampled patches and of the directions that measure sensitivities.
+            **options: Those of `FitLibrary`.
+
+        Raises:
+            DecompositionError: If the model has no layer to decompose or the calibration set cannot be used.
+        """
+        every = inspect_layers(model, input_shape)
+        specs = [spec for spec in every if spec.refusal is None]
+        if not specs:
+            reasons = "; ".join(f"{spec.name}: {spec.refusal}" for spec in every[:5])
+            raise DecompositionError(
+                "the network has no layer that can be decomposed "
+                f"({reasons or 'no convolution or linear layer'})"
+            )
+        if calibration is not None:
+            batches = calibration_batches(calibration)
+            options["moments"] = collect_moments(model, specs, batches, seed=seed)
+            if weigh_outputs:
+                options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)
+        return cls(model, specs, formats, **options)
 
     def fit(self, name: str, operation: Factorise) -> Fit:
         """Return the fit of layer `name`, from memory, disk or computed now.
@@ -213,7 +257,7 @@ class FitLibrary:
 
     def _key(self, name: str, operation: Factorise) -> str:
         """Hash everything that a fit of this layer depends on but its ranks."""
-        key = (name, operation.format)
+        key = (name, operation.format, operation.factors)
         if key not in self._keys:
             digest = hashlib.sha256()
             modes = operation.modes(self.specs[name])

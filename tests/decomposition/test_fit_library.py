@@ -18,7 +18,7 @@ from decomposition.formats import get_format, list_formats
 from decomposition.layers import compressible_layers, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
-from decomposition.operations import Factorise, dense_cost
+from decomposition.operations import ChannelFactors, Factorise, dense_cost
 from decomposition.operations.factorise import factors_of
 from decomposition.plan import LayerPlan
 from decomposition.rank_grid import candidate_ranks
@@ -95,6 +95,18 @@ def test_fits_of_other_settings_are_not_taken(
     monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
     with pytest.raises(AssertionError, match="come from the cache"):
         second.fit("3", at_rank_2(second))
+
+
+def test_fits_of_other_channel_factors_are_not_taken(small_net: nn.Module, tmp_path: Path) -> None:
+    """Both have three factors a layer, so their bonds and ranks are alike."""
+    one = Factorise("tensor_train", (2,) * 6, ChannelFactors((3, 2, 2), (2, 2, 2)))
+    other = Factorise("tensor_train", (2,) * 6, ChannelFactors((2, 2, 3), (2, 2, 2)))
+    wanted = {each: library_of(small_net, "tensor_train").fit("3", each).error for each in (one, other)}
+    assert wanted[one] != wanted[other]
+    library = library_of(small_net, "tensor_train", folder=tmp_path)
+    for each in (one, other):
+        assert library.fit("3", each).error == wanted[each]
+        assert library_of(small_net, "tensor_train", folder=tmp_path).fit("3", each).error == wanted[each]
 
 
 def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Path) -> None:
