@@ -22,11 +22,9 @@ from decomposition.fitting import FAST, FitOptions
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
-from decomposition.moments import collect_moments
 from decomposition.operations import Factorise
 from decomposition.plan import CompressionPlan
 from decomposition.registry import Registry
-from decomposition.sensitivity import collect_sensitivities
 from decomposition.vbmf import matrix_rank
 
 Choose = Callable[[FitLibrary, Sequence[CandidateSet], Budget], np.ndarray]
@@ -220,13 +218,6 @@ def plan_by_heuristic(
             to decompose, or no plan can reach the budget.
     """
     chosen = get_heuristic(heuristic)
-    all_specs = inspect_layers(model, input_shape)
-    specs = [spec for spec in all_specs if spec.refusal is None]
-    if not specs:
-        reasons = "; ".join(f"{spec.name}: {spec.refusal}" for spec in all_specs[:5])
-        raise DecompositionError(
-            f"the model has no layer that can be decomposed ({reasons or 'no convolution or linear layer'})"
-        )
     if measure not in MEASURES:
         raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
     if (measure == "latency") != (latency is not None):
@@ -234,17 +225,12 @@ def plan_by_heuristic(
             f"measure={measure!r} {'needs' if measure == 'latency' else 'cannot use'} latency=, the function "
             "that measures the candidates; give it with measure='latency' only"
         )
-    moments, sensitivities = None, None
-    if calibration is not None:
-        batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
-        moments = collect_moments(model, specs, batches)
-        sensitivities = collect_sensitivities(model, specs, batches) if weigh_outputs else None
-    library = FitLibrary(
+    library = FitLibrary.calibrated(
         model,
-        specs,
+        input_shape,
         tensor_format,
-        moments=moments,
-        sensitivities=sensitivities,
+        calibration,
+        weigh_outputs=weigh_outputs,
         tensorised=tensorised,
         multiple=multiple,
         options=options,
@@ -259,7 +245,7 @@ def plan_by_heuristic(
         budget = Budget.of_model(model, sites, input_shape, measure, fraction)
     sites = [site.efficient(measure) for site in sites]
     choices = chosen.choose(library, sites, budget)
-    return plan_from_choices(sites, choices, all_specs, input_shape, heuristic)
+    return plan_from_choices(sites, choices, inspect_layers(model, input_shape), input_shape, heuristic)
 
 
 def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from decomposition import CompressionPlan, apply_plan
 from decomposition.moments import calibration_batches
 from rankrl.errors import ConfigError
-from rankrl.plan_search.parallel import ParallelScoreEvaluator
-from rankrl.plan_search.problem import SearchProblem
-from rankrl.plan_search.rewards import create_reward
-from rankrl.plan_search.run import SearchResult, run_search
-from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator, check_score
-from rankrl.plan_search.workers import Cluster, check_workers
-from rankrl.selectors import create_selector
-from rankrl.workflow.choose import CALIBRATION_BATCH, CandidateOptions, fit_candidates
+from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.score_evaluator import Score
+from rankrl.plan_search.workers import Cluster
+from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.scoring import FunctionScoring
+from rankrl.workflow.session import (
+    CALIBRATION_BATCH,
+    CandidateOptions,
+    SearchOptions,
+    SearchSession,
+    calibrated_library,
+)
 
 
 def search(
@@ -28,12 +30,20 @@ def search(
     *,
     score: Score,
     calibration: Tensor | Iterable[Tensor],
-    decomposition: str = "tensor_ring",
+    decomposition: str | Sequence[str] = "tensor_ring",
     params: float | None = None,
     macs: float | None = None,
-    selector: str = "ddpg",
+    bytes: float | None = None,
+    latency: float | None = None,
+    timing: LatencyOptions | None = None,
+    selector: str = "bayes_ddpg",
     selector_options: Mapping[str, Any] | None = None,
+    reward: str = "accuracy",
+    reward_options: Mapping[str, Any] | None = None,
     episodes: int = 100,
+    seconds: float | None = None,
+    patience: int | None = None,
+    finalists: int = 1,
     candidates: int = 16,
     weigh_outputs: bool = True,
     seed: int = 0,
@@ -42,20 +52,30 @@ def search(
     workers: int | None = None,
     cluster: Cluster = "local",
 ) -> SearchResult:
-    """Choose the rank of every layer so that a score is best within a budget.
+    """Choose what becomes of every layer so that a score is best within a budget.
 
     Args:
-        model: The dense network: any module whose forward takes one tensor; what it returns is the
-            score's affair. It is left untouched.
+        model: The dense network: any module whose forward takes one tensor. It may return anything that
+            the score understands. It is left untouched.
         score: Function from a network to a number, higher is better. It must not read test data.
         calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
-        decomposition: Name of the tensor format.
+        decomposition: Name of the tensor format, or names of several that every layer chooses from.
         params: Fraction of the parameters to keep at most, in (0, 1].
-        macs: Fraction of the multiply-accumulates to keep at most; give one of the two.
+        macs: Fraction of the multiply-accumulates to keep at most.
+        bytes: Fraction of the parameters' bytes to keep at most.
+        latency: Fraction of the dense network's time in onnxruntime to keep at most. Give one of the four;
+            none only with a reward that weighs size.
+        timing: How time is measured.
         selector: Name of the selector.
         selector_options: Its options.
+        reward: Name of the reward, made from the score and what a plan costs.
+        reward_options: Its options.
         episodes: Plans to score.
-        candidates: Candidate ranks a layer at most.
+        seconds: Time limit, or None.
+        patience: Stop after so many episodes without a better plan, or None.
+        finalists: How many of the best plans are applied, refit and all, and scored again, beside the first
+            plan; the best of them is chosen. 1 takes the plan with the best reward.
+        candidates: Candidate ranks a layer and format at most.
         weigh_outputs: Count channels and layers by what the network's output makes of them; it must be
             differentiable for that.
         seed: Seed of everything random.
@@ -78,46 +98,53 @@ def search(
         NonFiniteError: If a score is NaN or infinite.
         WorkerError: If a worker process died.
     """
-    check_workers(workers, cluster)
-    if candidates < 1:
-        raise ConfigError(f"candidates must be at least 1, got {candidates}")
-    if params is None and macs is None:
-        raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
     if not isinstance(model, nn.Module) or not callable(score):
         raise ConfigError(
             f"search takes a torch.nn.Module and a score, a function from it to a number; got a "
             f"{type(model).__name__} and a {type(score).__name__}"
         )
+    options = SearchOptions(
+        params=params,
+        macs=macs,
+        bytes=bytes,
+        latency=latency,
+        timing=LatencyOptions() if timing is None else timing,
+        reward=reward,
+        reward_options=reward_options or {},
+        finalists=finalists,
+        episodes=episodes,
+        seconds=seconds,
+        patience=patience,
+        workers=workers,
+        cluster=cluster,
+    )
+    if options.needs_budget:
+        raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
     batches = [part for batch in calibration_batches(calibration) for part in batch.split(CALIBRATION_BATCH)]
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
-    input_shape = tuple(batches[0].shape[1:])
-    fits = None if cache is None else Path(cache)
-    options = CandidateOptions(
-        (decomposition,) if isinstance(decomposition, str) else tuple(decomposition),
-        weigh_outputs=weigh_outputs,
+    formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
+    chosen = CandidateOptions(formats, candidates=candidates, weigh_outputs=weigh_outputs)
+    library = calibrated_library(
+        model, batches, chosen, cache=None if cache is None else Path(cache), seed=seed
     )
-    library = fit_candidates(model, batches, options, cache=fits, seed=seed)
-    describe = partial(SearchProblem.from_model, model, input_shape=input_shape, params=params, macs=macs)
-    # What cannot work is refused before the fits take their time.
-    unfitted = [library.unfitted(name, limit=candidates) for name in library.specs]
-    describe(sites=unfitted)
-    check_score(score, model)
-    problem = describe(sites=[library.fitted(site) for site in unfitted], library=library)
-    example = torch.cat([b[:2] for b in batches[:4]])
-    scoring = (
-        nullcontext(ScoreEvaluator(model, library, problem, score, example))
-        if workers is None
-        else ParallelScoreEvaluator(model, library, problem, score, example, workers=workers, cluster=cluster)
+
+    def applied(plan: CompressionPlan) -> nn.Module:
+        return apply_plan(model, plan, batches, weigh_outputs=weigh_outputs, seed=seed)
+
+    session = SearchSession(
+        model,
+        library,
+        FunctionScoring(score, batches),
+        options,
+        candidates=candidates,
+        input_shape=batches[0].shape[1:],
+        apply=applied,
     )
-    chooser = create_selector(selector, problem, seed=seed, episodes=episodes, **(selector_options or {}))
-    with scoring as evaluator:
-        return run_search(
-            problem,
-            evaluator,
-            chooser,
-            episodes=episodes,
-            reward=create_reward("accuracy", budgeted=True),
+    with session:
+        return session.search(
+            selector,
+            selector_options or {},
+            seed=seed,
             folder=None if folder is None else Path(folder),
-            resume=True,
         )

@@ -39,7 +39,7 @@ from rankrl.models import create_model, load_checkpoint
 from rankrl.models.resnet import BasicBlock, ZeroPadShortcut
 from rankrl.progress import progress_bar
 from rankrl.training import TrainingRecipe, report_accuracy, train
-from rankrl.workflow.choose import calibration_images
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options
 

@@ -38,7 +38,7 @@ from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.training import report_accuracy
 from rankrl.workflow.apply import without_channels
-from rankrl.workflow.choose import calibration_images
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options
 

@@ -17,14 +17,18 @@ from rankrl.errors import ConfigError, did_you_mean
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.selectors import list_selectors
 from rankrl.training import TrainingRecipe
-from rankrl.workflow.choose import CandidateOptions, SearchOptions
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
 from rankrl.workflow.pruner_options import PruningOptions, pruning_options
 from rankrl.workflow.run_folder import cache_folder
+from rankrl.workflow.scoring import ImageScoring
+from rankrl.workflow.session import CandidateOptions, SearchOptions
 
 FAST_MULTIPLE = 8
 """Channels that onnxruntime's kernels compute at a time: 8 with AVX2, 16 with AVX-512."""
+AUTO = "auto"
+"""What `metrics.json` calls a choice among several formats."""
+
 # Where optim.lr is null; configs/optim/onnx_adam.yaml holds the figures.
 _LR_AFTER_DECOMPOSITION = {"onnx_adam": 1e-4}
 _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
@@ -46,13 +50,19 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     if multiple is None:
         multiple = FAST_MULTIPLE if config.budget.latency is not None else 1
     return CandidateOptions(
-        formats=(chosen.format,),
+        formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,
         multiple=multiple,
         iterations=chosen.iterations,
         weigh_outputs=chosen.weigh_outputs,
     )
+
+
+def decomposition_name(config: AppConfig) -> str:
+    """Return the tensor format, or `auto` where every layer chooses among several."""
+    formats = config.decomposition.formats
+    return config.decomposition.format if formats is None else AUTO
 
 
 def final_fit(config: AppConfig) -> FitOptions:
@@ -87,6 +97,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     final_fit(config)
     batch_norm_correction(config)
     search_options(config)
+    evaluator_options(config)
     if finetuning:
         finetuning_recipe(config)
     training_recipe(config)
@@ -94,41 +105,52 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
 
 
 def search_options(config: AppConfig) -> SearchOptions:
-    """Return how a plan is searched."""
-    search = config.search
-    selector, selector_options = _named(config.selector)
+    """Return budget, reward and limits of a search."""
+    search, budget, export = config.search, config.budget, config.export
     reward, reward_options = _named(config.reward)
-    halving = None
-    if search.halving.fraction is not None:
-        halving = Halving(search.halving.fraction, search.halving.keep)
     return SearchOptions(
-        selector=selector,
-        selector_options=selector_options,
+        params=budget.params,
+        macs=budget.macs,
+        bytes=budget.bytes,
+        latency=budget.latency,
+        timing=LatencyOptions(export.batch, export.threads, export.runs, cache_folder() / "latencies"),
         reward=reward,
         reward_options=reward_options,
-        params=config.budget.params,
-        macs=config.budget.macs,
-        latency=config.budget.latency,
-        timing=LatencyOptions(
-            config.export.batch, config.export.threads, config.export.runs, cache_folder() / "latencies"
-        ),
+        finalists=search.finalists,
         episodes=search.episodes,
         seconds=search.seconds,
         patience=search.patience,
-        images=search.images,
-        evaluator=EvaluatorOptions(
-            term=search.term,  # type: ignore[arg-type]  # checked there, with a message for users
-            augmented=search.augmented,
-            statistics=search.statistics,  # type: ignore[arg-type]
-            reestimation_images=search.reestimation_images,
-            batch_size=search.batch_size,
-            halving=halving,
-            seed=config.seed,
-        ),
         workers=search.workers,
-        finalists=search.finalists,
-        cluster=search.cluster,  # type: ignore[arg-type]
+        cluster=search.cluster,  # type: ignore[arg-type]  # checked there, with a message for users
     )
+
+
+def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
+    """Return the selector's name and its options."""
+    return _named(config.selector)
+
+
+def evaluator_options(config: AppConfig) -> EvaluatorOptions:
+    """Return what is scored of a plan, and how."""
+    search, halving = config.search, None
+    if search.images < 1:
+        raise ConfigError(f"search.images must be at least 1, got {search.images}")
+    if search.halving.fraction is not None:
+        halving = Halving(search.halving.fraction, search.halving.keep)
+    return EvaluatorOptions(
+        term=search.term,  # type: ignore[arg-type]  # checked there, with a message for users
+        augmented=search.augmented,
+        statistics=search.statistics,  # type: ignore[arg-type]
+        reestimation_images=search.reestimation_images,
+        batch_size=search.batch_size,
+        halving=halving,
+        seed=config.seed,
+    )
+
+
+def scoring(config: AppConfig, data: ImageData) -> ImageScoring:
+    """Return what plans are scored by."""
+    return ImageScoring(data, evaluator_options(config), config.search.images)
 
 
 def pruning(config: AppConfig) -> PruningOptions:

@@ -13,6 +13,7 @@ class DecompositionConfig:
     """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits."""
 
     format: str = "tensor_ring"
+    formats: list[str] | None = None
     tensorised: bool = False
     candidates: int = 16
     rank_multiple: int | None = None
@@ -30,6 +31,7 @@ class BudgetConfig:
 
     params: float | None = None
     macs: float | None = None
+    bytes: float | None = None
     latency: float | None = None
 
 

@@ -34,8 +34,9 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        plan: The plan with the best reward; the first of equals.
-        best: Its row.
+        plan: The chosen plan.
+        chosen: Its row: the best one by reward, unless a last round (a measured time, a refit) took another.
+        best: The row with the best reward; the first of equals.
         rows: Every scored plan, in order.
         seconds: Wall time of the whole search, interruptions left out.
         stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
@@ -43,6 +44,7 @@ class SearchResult:
     """
 
     plan: CompressionPlan
+    chosen: EpisodeRow
     best: EpisodeRow
     rows: tuple[EpisodeRow, ...]
     seconds: float
@@ -162,6 +164,7 @@ def run_search(
     best = best_rows(rows, 1)[0]
     return SearchResult(
         plan=problem.plan(best.key, selector.name),
+        chosen=best,
         best=best,
         rows=tuple(rows),
         seconds=time.perf_counter() - start,

@@ -81,7 +81,7 @@ class ScoreEvaluator:
     def value(self, choices: Choices) -> float:
         """Return the score of the network under a plan; see `evaluate` for the errors."""
         self.network.write(choices)
-        return _scored(self.score, self.network.model, f"the plan with candidates {list(choices)}")
+        return scored(self.score, self.network.model, f"the plan with candidates {list(choices)}")
 
     def record(self, choices: Choices, score: float, seconds: float) -> Evaluation:
         """Return and remember the evaluation of a plan with this score, which took so many seconds."""
@@ -115,10 +115,21 @@ def check_score(score: Score, model: nn.Module) -> None:
         ConfigError: It returned no number.
         NonFiniteError: It returned NaN or an infinity.
     """
-    _scored(score, copied(model).requires_grad_(False), "the dense network")
+    scored(score, copied(model).requires_grad_(False), "the dense network")
 
 
-def _scored(score: Score, network: nn.Module, what: str) -> float:
+def scored(score: Score, network: nn.Module, what: str) -> float:
+    """Return a score of a network.
+
+    Args:
+        score: The user's function.
+        network: What it is handed, in evaluation mode.
+        what: What the network is, for messages.
+
+    Raises:
+        ConfigError: It returned no number.
+        NonFiniteError: It returned NaN or an infinity.
+    """
     network.eval()  # a score may have left it in training mode
     with torch.no_grad():
         value: object = score(network)

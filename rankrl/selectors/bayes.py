@@ -77,9 +77,10 @@ class BayesSelector(Selector):
             raise ConfigError(
                 f"selector.step decays to selector.final_step, both positive; got {step} and {final_step}"
             )
-        least = {"warmup_episodes": (warmup_episodes, 0), "candidates": (candidates, 1)}
-        least |= {
+        least: dict[str, tuple[float, int]] = {
+            "warmup_episodes": (warmup_episodes, 0),
             "warmup_noise": (warmup_noise, 0),
+            "candidates": (candidates, 1),
             "refinements": (refinements, 0),
             "optimism": (optimism, 0),
         }

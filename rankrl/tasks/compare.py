@@ -7,9 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from decomposition import CompressionPlan
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.files import write_json
@@ -18,7 +16,6 @@ from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, sum
 from rankrl.report.comparison_page import write_comparison
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.choose import search_setting
 from rankrl.workflow.compare import FinalTest, contestants, search_all, tested
 from rankrl.workflow.measure import network_numbers
 from rankrl.workflow.run_folder import RunFolder
@@ -32,28 +29,15 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     """
     recipe = options.comparison_recipe(config)
     options.check(config, finetuning=recipe is not None)
-    search = options.search_options(config)
     entered = contestants(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)
-    library = steps.candidate_fits(config, dense, images)
-    candidates = options.candidate_options(config).candidates
-
-    def rewrite(plan: CompressionPlan) -> nn.Module:
-        return steps.applied_plan(config, plan, dense, images)
-
-    with search_setting(dense, data, library, search, candidates=candidates, rewrite=rewrite) as setting:
-        results = search_all(setting, search, entered, folder.searches)
-    max(results.values(), key=lambda result: result.best.reward).plan.save(folder.plan)
-    final = FinalTest(
-        data,
-        dense,
-        rewrite,
-        recipe,
-        folder.state / "plans",
-    )
-    rows = tested(setting.problem, results, final)
+    with steps.search_session(config, data, dense, images) as session:
+        results = search_all(session, entered, folder.searches)
+    max(results.values(), key=lambda result: result.chosen.reward).plan.save(folder.plan)
+    final = FinalTest(data, dense, session.apply, recipe, folder.state / "plans")
+    rows = tested(session.problem, results, final)
     metrics = {
         **steps.head(config, data),
         "selector": ",".join(config.compare.selectors),

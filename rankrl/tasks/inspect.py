@@ -25,7 +25,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     library = steps.candidate_fits(config, network, steps.calibration(config, data, network))
     specs = inspect_layers(network, data.input_shape)
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
-    table = Table(title=f"{config.model['architecture']} as {config.decomposition.format}")
+    table = Table(title=f"{config.model['architecture']} as {options.decomposition_name(config)}")
     table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
     table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share", "ranks"):

@@ -30,10 +30,10 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     export_options = options.export_options(config)
     baseline = export_dense(dense, data, folder.state, export_options)
     images = steps.calibration(config, data, dense)
-    choice = steps.chosen_plan(config, data, dense, images, folder)
-    plan = choice.result.plan
+    problem, result = steps.chosen_plan(config, data, dense, images, folder)
+    plan = result.plan
     compressed = steps.applied_plan(config, plan, dense, images)
-    rows = layer_rows(plan, choice.problem.specs, compressed)
+    rows = layer_rows(plan, problem.specs, compressed)
     finetuned = copy.deepcopy(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)
     save_compressed(finetuned, plan, folder.model)
@@ -43,7 +43,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         "baseline": network_numbers(dense, data),
         "compressed": network_numbers(compressed, data),
         "finetuned": {"accuracy": test_accuracy(finetuned, data)},
-        "search": steps.search_numbers(choice.result),
+        "search": steps.search_numbers(result),
     }
     metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
     metrics["onnx"], latency = export_numbers(

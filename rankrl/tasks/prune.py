@@ -94,15 +94,15 @@ def _decomposed(
     folder: RunFolder,
 ) -> tuple[nn.Module, CompressionPlan, dict[str, Any]]:
     """Return the fine-tuned pruned network decomposed, one plan for both steps, and the search's numbers."""
-    choice = steps.chosen_plan(config, data, tuned, images, folder)
-    found = choice.result.plan
+    _, result = steps.chosen_plan(config, data, tuned, images, folder)
+    found = result.plan
     network = steps.applied_plan(config, found, tuned, images)
     plan = dataclasses.replace(
         found.with_operations(dense, pruned.plan.chosen(KeepChannels)),
         chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",
     )
     plan.save(folder.plan)
-    return network, plan, steps.search_numbers(choice.result)
+    return network, plan, steps.search_numbers(result)
 
 
 def _head(config: AppConfig, data: ImageData, decomposing: AppConfig | None) -> dict[str, Any]:

@@ -16,12 +16,12 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     options.check(config)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
-    choice = steps.chosen_plan(config, data, dense, steps.calibration(config, data, dense), folder)
-    plan, problem = choice.result.plan, choice.problem
-    cost = problem.cost(choice.result.best.key)
+    images = steps.calibration(config, data, dense)
+    problem, result = steps.chosen_plan(config, data, dense, images, folder)
+    cost = problem.cost(result.chosen.key)
     metrics = {
         **steps.head(config, data),
-        "search": steps.search_numbers(choice.result),
+        "search": steps.search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
-    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(plan, problem.specs))
+    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, problem.specs))

@@ -20,18 +20,14 @@ from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.files import write_json
 from rankrl.models import save_checkpoint
+from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
 from rankrl.report import LayerRow, collect_setup, summary_table, write_report
 from rankrl.training import EpochRow
-from rankrl.workflow.choose import (
-    CALIBRATION_BATCH,
-    Choice,
-    calibration_images,
-    choose_plan,
-    fit_candidates,
-)
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.network import build_network, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
+from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library
 from rankrl.workflow.training_step import write_training_step
 
 log = logging.getLogger(__name__)
@@ -56,7 +52,7 @@ def calibration(config: AppConfig, data: ImageData, network: nn.Module) -> Tenso
 
 def candidate_fits(config: AppConfig, dense: nn.Module, images: Tensor) -> FitLibrary:
     """Return the library of fits, calibrated on `images`; nothing is fitted yet."""
-    return fit_candidates(
+    return calibrated_library(
         dense,
         images.split(CALIBRATION_BATCH),
         options.candidate_options(config),
@@ -65,29 +61,40 @@ def candidate_fits(config: AppConfig, dense: nn.Module, images: Tensor) -> FitLi
     )
 
 
+def search_session(config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor) -> SearchSession:
+    """Return the session that the configuration's searches share."""
+    return SearchSession(
+        dense,
+        candidate_fits(config, dense, images),
+        options.scoring(config, data),
+        options.search_options(config),
+        candidates=options.candidate_options(config).candidates,
+        input_shape=data.input_shape,
+        apply=lambda plan: applied_plan(config, plan, dense, images),
+    )
+
+
 def chosen_plan(
     config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor, folder: RunFolder
-) -> Choice:
-    """Search for a plan and write it.
+) -> tuple[SearchProblem, SearchResult]:
+    """Search for a plan and write it; return what was searched over and what was found.
 
     Raises:
         RunStoppedError: If the user stopped the search.
     """
-    choice = choose_plan(
-        dense,
-        data,
-        candidate_fits(config, dense, images),
-        options.search_options(config),
-        candidates=options.candidate_options(config).candidates,
-        folder=folder.path,
-        seed=config.seed,
-        on_episode=folder.tracking.episode,
-        rewrite=lambda plan: applied_plan(config, plan, dense, images),
-    )
-    if choice.result.stopped_by == "interrupt":
+    selector, selector_options = options.selector(config)
+    with search_session(config, data, dense, images) as session:
+        result = session.search(
+            selector,
+            selector_options,
+            seed=config.seed,
+            folder=folder.path,
+            on_episode=folder.tracking.episode,
+        )
+    if result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
-    choice.result.plan.save(folder.plan)
-    return choice
+    result.plan.save(folder.plan)
+    return session.problem, result
 
 
 def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
@@ -151,7 +158,7 @@ def head(config: AppConfig, data: ImageData) -> dict[str, Any]:
         "task": config.task,
         "model": config.model.get("name") or config.model.get("_target_") or config.model["architecture"],
         "dataset": data.name,
-        "decomposition": config.decomposition.format,
+        "decomposition": options.decomposition_name(config),
         "selector": config.selector["name"],
         "seed": config.seed,
     }

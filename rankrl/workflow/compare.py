@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.report.comparison import ComparisonRow
 from rankrl.selectors import create_selector, selector_is_seeded
 from rankrl.training import TrainingRecipe
-from rankrl.workflow.choose import SearchOptions, SearchSetting, search_plan
-from rankrl.workflow.finalists import Rewrite
 from rankrl.workflow.measure import test_accuracy
 from rankrl.workflow.network import run_training
+from rankrl.workflow.session import Apply, SearchSession
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +71,12 @@ def contestants(selectors: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]
 
 
 def search_all(
-    setting: SearchSetting, options: SearchOptions, entered: Sequence[Contestant], folder: Path
+    session: SearchSession, entered: Sequence[Contestant], folder: Path
 ) -> dict[Contestant, SearchResult]:
     """Let every contestant search; finished searches are read, an interrupted one is continued.
 
     Args:
-        setting: What all of them face.
-        options: Number of evaluations and limits; its selector is not looked at.
+        session: What all of them share.
         entered: The contestants.
         folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
 
@@ -88,18 +86,15 @@ def search_all(
     """
     for contestant in entered:
         if contestant.seed is not None:  # the others are quick to fail and slow to make
-            _check_options(setting.problem, options, contestant)
+            _check_options(session, contestant)
     results = {}
     for number, contestant in enumerate(entered, 1):
         log.info("compare: %s (%d of %d)", contestant.folder_name, number, len(entered))
         own = folder / contestant.folder_name
         # What one chooser has scored must not help, or be counted for, the next.
-        setting.evaluator.restore({"first_scores": []}, {})
-        result = search_plan(
-            setting,
-            replace(options, selector=contestant.selector, selector_options=contestant.options),
-            folder=own,
-            seed=contestant.seed or 0,
+        session.evaluator.restore({"first_scores": []}, {})
+        result = session.search(
+            contestant.selector, contestant.options, seed=contestant.seed or 0, folder=own
         )
         if result.stopped_by == "interrupt":
             raise RunStoppedError(folder.parent)
@@ -115,14 +110,14 @@ class FinalTest:
     Attributes:
         data: The dataset.
         teacher: The dense network.
-        rewrite: From a plan to the compressed network.
+        apply: From a plan to the compressed network.
         recipe: Of fine-tuning; None leaves it out.
         folder: Results are kept here, by plan: equal plans are fine-tuned once, and none again after a kill.
     """
 
     data: ImageData
     teacher: nn.Module
-    rewrite: Rewrite
+    apply: Apply
     recipe: TrainingRecipe | None
     folder: Path
 
@@ -136,7 +131,7 @@ class FinalTest:
         if kept.exists():
             known = json.loads(kept.read_text(encoding="utf-8"))
             return known["test_accuracy"], known["finetuned_accuracy"]
-        network = self.rewrite(plan)
+        network = self.apply(plan)
         before, after = test_accuracy(network, self.data), None
         if self.recipe is not None:
             run_training("fine-tune", network, self.data, self.recipe, state_file=state, teacher=self.teacher)
@@ -160,10 +155,10 @@ def tested(
             ComparisonRow(
                 selector=contestant.selector,
                 seed=contestant.seed,
-                best_reward=result.best.reward,
-                heldout_accuracy=result.best.accuracy,
-                params_kept=result.best.params_kept,
-                macs_kept=result.best.macs_kept,
+                best_reward=result.chosen.reward,
+                heldout_accuracy=result.chosen.accuracy,
+                params_kept=result.chosen.params_kept,
+                macs_kept=result.chosen.macs_kept,
                 test_accuracy=before,
                 finetuned_accuracy=after,
                 episodes=len(result.rows),
@@ -175,5 +170,7 @@ def tested(
     return rows
 
 
-def _check_options(problem: SearchProblem, options: SearchOptions, contestant: Contestant) -> None:
-    create_selector(contestant.selector, problem, episodes=options.episodes, **contestant.options)
+def _check_options(session: SearchSession, contestant: Contestant) -> None:
+    create_selector(
+        contestant.selector, session.problem, episodes=session.options.episodes, **contestant.options
+    )

@@ -25,6 +25,7 @@ from decomposition import (
 from rankrl.errors import ConfigError
 from rankrl.export import compare_latency, export_onnx, measure_layer_latencies
 from rankrl.files import write_json
+from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.progress import progress_bar
@@ -139,24 +140,33 @@ class LatencyBudget:
             )
         return 1 / times.ratio
 
-    def first_that_holds(self, problem: SearchProblem, result: SearchResult) -> CompressionPlan:
-        """Return the best plan of a search that keeps the budget when it is exported and timed.
+    def holding(self, problem: SearchProblem, result: SearchResult, count: int) -> list[EpisodeRow]:
+        """Return the rows of the best plans of a search that keep the budget when exported and timed.
+
+        Args:
+            problem: What was searched over.
+            result: The search.
+            count: Rows to return at most.
 
         Raises:
             ConfigError: If none of the best plans does.
         """
+        found: list[EpisodeRow] = []
         least = float("inf")
         for row in best_rows(result.rows, _PLANS_TRIED):
-            plan = problem.plan(row.key, result.plan.chosen_by)
-            kept = self.measured(plan)
-            if kept <= self.fraction:
-                return plan
+            kept = self.measured(problem.plan(row.key, result.plan.chosen_by))
             least = min(least, kept)
-        raise ConfigError(
-            f"budget.latency={self.fraction}: of the {_PLANS_TRIED} best plans none is that fast when it is "
-            f"exported; the fastest keeps {least:.3f} of the dense network's time. Ask for a little less, "
-            "measure on a quiet machine, or raise search.episodes"
-        )
+            if kept <= self.fraction:
+                found.append(row)
+            if len(found) == count:
+                break
+        if not found:
+            raise ConfigError(
+                f"budget.latency={self.fraction}: of the {_PLANS_TRIED} best plans none is that fast when it "
+                f"is exported; the fastest keeps {least:.3f} of the dense network's time. Ask for a little "
+                "less, measure on a quiet machine, or raise search.episodes"
+            )
+        return found
 
     def _adjusted_path(self, table: LatencyTable) -> Path | None:
         if self.options.folder is None:

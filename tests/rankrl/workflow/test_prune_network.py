@@ -17,7 +17,7 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
 from rankrl.workflow.apply import carry_out
-from rankrl.workflow.choose import calibration_images
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions, pruner_defaults, pruning_options
 

@@ -1,0 +1,24 @@
+"""The training images that layers are fitted on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rankrl.data import ImageData, Images, batches
+from rankrl.errors import ConfigError
+from rankrl.workflow.session import CALIBRATION_BATCH
+
+
+def calibration_images(data: ImageData, count: int, *, seed: int) -> Tensor:
+    """Draw normalised training images (count, C, H, W), float32, for fitting layers.
+
+    Raises:
+        ConfigError: If `count` is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"calibration.images must be at least 1, got {count}")
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
+    chosen: Images = data.train.subset(order[:count])
+    walk = batches(chosen, CALIBRATION_BATCH, mean=data.mean, std=data.std)
+    return torch.cat([x for x, _ in walk])

@@ -1,0 +1,147 @@
+"""What plans are scored by: images held out of the training set, or a user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from decomposition import FitLibrary
+from rankrl.data import ImageData, augmented_copy
+from rankrl.plan_search.evaluator import (
+    Evaluator,
+    EvaluatorOptions,
+    PlanEvaluator,
+    accuracy_term,
+)
+from rankrl.plan_search.parallel import ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator, check_score, scored
+from rankrl.plan_search.workers import Cluster
+from rankrl.training import predict_logits
+
+
+class Scoring(Protocol):
+    """From plans, and from whole networks, to scores."""
+
+    def check(self, model: nn.Module) -> None:
+        """Fail before anything takes time if the dense network cannot be scored."""
+
+    def evaluator(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        *,
+        workers: int | None,
+        cluster: Cluster,
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process or in many."""
+
+    def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
+        """Return what scores compressed networks as they will be used, refit and all."""
+
+
+@dataclass(frozen=True)
+class ImageScoring:
+    """Scores by images held out of the training set; test images choose nothing.
+
+    Attributes:
+        data: The dataset.
+        options: What is scored, and how.
+        images: Held-out images that the plans of a search are scored on at most.
+    """
+
+    data: ImageData
+    options: EvaluatorOptions
+    images: int
+
+    def check(self, model: nn.Module) -> None:
+        """Do nothing: that the network is a classifier was checked when it was built."""
+
+    def evaluator(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        *,
+        workers: int | None,
+        cluster: Cluster,
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process or in many."""
+        data = self.data
+        images = data.heldout.subset(torch.arange(min(self.images, len(data.heldout))))
+        arguments: dict[str, Any] = {
+            "mean": data.mean,
+            "std": data.std,
+            "augmentation": data.augmentation,
+            "options": self.options,
+        }
+        if workers is None:
+            return nullcontext(PlanEvaluator(model, library, problem, images, **arguments))
+        return ParallelEvaluator(
+            model, library, problem, images, workers=workers, cluster=cluster, **arguments
+        )
+
+    def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
+        """Return the search's accuracy term on all held-out images.
+
+        A search scores some of them, for speed; networks that are nearly equally good need all.
+        """
+        data, images = self.data, self.data.heldout
+        if self.options.augmented:
+            images = augmented_copy(images, data.augmentation, self.options.seed)
+        wanted = predict_logits(dense, images, mean=data.mean, std=data.std)
+
+        def score(network: nn.Module) -> float:
+            logits = predict_logits(network, images, mean=data.mean, std=data.std)
+            return accuracy_term(self.options.term, logits, images.y.to(logits.device), wanted)
+
+        return score
+
+
+@dataclass(frozen=True)
+class FunctionScoring:
+    """Scores by a user's own function.
+
+    Attributes:
+        score: From a network to a number; higher is better.
+        inputs: Batches of model inputs, at least one, to try the network on.
+    """
+
+    score: Score
+    inputs: Sequence[Tensor]
+
+    def check(self, model: nn.Module) -> None:
+        """Call the function on the dense network.
+
+        Raises:
+            ConfigError: It returned no number.
+            NonFiniteError: It returned NaN or an infinity.
+        """
+        check_score(self.score, model)
+
+    def evaluator(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        *,
+        workers: int | None,
+        cluster: Cluster,
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process or in many."""
+        example = torch.cat([batch[:2] for batch in self.inputs[:4]])
+        if workers is None:
+            return nullcontext(ScoreEvaluator(model, library, problem, self.score, example))
+        return ParallelScoreEvaluator(
+            model, library, problem, self.score, example, workers=workers, cluster=cluster
+        )
+
+    def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
+        """Return the function, its answers checked."""
+        return lambda network: scored(self.score, network, "a finalist")

@@ -1,0 +1,325 @@
+"""One way into a search: calibrate, fit the candidates, keep a budget, let selectors choose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
+from rankrl.errors import ConfigError
+from rankrl.plan_search.evaluator import Evaluator
+from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.rewards import Reward, create_reward, reward_source
+from rankrl.plan_search.run import SearchResult, best_rows, run_search
+from rankrl.plan_search.workers import Cluster, check_workers
+from rankrl.progress import progress_bar
+from rankrl.selectors import create_selector
+from rankrl.workflow.finalists import best_finalist
+from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+from rankrl.workflow.scoring import Scoring
+
+log = logging.getLogger(__name__)
+
+DEFAULT_KEPT_PARAMS = 0.4
+CALIBRATION_BATCH = 256
+
+Apply = Callable[[CompressionPlan], nn.Module]
+"""From a plan to the compressed network."""
+
+
+@dataclass(frozen=True)
+class CandidateOptions:
+    """Which candidates there are and how they are fitted.
+
+    Attributes:
+        formats: Names of the tensor formats that every layer chooses from.
+        tensorised: Whether channel counts are split into factors.
+        candidates: Candidate ranks a layer and format at most.
+        multiple: They are multiples of it.
+        iterations: L-BFGS iterations of each fit.
+        weigh_outputs: Whether channels and layers count by what the network's output makes of them.
+    """
+
+    formats: tuple[str, ...]
+    tensorised: bool = False
+    candidates: int = 16
+    multiple: int = 1
+    iterations: int = 60
+    weigh_outputs: bool = True
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What all searches of a session keep to.
+
+    Attributes:
+        params: Fraction of the parameters to keep at most, or None.
+        macs: Fraction of the multiply-accumulates to keep at most, or None.
+        bytes: Fraction of the parameters' bytes to keep at most, or None.
+        latency: Fraction of the dense network's time in onnxruntime to keep at most, or None.
+        timing: How that time is measured.
+        reward: Name of the reward.
+        reward_options: Its options.
+        finalists: How many of the best plans are applied, refit and all, and scored again, beside the first
+            plan; the best of them is chosen. 1 takes the plan with the best reward.
+        episodes: Plans to score.
+        seconds: Time limit, or None.
+        patience: Stop after so many episodes without a better plan, or None.
+        workers: Processes that score plans; None scores in this one.
+        cluster: Where they are: `local`, or `ray`.
+    """
+
+    params: float | None = None
+    macs: float | None = None
+    bytes: float | None = None
+    latency: float | None = None
+    timing: LatencyOptions = field(default_factory=LatencyOptions)
+    reward: str = "accuracy"
+    reward_options: Mapping[str, Any] = field(default_factory=dict)
+    finalists: int = 1
+    episodes: int = 100
+    seconds: float | None = None
+    patience: int | None = None
+    workers: int | None = None
+    cluster: Cluster = "local"
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, self.cluster)
+        given = {name: getattr(self, name) for name in ("params", "macs", "bytes", "latency")}
+        for name, value in given.items():
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(
+                    f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
+                )
+        if sum(value is not None for value in given.values()) > 1:
+            asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
+            raise ConfigError(
+                f"{' and '.join(asked)} are all set; a search keeps one budget: set the others to null"
+            )
+        if self.finalists < 1:
+            raise ConfigError(f"search.finalists must be at least 1, got {self.finalists}")
+        reward_source(self.reward)
+
+    @property
+    def needs_budget(self) -> bool:
+        """Whether there is no budget although the reward ignores size."""
+        given = (self.params, self.macs, self.bytes, self.latency)
+        return all(fraction is None for fraction in given) and reward_source(self.reward).needs_budget
+
+    @property
+    def kept_params(self) -> float | None:
+        """The parameter budget; a reward that ignores size needs one."""
+        return DEFAULT_KEPT_PARAMS if self.needs_budget else self.params
+
+
+def calibrated_library(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    options: CandidateOptions,
+    *,
+    cache: Path | None,
+    seed: int,
+) -> FitLibrary:
+    """Calibrate and return the library of fits; nothing is fitted yet.
+
+    Args:
+        model: The dense network.
+        inputs: Batches of calibration inputs, at least one.
+        options: Formats and effort.
+        cache: Folder of fits that later runs reuse, or None.
+        seed: Seed of the sampled patches.
+
+    Raises:
+        DecompositionError: If no layer can be decomposed.
+    """
+    return FitLibrary.calibrated(
+        model,
+        inputs[0].shape[1:],
+        options.formats,
+        inputs,
+        weigh_outputs=options.weigh_outputs,
+        tensorised=options.tensorised,
+        multiple=options.multiple,
+        options=FitOptions(iterations=options.iterations),
+        folder=cache,
+        seed=seed,
+    )
+
+
+class SearchSession:
+    """Everything that searches over one network share: candidates, budget, evaluator, reward.
+
+    Used as a context: worker processes end with the block. Whatever cannot work is refused when the block is
+    entered, before the fits take their time.
+
+    Args:
+        model: The dense network.
+        library: The fits of its layers.
+        scoring: What plans are scored by.
+        options: Budget, reward, limits.
+        candidates: Candidate ranks a layer and format at most.
+        input_shape: Shape of one input without the batch axis.
+        apply: From a plan to the compressed network, for finalists.
+
+    Attributes:
+        problem: What is searched over; set within the block, like the following.
+        evaluator: Scores plans.
+        reward: From scores to rewards.
+        latency: The budget in time, if that is what is kept.
+
+    Raises:
+        ConfigError: An option is unknown or out of range (on entry).
+        DecompositionError: No plan can reach the budget (on entry).
+    """
+
+    problem: SearchProblem
+    evaluator: Evaluator
+    reward: Reward
+    latency: LatencyBudget | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        scoring: Scoring,
+        options: SearchOptions,
+        *,
+        candidates: int,
+        input_shape: Sequence[int],
+        apply: Apply,
+    ) -> None:
+        self.model, self.library, self.scoring, self.options = model, library, scoring, options
+        self.candidates, self.input_shape, self.apply = candidates, tuple(input_shape), apply
+        self._network_score: Callable[[nn.Module], float] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        options = self.options
+        if self.candidates < 1:
+            raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
+        describe = partial(
+            SearchProblem.from_model,
+            self.model,
+            input_shape=self.input_shape,
+            params=options.kept_params,
+            macs=options.macs,
+            bytes=options.bytes,
+        )
+        unfitted = [self.library.unfitted(name, limit=self.candidates) for name in self.library.specs]
+        if options.latency is None:
+            describe(sites=unfitted)
+        self.scoring.check(self.model)
+        sites = self._fitted(unfitted)
+        self.latency = None
+        if options.latency is None:
+            self.problem = describe(sites=sites, library=self.library)
+        else:
+            self.latency = LatencyBudget(self.model, sites, self.input_shape, options.latency, options.timing)
+            self.problem = self.latency.problem(self.library)
+        self.reward = create_reward(
+            options.reward, budgeted=self.problem.budget is not None, **options.reward_options
+        )
+        scoring = self.scoring.evaluator(
+            self.model, self.library, self.problem, workers=options.workers, cluster=options.cluster
+        )
+        self.evaluator = self._stack.enter_context(scoring)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def search(
+        self,
+        selector: str,
+        selector_options: Mapping[str, Any],
+        *,
+        seed: int,
+        folder: Path | None = None,
+        on_episode: Callable[[EpisodeRow], None] | None = None,
+    ) -> SearchResult:
+        """Let a selector look for the best plan; an interrupted search in `folder` is continued.
+
+        Args:
+            selector: Its name.
+            selector_options: Its options.
+            seed: Its seed.
+            folder: Where the search keeps its state and `episodes.csv`; None keeps nothing.
+            on_episode: Called with the row of every newly scored plan.
+
+        Returns:
+            The chosen plan and the record. Within a budget in time the plan keeps it when it is exported and
+            timed.
+
+        Raises:
+            ConfigError: The selector or an option is unknown, or an option is out of range.
+            NonFiniteError: A score or reward is NaN or infinite.
+        """
+        options = self.options
+        chosen = create_selector(
+            selector, self.problem, seed=seed, episodes=options.episodes, **selector_options
+        )
+        with progress_bar("search", total=options.episodes) as bar:
+
+            def show(row: EpisodeRow) -> None:
+                bar.update(row.episode, best=row.best_reward)
+                if on_episode is not None:
+                    on_episode(row)
+
+            result = run_search(
+                self.problem,
+                self.evaluator,
+                chosen,
+                episodes=options.episodes,
+                reward=self.reward,
+                seconds=options.seconds,
+                patience=options.patience,
+                folder=folder,
+                resume=True,
+                on_episode=show,
+            )
+        log.info(
+            "search: %d episodes (%d different plans) in %.1f s, best reward %.4f",
+            len(result.rows),
+            result.evaluations,
+            result.seconds,
+            result.best.reward,
+        )
+        return result if result.stopped_by == "interrupt" else self._final(result)
+
+    def _final(self, result: SearchResult) -> SearchResult:
+        """Return the result with the plan that comes out of the last round: measured time, finalists."""
+        count, by = self.options.finalists, result.plan.chosen_by
+        if self.latency is not None:
+            rows = self.latency.holding(self.problem, result, count)
+        else:
+            rows = best_rows(result.rows, count)
+            if count > 1 and result.rows[0] not in rows:
+                # What a search began with, greedy's plan where the selector learns, is never left behind.
+                rows.append(result.rows[0])
+        if count > 1:
+            if self._network_score is None:
+                self._network_score = self.scoring.of_networks(self.model)
+            score = self._network_score
+            chosen = best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
+        else:
+            chosen = rows[0]
+        return replace(result, plan=self.problem.plan(chosen.key, by), chosen=chosen)
+
+    def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
+        sites = []
+        with progress_bar("fit layers", total=len(unfitted)) as bar:
+            for site in unfitted:
+                sites.append(self.library.fitted(site))
+                bar.advance()
+        return sites
