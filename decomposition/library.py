@@ -184,6 +184,8 @@ class FitLibrary:
         """Hash everything that a fit of this layer depends on but its ranks."""
         digest = hashlib.sha256()
         digest.update(repr((self.format.name, self.modes[name], self.options)).encode())
+        if self.format.splits_kernel:
+            digest.update(repr(self.modes[name].kernel_size).encode())
         digest.update(self.weights[name].numpy().tobytes())
         for matrix in (self._metrics[name], self.sensitivities.get(name)):
             digest.update(b"none" if matrix is None else to_bytes(matrix))

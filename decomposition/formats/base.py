@@ -31,12 +31,14 @@ class TensorFormat(ABC):
         description: One line for listings.
         tensorisable: Whether channel counts may be split into factors.
         own_ranks: Whether candidates give each bond a rank of its own (`spectra`) instead of one for all.
+        splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     tensorisable: ClassVar[bool] = False
     own_ranks: ClassVar[bool] = False
+    splits_kernel: ClassVar[bool] = False
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:
