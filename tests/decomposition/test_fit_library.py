@@ -86,6 +86,23 @@ def test_fits_of_other_settings_are_not_taken(
         second.fit("3", second.format.expand(second.modes["3"], 2))
 
 
+def test_a_kernel_that_is_split_keeps_its_fits_apart_from_its_turned_one(tmp_path: Path) -> None:
+    upright, turned = (nn.Sequential(nn.Conv2d(4, 6, size, bias=False)) for size in ((3, 2), (2, 3)))
+    with torch.no_grad():
+        turned[0].weight.copy_(upright[0].weight.reshape(6, 4, 2, 3))  # type: ignore[operator, union-attr]
+    for name, files in (("tucker", 1), ("spatial_svd", 2)):
+        folder = tmp_path / name
+        for model in (upright, turned):
+            specs = compressible_layers(model, (4, 8, 8))
+            library = FitLibrary(model, specs, name, options=FitOptions(iterations=3), folder=folder)
+            fit = library.fit("0", library.format.expand(library.modes["0"], 2))
+            shapes = library.format.core_shapes(
+                library.modes["0"], library.format.expand(library.modes["0"], 2)
+            )
+            assert [tuple(core.shape) for core in fit.cores] == shapes
+        assert len(list(folder.glob("*.safetensors"))) == files
+
+
 def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Path) -> None:
     first = library_of(small_net, folder=tmp_path).fit("3", (3, 2))
     with torch.no_grad():

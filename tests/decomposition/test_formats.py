@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorly as tl
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -97,6 +98,27 @@ def chain_stages(way: str, spec: LayerSpec, bonds: Ranks) -> nn.Module:
     }[way]
 
 
+def spatial_weight(cores: Cores, modes: WeightModes) -> torch.Tensor:
+    """Compose the two convolutions as torch does: what they make of an impulse is the weight."""
+    height, width = {0: (1, 1), 1: (modes.kernel, 1)}.get(len(modes.kernel_size), modes.kernel_size[:2])
+    impulses = torch.eye(modes.in_channels, dtype=torch.float64)[:, :, None, None]
+    impulses = F.pad(impulses, (width - 1, width - 1, height - 1, height - 1))
+    between = F.conv2d(impulses, cores[1].reshape(*cores[1].shape[:2], height, 1))
+    response = F.conv2d(between, cores[0].reshape(*cores[0].shape[:2], 1, width))
+    # Convolution layers correlate: the response to an impulse is the mirrored kernel.
+    return response.flip(2, 3).transpose(0, 1).reshape(modes.out_channels, modes.in_channels, modes.kernel)
+
+
+def spatial_stages(way: str, spec: LayerSpec, ranks: Ranks) -> nn.Module:
+    (height, width), (down, right) = spec.kernel_size, spec.stride
+    first, second = ((down, 1), (1, right)) if width > 1 else ((down, right), (1, 1))
+    chain = nn.Sequential(
+        nn.Conv2d(spec.in_channels, ranks[0], (height, 1), first, bias=False),
+        nn.Conv2d(ranks[0], spec.out_channels, (1, width), second, bias=False),
+    )
+    return {"chain": chain}[way]
+
+
 ORACLES = {
     "tensor_ring": Oracle(
         by_tensorly(lambda arrays, modes: tl.tr_to_tensor(arrays)),
@@ -112,6 +134,7 @@ ORACLES = {
         by_tensorly(lambda arrays, modes: tl.cp_to_tensor((None, arrays))), cp_stages, start_is_exact=False
     ),
     "tucker": Oracle(by_tensorly(tucker_weight), tucker_stages, start_is_exact=True),
+    "spatial_svd": Oracle(spatial_weight, spatial_stages, start_is_exact=True),
 }
 
 
@@ -298,7 +321,7 @@ def test_tensorised_modes_only_where_the_format_has_them(name: str) -> None:
 
 
 def test_the_registry_lists_describes_and_refuses() -> None:
-    assert {"tensor_ring", "tensor_train", "tucker", "cp"} <= set(list_formats())
+    assert {"tensor_ring", "tensor_train", "tucker", "cp", "spatial_svd"} <= set(list_formats())
     assert all(get_format(name).name == name and get_format(name).description for name in list_formats())
     with pytest.raises(DecompositionError, match=r"unknown format 'tensor_rings'.*tensor_ring"):
         get_format("tensor_rings")
