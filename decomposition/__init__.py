@@ -16,6 +16,7 @@ from decomposition.compensation import compensate
 from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
 from decomposition.curves import RankCurve, candidate_ranks, plan_from_choices
 from decomposition.errors import DecompositionError, PlanError
+from decomposition.exchange import apply_fits, from_tensorly
 from decomposition.factorised import FactorisedLayer
 from decomposition.fitting import Fit, FitOptions, fit_weight
 from decomposition.formats import TensorFormat, get_format, list_formats, register_format
@@ -56,6 +57,7 @@ __all__ = [
     "WeightModes",
     "allocate",
     "allocate_many",
+    "apply_fits",
     "apply_plan",
     "build_structure",
     "candidate_ranks",
@@ -71,6 +73,7 @@ __all__ = [
     "factorised_layers",
     "fingerprint",
     "fit_weight",
+    "from_tensorly",
     "get_format",
     "get_heuristic",
     "inspect_layers",

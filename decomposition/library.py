@@ -207,7 +207,7 @@ class FitLibrary:
                 error = float(file.metadata()["error"])
         except (SafetensorError, OSError, KeyError, ValueError, TypeError):
             return None  # a damaged cache entry is no harm: the fit is computed again and overwrites it
-        return Fit(cores, error)
+        return Fit(cores, error, self.format, self.modes[name], ranks)
 
     def _write(self, name: str, ranks: Ranks, fit: Fit) -> None:
         path = self._path(name, ranks)

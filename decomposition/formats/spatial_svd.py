@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -92,7 +94,7 @@ class _SpatialLayer(FactorisedLayer):
         execution: str,
     ) -> None:
         super().__init__(dense, tensor_format, modes, ranks, execution)
-        like = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
         geometry, rank = self.geometry, ranks[0]
         both = height_and_width(modes)[1] == 1
         first = geometry if both else geometry.along(0)
