@@ -16,6 +16,7 @@ from decomposition.candidates import Candidate, CandidateSet, plan_from_choices
 from decomposition.compensation import compensate
 from decomposition.cost import count_macs, count_parameters, evaluation_mode, example_batch
 from decomposition.errors import DecompositionError, PlanError
+from decomposition.exchange import apply_fits, from_tensorly
 from decomposition.factorised import FactorisedLayer
 from decomposition.fitting import Fit, FitOptions, fit_weight
 from decomposition.formats import TensorFormat, get_format, list_formats, register_format
@@ -78,6 +79,7 @@ __all__ = [
     "WeightModes",
     "allocate",
     "allocate_many",
+    "apply_fits",
     "apply_plan",
     "build_structure",
     "candidate_ranks",
@@ -93,6 +95,7 @@ __all__ = [
     "factorised_layers",
     "fingerprint",
     "fit_weight",
+    "from_tensorly",
     "get_format",
     "get_heuristic",
     "inspect_layers",

@@ -113,6 +113,16 @@ class FactorisedLayer(nn.Module):
                 dense.bias.copy_(self.bias)
         return dense
 
+    def to_tensorly(self) -> Any:
+        """Return the cores as a CPTensor, TuckerTensor, TTTensor or TRTensor of shape `modes.sizes`.
+
+        The arrays are copies in tensorly's present backend.
+
+        Raises:
+            DecompositionError: If tensorly has no object for the format.
+        """
+        return self.tensor_format.to_tensorly([core.detach() for core in self.cores()], self.modes)
+
     def extra_repr(self) -> str:
         """Show format, ranks and execution."""
         g = self.geometry

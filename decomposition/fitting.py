@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,10 +70,39 @@ class Fit:
         cores: The format's cores, float64.
         error: Relative output error sqrt(E|(W - V) x|^2 / E|W x|^2), |y|^2 = y' G y where a sensitivity G is
             given; without data |W - V| / |W|.
+        tensor_format: The cores' format; like modes and ranks `None` or `()` in a fit that does not say.
+        modes: How the weight is read as a tensor.
+        ranks: One rank a bond.
     """
 
     cores: Cores
     error: float
+    tensor_format: TensorFormat | None = None
+    modes: WeightModes | None = None
+    ranks: Ranks = ()
+
+    def to_tensorly(self) -> Any:
+        """Return the cores as a CPTensor, TuckerTensor, TTTensor or TRTensor of shape `modes.sizes`.
+
+        The arrays are copies in tensorly's present backend.
+
+        Raises:
+            DecompositionError: If tensorly has no object for the format, or the fit does not say its format.
+        """
+        tensor_format, modes = self.described()
+        return tensor_format.to_tensorly(self.cores, modes)
+
+    def described(self) -> tuple[TensorFormat, WeightModes]:
+        """Return the format and how it reads the weight.
+
+        Raises:
+            DecompositionError: If the fit does not say.
+        """
+        if self.tensor_format is None or self.modes is None:
+            raise DecompositionError(
+                "this fit does not say its format; take that of fit_weight, FitLibrary or from_tensorly"
+            )
+        return self.tensor_format, self.modes
 
 
 def fit_weight(
@@ -112,7 +142,8 @@ def fit_weight(
     if sensitivity is not None and not bool(torch.isfinite(sensitivity).all()):
         raise DecompositionError("the sensitivity holds NaN or infinite values; check the calibration set")
     with _few_threads(modes.columns):
-        return _fit(_Problem(tensor_format, weight.double(), modes, metric, sensitivity), ranks, options)
+        fit = _fit(_Problem(tensor_format, weight.double(), modes, metric, sensitivity), ranks, options)
+    return replace(fit, tensor_format=tensor_format, modes=modes, ranks=ranks)
 
 
 def symmetric_root(sensitivity: torch.Tensor) -> torch.Tensor:

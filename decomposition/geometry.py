@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -57,6 +57,25 @@ class Geometry:
     def spatial(self) -> int:
         """Number of spatial dimensions, 0 for a linear layer."""
         return len(self.kernel_size)
+
+    def along(self, axis: int) -> Geometry:
+        """Return the sliding along one spatial axis alone: size 1, stride 1, no padding along the others.
+
+        Convolving along one axis after the other equals convolving along all at once for every padding mode,
+        as long as nothing is added in between.
+        """
+
+        def only(values: tuple[int, ...], otherwise: int) -> tuple[int, ...]:
+            return tuple(value if j == axis else otherwise for j, value in enumerate(values))
+
+        padding = self.padding if isinstance(self.padding, str) else only(self.padding, 0)
+        return replace(
+            self,
+            kernel_size=only(self.kernel_size, 1),
+            stride=only(self.stride, 1),
+            padding=padding,
+            dilation=only(self.dilation, 1),
+        )
 
     def layer(self, inputs: int, outputs: int, *, bias: bool, groups: int = 1, **like: Any) -> nn.Module:
         """Make a layer with this kernel, stride and padding but other channels."""

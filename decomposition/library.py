@@ -262,6 +262,8 @@ class FitLibrary:
             digest = hashlib.sha256()
             modes = operation.modes(self.specs[name])
             digest.update(repr((operation.format, modes, self.options)).encode())
+            if operation.tensor_format.splits_kernel:
+                digest.update(repr(modes.kernel_size).encode())
             digest.update(self.weights[name].numpy().tobytes())
             for matrix in (self._metrics[name], self.sensitivities.get(name)):
                 digest.update(b"none" if matrix is None else to_bytes(matrix))
@@ -285,7 +287,8 @@ class FitLibrary:
                 error = float(file.metadata()["error"])
         except (SafetensorError, OSError, KeyError, ValueError, TypeError):
             return None  # a damaged cache entry is no harm: the fit is computed again and overwrites it
-        return Fit(cores, error)
+        modes = operation.modes(self.specs[name])
+        return Fit(cores, error, operation.tensor_format, modes, operation.ranks)
 
     def _write(self, name: str, operation: Factorise, fit: Fit) -> None:
         path = self._path(name, operation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from decomposition.errors import DecompositionError
@@ -21,11 +21,27 @@ class WeightModes:
         out: Factors of the output channels; `(64,)` when plain, `(4, 4, 4)` when tensorised.
         inp: Factors of the input channels.
         kernel: Kernel positions, 1 for linear layers and 1x1 convolutions.
+        kernel_size: The kernel along each axis, (height, width) of a Conv2d, for formats that split it;
+            `()` for a linear layer. Left out, the positions count as one axis.
+
+    Raises:
+        DecompositionError: If `kernel_size` does not multiply to `kernel`.
     """
 
     out: tuple[int, ...]
     inp: tuple[int, ...]
     kernel: int
+    # Fits kept on disk are named by the printed modes, and most formats take the positions as one mode.
+    kernel_size: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.kernel_size and self.kernel > 1:
+            object.__setattr__(self, "kernel_size", (self.kernel,))
+        if math.prod(self.kernel_size) != self.kernel:
+            raise DecompositionError(
+                f"a kernel of size {self.kernel_size} has {math.prod(self.kernel_size)} positions, "
+                f"not {self.kernel}; give sizes whose product is the number of positions"
+            )
 
     @property
     def out_channels(self) -> int:
@@ -64,7 +80,7 @@ class WeightModes:
 
 def plain_modes(spec: LayerSpec) -> WeightModes:
     """Return the modes (out, in, kernel) of a layer's weight."""
-    return WeightModes((spec.out_channels,), (spec.in_channels // spec.groups,), spec.kernel_elements)
+    return _modes(spec, (spec.out_channels,), (spec.in_channels // spec.groups,))
 
 
 def tensorised_modes(spec: LayerSpec) -> WeightModes:
@@ -72,9 +88,7 @@ def tensorised_modes(spec: LayerSpec) -> WeightModes:
 
     16 becomes 4x4, 64 becomes 4x4x4; a prime such as 3 stays whole.
     """
-    return WeightModes(
-        factorise(spec.out_channels), factorise(spec.in_channels // spec.groups), spec.kernel_elements
-    )
+    return _modes(spec, factorise(spec.out_channels), factorise(spec.in_channels // spec.groups))
 
 
 def factorise(channels: int) -> tuple[int, ...]:
@@ -117,7 +131,7 @@ def modes_from_dict(spec: LayerSpec, factors: dict[str, Sequence[int]] | None) -
     """
     if factors is None:
         return plain_modes(spec)
-    modes = WeightModes(tuple(factors["out"]), tuple(factors["in"]), spec.kernel_elements)
+    modes = _modes(spec, tuple(factors["out"]), tuple(factors["in"]))
     expected = plain_modes(spec)
     if (modes.out_channels, modes.in_channels) != (expected.out_channels, expected.in_channels):
         raise DecompositionError(
@@ -125,3 +139,7 @@ def modes_from_dict(spec: LayerSpec, factors: dict[str, Sequence[int]] | None) -
             f"(out {expected.out_channels}, in {expected.in_channels}); correct them or drop them"
         )
     return modes
+
+
+def _modes(spec: LayerSpec, out: tuple[int, ...], inp: tuple[int, ...]) -> WeightModes:
+    return WeightModes(out, inp, spec.kernel_elements, spec.kernel_size)

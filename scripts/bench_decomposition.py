@@ -70,7 +70,7 @@ TITLES = {
     "accuracy": "Accuracy without fine-tuning",
     "network": "Calibration and fit of a whole network",
 }
-WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48}
+WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48, "spatial_svd": 12}
 CHOOSERS = ("uniform", "greedy")
 COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequential + BN")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decomposition.formats import chain, cp, tucker
+from decomposition.formats import chain, cp, spatial_svd, tucker
 from decomposition.formats.base import Cores, Ranks, TensorFormat, get_format, list_formats, register_format
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "get_format",
     "list_formats",
     "register_format",
+    "spatial_svd",
     "tucker",
 ]

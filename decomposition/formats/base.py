@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
+from decomposition.formats.tensorly_objects import TensorlyObject
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.metric import Metric
 from decomposition.modes import WeightModes, plain_modes, tensorised_modes
@@ -32,12 +33,14 @@ class TensorFormat(ABC):
         description: One line for listings.
         tensorisable: Whether channel counts may be split into factors.
         own_ranks: Whether candidates give each bond a rank of its own (`spectra`) instead of one for all.
+        splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     tensorisable: ClassVar[bool] = False
     own_ranks: ClassVar[bool] = False
+    splits_kernel: ClassVar[bool] = False
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:
@@ -160,6 +163,33 @@ class TensorFormat(ABC):
         """Name the cheapest way to execute the layer by MACs at its real input size."""
         macs = self.stage_macs(spec, modes, ranks)
         return min(macs, key=lambda way: macs[way])
+
+    def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
+        """Return the cores as tensorly's object for this format, a tensor of shape `modes.sizes`.
+
+        Raises:
+            DecompositionError: If tensorly has none.
+        """
+        raise self._unknown_to_tensorly()
+
+    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+        """Return the cores that an object of tensorly stands for, their ranks and how they read the weight.
+
+        Args:
+            found: The object (`read_tensorly`).
+            modes: The plain modes of the layer's weight.
+
+        Raises:
+            DecompositionError: If tensorly has no object for this format, or it is of another shape.
+        """
+        raise self._unknown_to_tensorly()
+
+    def _unknown_to_tensorly(self) -> DecompositionError:
+        refusal = TensorFormat.to_tensorly
+        known = [name for name in list_formats() if type(_FORMATS[name]).to_tensorly is not refusal]
+        return DecompositionError(
+            f"tensorly has no object for the format {self.name!r}; it has one for {', '.join(known)}"
+        )
 
     def reconstruct(self, cores: Cores, modes: WeightModes) -> torch.Tensor:
         """Contract the cores to the weight (out, in, kernel)."""

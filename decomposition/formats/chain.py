@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer, StagedLayer
 from decomposition.formats.algebra import contract_chain, leading_left_vectors, split_chain
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.formats.tensorly_objects import TensorlyObject, in_tensorly_backend, wrong_sizes
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.modes import WeightModes
 
@@ -119,6 +121,52 @@ class ChainFormat(TensorFormat):
             "half": out * a * b * modes.columns + leaving,
             "dense": dense,
         }
+
+    def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
+        """Return a TRTensor or TTTensor of the same cores."""
+        from tensorly.tr_tensor import TRTensor
+        from tensorly.tt_tensor import TTTensor
+
+        return (TRTensor if self.closed else TTTensor)([in_tensorly_backend(core) for core in cores])
+
+    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+        """Read a TTTensor or TRTensor over (out, in, kernel), each of them one mode or several.
+
+        Several output or input modes are those of a tensorised weight; the kernel's are contracted to one.
+        """
+        sizes = found.sizes
+        out = _modes_for(sizes, modes.out_channels)
+        inp = _modes_for(sizes[out:], modes.in_channels)
+        kernel = sizes[out + inp :]
+        known = kernel in (modes.kernel_size, (modes.kernel,)) or (modes.kernel == 1 and not kernel)
+        if not (out and inp and known):
+            channels = (modes.out_channels, modes.in_channels)
+            raise wrong_sizes(found, [(*channels, modes.kernel), (*channels, *modes.kernel_size)])
+        split = WeightModes(sizes[:out], sizes[out : out + inp], modes.kernel, modes.kernel_size)
+        cores = found.factors[: out + inp]
+        if kernel:
+            last = contract_chain(found.factors[out + inp :])
+            if modes.kernel > 1:
+                cores = [*cores, last]
+            else:
+                cores = [*cores[:-1], torch.einsum("bic,ca->bia", cores[-1], last[:, 0])]
+        bonds = tuple(core.shape[0] for core in cores)
+        if not self.closed and bonds[0] != 1:
+            raise DecompositionError(
+                f"a tensor train begins and ends with rank 1, this chain with {bonds[0]}; "
+                "read it as a tensor_ring"
+            )
+        return cores, bonds if self.closed else bonds[1:], split
+
+
+def _modes_for(sizes: tuple[int, ...], channels: int) -> int:
+    """Return how many leading modes multiply to the channels, 0 if none do."""
+    product = 1
+    for count, size in enumerate(sizes, start=1):
+        product *= size
+        if product == channels:
+            return count
+    return 0
 
 
 class _ChainLayer(StagedLayer):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from decomposition.factorised import FactorisedLayer, StagedLayer
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.modes import WeightModes
 
@@ -85,6 +88,24 @@ class CP(TensorFormat):
             return {"chain": spec.output_positions * rank * (modes.in_channels + modes.out_channels)}
         entering = spec.input_positions * rank * modes.in_channels
         return {"chain": entering + spec.output_positions * rank * (modes.kernel + modes.out_channels)}
+
+    def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
+        """Return a CPTensor with weights of 1."""
+        from tensorly.cp_tensor import CPTensor
+
+        weights = torch.ones_like(cores[0][0])
+        return CPTensor((in_tensorly_backend(weights), [in_tensorly_backend(core) for core in cores]))
+
+    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+        """Read a CPTensor: A takes the weights in, several kernel factors become their Khatri-Rao product."""
+        check_sizes(found, modes)
+        output, inner, *rest = found.factors
+        rank = output.shape[1]
+        kernel = output.new_ones(1, rank) if found.head is None else found.head[None]
+        for factor in rest:
+            kernel = torch.einsum("pr,qr->pqr", kernel, factor).reshape(-1, rank)
+        cores = [output * kernel, inner] if modes.kernel == 1 else [output, inner, kernel]
+        return cores, (rank,), modes
 
 
 class _CPLayer(StagedLayer):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from decomposition.factorised import FactorisedLayer, StagedLayer
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.metric import Metric, channel_moments, times
 from decomposition.modes import WeightModes
@@ -111,6 +114,37 @@ class Tucker(TensorFormat):
             return {"chain": spec.output_positions * (entering + leaving)}
         kernel = ranks[0] * ranks[1] * modes.kernel
         return {"chain": spec.input_positions * entering + spec.output_positions * (kernel + leaving)}
+
+    def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
+        """Return a TuckerTensor whose kernel factor, or core without a kernel, is an identity."""
+        from tensorly.tucker_tensor import TuckerTensor
+
+        output, inner = cores[0], cores[-1]
+        like: dict[str, Any] = {"dtype": output.dtype, "device": output.device}
+        if modes.kernel == 1:
+            core, factors = torch.eye(output.shape[1], **like), [output, inner]
+        else:
+            core, factors = cores[1], [output, inner, torch.eye(modes.kernel, **like)]
+        return TuckerTensor((in_tensorly_backend(core), [in_tensorly_backend(each) for each in factors]))
+
+    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+        """Read a TuckerTensor or partial_tucker's two factors: the core takes the kernel's factors in.
+
+        Without a kernel, one of the channel factors takes the core in.
+        """
+        check_sizes(found, modes)
+        assert found.head is not None
+        core = found.head
+        output, inner, *rest = found.factors
+        for axis, factor in enumerate(rest, start=2):
+            core = torch.tensordot(core, factor, dims=([axis], [1])).movedim(-1, axis)
+        core = core.reshape(*core.shape[:2], modes.kernel)
+        ranks = (core.shape[0], core.shape[1])
+        if modes.kernel > 1:
+            return [output, core, inner], ranks, modes
+        matrix = core[..., 0]
+        cores = [output, inner @ matrix.T] if ranks[0] <= ranks[1] else [output @ matrix, inner]
+        return cores, (min(ranks),), modes
 
 
 class _TuckerLayer(StagedLayer):

@@ -27,8 +27,9 @@ _FIXED = {
     "tensor_train": ("series-2", "s"),
     "tucker": ("series-3", "^"),
     "cp": ("series-4", "D"),
+    "spatial_svd": ("series-5", "v"),
 }
-_OTHERS = (("series-5", "v"), ("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
+_OTHERS = (("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,11 +110,49 @@ def test_fits_of_other_channel_factors_are_not_taken(small_net: nn.Module, tmp_p
         assert library_of(small_net, "tensor_train", folder=tmp_path).fit("3", each).error == wanted[each]
 
 
+def test_a_kernel_that_is_split_keeps_its_fits_apart_from_its_turned_one(tmp_path: Path) -> None:
+    upright, turned = (nn.Sequential(nn.Conv2d(4, 6, size, bias=False)) for size in ((3, 2), (2, 3)))
+    with torch.no_grad():
+        turned[0].weight.copy_(upright[0].weight.reshape(6, 4, 2, 3))  # type: ignore[operator, union-attr]
+    for name, files in (("tucker", 1), ("spatial_svd", 2)):
+        folder = tmp_path / name
+        for model in (upright, turned):
+            specs = compressible_layers(model, (4, 8, 8))
+            library = FitLibrary(model, specs, name, options=FitOptions(iterations=3), folder=folder)
+            fit = library.fit("0", library.format.expand(library.modes["0"], 2))
+            shapes = library.format.core_shapes(
+                library.modes["0"], library.format.expand(library.modes["0"], 2)
+            )
+            assert [tuple(core.shape) for core in fit.cores] == shapes
+        assert len(list(folder.glob("*.safetensors"))) == files
+
+
 def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Path) -> None:
     first = library_of(small_net, folder=tmp_path).fit("3", AT_3_2)
     with torch.no_grad():
         small_net[3].weight.mul_(torch.linspace(0, 1, 12)[:, None, None, None])  # type: ignore[operator, index, union-attr]
     assert library_of(small_net, folder=tmp_path).fit("3", AT_3_2).error != first.error
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"),
+    [
+        ("cp", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
+        ("tensor_ring", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
+        ("tensor_train", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
+        ("tucker", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
+    ],
+)
+def test_fits_stay_under_the_names_of_earlier_versions(
+    small_net: nn.Module, tmp_path: Path, name: str, modes: str
+) -> None:
+    library = library_of(small_net, name, folder=tmp_path)
+    ranks = library.format.expand(library.modes["3"], 2)
+    library.fit("3", ranks)
+    digest = hashlib.sha256(f"('{name}', {modes}, {library.options!r})".encode())
+    digest.update(library.weights["3"].numpy().tobytes() + b"none" + b"none")
+    (entry,) = tmp_path.glob("*.safetensors")
+    assert entry.stem == f"{digest.hexdigest()[:32]}-{'-'.join(map(str, ranks))}"
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x00" * 64], ids=["empty", "garbage", "zeros"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tensorly as tl
 import tensorly.decomposition as tld
@@ -17,9 +18,9 @@ from decomposition.modes import WeightModes
 SMALL = WeightModes((8,), (6,), 9)
 TENSORISED = WeightModes((4, 2), (3, 2), 9)
 CASES = [
-    pytest.param(name, modes, id=f"{name}-{'x'.join(map(str, modes.sizes))}")
+    pytest.param(name, modes, id=f"{name}-{'x'.join(map(str, (*modes.out, *modes.inp, *modes.kernel_size)))}")
     for name in list_formats()
-    for modes in (SMALL, WeightModes((8,), (6,), 1), TENSORISED)
+    for modes in (SMALL, WeightModes((8,), (6,), 1), WeightModes((8,), (6,), 6, (2, 3)), TENSORISED)
     if modes.plain or get_format(name).tensorisable
 ]
 
@@ -94,6 +95,10 @@ RECOVERED: list[tuple[str, WeightModes, Ranks, int]] = [
     ("cp", WeightModes((8,), (8,), 9), (4,), 0),
     ("cp", WeightModes((12,), (10,), 9), (12,), 0),
     ("cp", WeightModes((8,), (8,), 1), (3,), 0),
+    ("spatial_svd", WeightModes((8,), (8,), 9, (3, 3)), (4,), 0),
+    ("spatial_svd", WeightModes((12,), (10,), 6, (2, 3)), (20,), 0),
+    ("spatial_svd", WeightModes((8,), (8,), 5), (3,), 0),
+    ("spatial_svd", WeightModes((8,), (8,), 1), (3,), 0),
 ]
 
 
@@ -110,6 +115,17 @@ def test_a_tensor_of_known_ranks_is_recovered(
     fit = fit_weight(tensor_format, weight, modes, ranks, options=THOROUGH)
     assert fit.error < 1e-6
     assert output_error(weight, tensor_format.reconstruct(fit.cores, modes), None) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, 4, 9])
+def test_a_spatial_svd_of_the_weight_is_the_best_there_is(rank: int) -> None:
+    modes = WeightModes((8,), (6,), 6, (2, 3))
+    weight = normal_weight(modes)
+    fit = fit_weight(get_format("spatial_svd"), weight, modes, (rank,))
+    # Eckart and Young: no matrix of that rank is closer to the unfolding (out * width, in * height).
+    unfolding = weight.numpy().reshape(8, 6, 2, 3).transpose(0, 3, 1, 2).reshape(24, 12)
+    values = np.linalg.svd(unfolding, compute_uv=False)
+    assert fit.error == pytest.approx((values[rank:] ** 2).sum() ** 0.5 / (values**2).sum() ** 0.5, rel=1e-9)
 
 
 def tensorly_error(name: str, weight: torch.Tensor, ranks: Ranks) -> float:

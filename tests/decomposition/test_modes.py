@@ -11,7 +11,14 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.layers import LayerSpec, compressible_layers
-from decomposition.modes import LARGEST_FACTOR, factorise, modes_from_dict, plain_modes, tensorised_modes
+from decomposition.modes import (
+    LARGEST_FACTOR,
+    WeightModes,
+    factorise,
+    modes_from_dict,
+    plain_modes,
+    tensorised_modes,
+)
 
 
 def largest_prime(number: int) -> int:
@@ -60,3 +67,17 @@ def test_modes_survive_their_description(spec: LayerSpec) -> None:
 def test_factors_of_another_layer_are_refused(spec: LayerSpec) -> None:
     with pytest.raises(DecompositionError, match=r"layer '0'.*out 16, in 12"):
         modes_from_dict(spec, {"out": [4, 4], "in": [4, 4]})
+
+
+def test_modes_tell_the_kernel_along_each_axis(spec: LayerSpec) -> None:
+    assert plain_modes(spec).kernel_size == tensorised_modes(spec).kernel_size == (1, 3)
+    assert WeightModes((2,), (3,), 9).kernel_size == (9,)
+    assert WeightModes((2,), (3,), 1).kernel_size == ()
+    linear = compressible_layers(nn.Sequential(nn.Linear(4, 3)), (4,))[0]
+    assert plain_modes(linear) == WeightModes((3,), (4,), 1)
+
+
+def test_modes_of_another_kernel_are_others() -> None:
+    assert WeightModes((2,), (3,), 6, (2, 3)) != WeightModes((2,), (3,), 6, (3, 2))
+    with pytest.raises(DecompositionError, match=r"\(3, 3\) has 9 positions, not 6"):
+        WeightModes((2,), (3,), 6, (3, 3))

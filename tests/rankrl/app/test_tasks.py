@@ -211,7 +211,8 @@ def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.Capt
         rankrl("--help")
     assert not left.value.code
     shown = capfd.readouterr().out
-    for expected in ("task=inspect", "decomposition: cp, tensor_ring", "tracking: csv, ", "search:"):
+    formats = f"decomposition: {', '.join(list_formats())}"
+    for expected in ("task=inspect", formats, "tracking: csv, ", "search:"):
         assert expected in shown
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decomposition import list_formats
 from rankrl.report import ReportError, gather_runs, write_sweep_report
 from rankrl.report.pareto import dense_costs, method_styles, pareto_front, plotted
 
@@ -193,6 +194,8 @@ def test_front_is_what_no_point_beats(points: list[tuple[int, int]]) -> None:
 
 
 def test_formats_keep_their_colours_whatever_else_is_shown() -> None:
-    alone, together = method_styles(["cp"]), method_styles(["magnitude", "tucker", "cp", "tensor_ring"])
-    assert alone["cp"] == together["cp"]
-    assert len(set(together.values())) == 4
+    together = method_styles(["magnitude", *list_formats()])
+    assert {name: method_styles([name])[name] for name in list_formats()} == {
+        name: together[name] for name in list_formats()
+    }
+    assert len(set(together.values())) == len(list_formats()) + 1

@@ -1,0 +1,171 @@
+"""Reading tensorly's objects, and the tuples and lists that it takes for them; writing in its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from decomposition.errors import DecompositionError
+from decomposition.modes import WeightModes
+
+Kind = Literal["cp", "tucker", "tensor_train", "tensor_ring"]
+_ALLOWED = (
+    "a CPTensor, TuckerTensor, TTTensor or TRTensor, (weights, factors), (core, factors) or a list of cores "
+    "(rank, size, next rank)"
+)
+
+
+@dataclass(frozen=True)
+class TensorlyObject:
+    """What an object of tensorly holds, float64 on the CPU.
+
+    Attributes:
+        kind: Name of the format that it is.
+        head: Weights of a CP tensor (None when they are ones), core of a Tucker tensor, else `None`.
+        factors: Factors (size, rank) of a CP or Tucker tensor, which may lack those of its last modes; cores
+            (rank, size, next rank) of a train or ring.
+    """
+
+    kind: Kind
+    head: torch.Tensor | None
+    factors: list[torch.Tensor]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the tensor that it stands for."""
+        if self.kind in ("tensor_train", "tensor_ring"):
+            return tuple(core.shape[1] for core in self.factors)
+        whole = () if self.kind == "cp" or self.head is None else tuple(self.head.shape[len(self.factors) :])
+        return (*(factor.shape[0] for factor in self.factors), *whole)
+
+
+def read_tensorly(tensor: Any) -> TensorlyObject:
+    """Read an object of tensorly, in any of its backends, or what it takes for one.
+
+    Args:
+        tensor: A CPTensor, TuckerTensor, TTTensor or TRTensor; `(weights, factors)`, `(core, factors)` or a
+            list of cores; or one of these with the errors that a routine returned beside it. A list of cores
+            whose outer ranks are 1 is a train.
+
+    Raises:
+        DecompositionError: If it is none of these, its parts do not belong together or are not finite.
+    """
+    from tensorly.cp_tensor import CPTensor
+    from tensorly.tr_tensor import TRTensor
+    from tensorly.tt_tensor import TTTensor
+    from tensorly.tucker_tensor import TuckerTensor
+
+    if isinstance(tensor, CPTensor | TuckerTensor):
+        return _checked(_matrices("cp" if isinstance(tensor, CPTensor) else "tucker", *tensor))
+    if isinstance(tensor, TTTensor | TRTensor):
+        kind: Kind = "tensor_train" if isinstance(tensor, TTTensor) else "tensor_ring"
+        return _checked(TensorlyObject(kind, None, _arrays(list(tensor))))
+    if not isinstance(tensor, list | tuple) or not tensor:
+        raise DecompositionError(f"got {_described(tensor)} for tensorly's factors; give {_ALLOWED}")
+    if len(tensor) == 2 and isinstance(tensor[1], list | tuple):
+        head, rest = tensor
+        if isinstance(
+            head, CPTensor | TuckerTensor | TTTensor | TRTensor | list | tuple
+        ):  # routines may add their errors
+            return read_tensorly(head)
+        return _checked(_matrices("cp" if head is None or np.ndim(head) == 1 else "tucker", head, rest))
+    cores = _arrays(tensor)
+    if any(core.ndim != 3 for core in cores):
+        raise DecompositionError(
+            f"got arrays of shapes {_shapes(cores)} for tensorly's factors; give {_ALLOWED}"
+        )
+    open_ended = cores[0].shape[0] == cores[-1].shape[2] == 1
+    return _checked(TensorlyObject("tensor_train" if open_ended else "tensor_ring", None, cores))
+
+
+def check_sizes(found: TensorlyObject, modes: WeightModes) -> None:
+    """Check that a CP or Tucker tensor has the shape of the weight.
+
+    Raises:
+        DecompositionError: If it is neither (out, in, *kernel) nor (out, in, kernel positions).
+    """
+    channels = (modes.out_channels, modes.in_channels)
+    allowed = [(*channels, modes.kernel), (*channels, *modes.kernel_size)]
+    if modes.kernel == 1:
+        allowed.append(channels)
+    if found.sizes not in allowed:
+        raise wrong_sizes(found, allowed)
+
+
+def wrong_sizes(found: TensorlyObject, allowed: Sequence[tuple[int, ...]]) -> DecompositionError:
+    """Return the error of a tensor that has not the weight's shape."""
+    shapes = " or ".join(str(shape) for shape in dict.fromkeys(allowed))
+    return DecompositionError(
+        f"tensorly's {found.kind} stands for a tensor of shape {found.sizes}, the layer's weight is "
+        f"{shapes}; decompose the weight in the order (out, in, kernel)"
+    )
+
+
+def in_tensorly_backend(tensor: torch.Tensor) -> Any:
+    """Return a tensor as tensorly's present backend has them; a copy."""
+    import tensorly
+
+    if tensorly.get_backend() == "pytorch":
+        return tensor.detach().clone()
+    exact = tensor.detach().cpu()
+    return tensorly.tensor((exact.float() if exact.dtype == torch.bfloat16 else exact).numpy())
+
+
+def _matrices(kind: Kind, head: Any, factors: Sequence[Any]) -> TensorlyObject:
+    return TensorlyObject(kind, None if head is None else _arrays([head])[0], _arrays(factors))
+
+
+def _arrays(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [_as_torch(value) for value in values]
+
+
+def _as_torch(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.from_numpy(np.asarray(value, dtype=np.float64))
+        except (TypeError, ValueError) as error:
+            raise DecompositionError(
+                f"got {_described(value)} among tensorly's factors ({error}); give real arrays, {_ALLOWED}"
+            ) from error
+    if value.is_complex():
+        raise DecompositionError("tensorly's factors are complex; layers have real weights")
+    array: torch.Tensor = value.detach().double().cpu()
+    if not bool(torch.isfinite(array).all()):
+        raise DecompositionError("tensorly's factors hold NaN or infinite values; decompose again")
+    return array
+
+
+def _checked(found: TensorlyObject) -> TensorlyObject:
+    """Check that the parts belong together, which a tuple or list does not promise."""
+    shapes = [tuple(factor.shape) for factor in found.factors]
+    if found.kind in ("tensor_train", "tensor_ring"):
+        left, right = [shape[0] for shape in shapes], [shape[2] for shape in shapes]
+        good = len(shapes) > 1 and right == [*left[1:], left[0]]
+    elif found.kind == "cp":
+        ranks = {shape[1] if len(shape) == 2 else None for shape in shapes}
+        ranks |= set() if found.head is None else {len(found.head)}
+        good = len(ranks) == 1 and None not in ranks
+    else:
+        core = () if found.head is None else tuple(found.head.shape)
+        # Without all factors it is partial_tucker's: the first modes, channels, have them.
+        good = len(shapes) in (2, len(core)) and len(shapes) <= len(core)
+        good = good and all(shape[1:] == (rank,) for shape, rank in zip(shapes, core, strict=False))
+    if not good:
+        head = "" if found.head is None else f"{tuple(found.head.shape)} and "
+        raise DecompositionError(
+            f"tensorly's {found.kind} has parts of shapes {head}{_shapes(found.factors)}, which do not "
+            f"belong together; give {_ALLOWED}"
+        )
+    return found
+
+
+def _shapes(arrays: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(tuple(array.shape)) for array in arrays)
+
+
+def _described(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
