@@ -119,10 +119,10 @@ def test_a_kernel_that_is_split_keeps_its_fits_apart_from_its_turned_one(tmp_pat
         for model in (upright, turned):
             specs = compressible_layers(model, (4, 8, 8))
             library = FitLibrary(model, specs, name, options=FitOptions(iterations=3), folder=folder)
-            fit = library.fit("0", library.format.expand(library.modes["0"], 2))
-            shapes = library.format.core_shapes(
-                library.modes["0"], library.format.expand(library.modes["0"], 2)
-            )
+            (chosen,) = library.formats
+            ranks = chosen.expand(library.modes("0", chosen), 2)
+            fit = library.fit("0", Factorise(name, ranks))
+            shapes = chosen.core_shapes(library.modes("0", chosen), ranks)
             assert [tuple(core.shape) for core in fit.cores] == shapes
         assert len(list(folder.glob("*.safetensors"))) == files
 
@@ -147,8 +147,9 @@ def test_fits_stay_under_the_names_of_earlier_versions(
     small_net: nn.Module, tmp_path: Path, name: str, modes: str
 ) -> None:
     library = library_of(small_net, name, folder=tmp_path)
-    ranks = library.format.expand(library.modes["3"], 2)
-    library.fit("3", ranks)
+    (chosen,) = library.formats
+    ranks = chosen.expand(library.modes("3", chosen), 2)
+    library.fit("3", Factorise(name, ranks))
     digest = hashlib.sha256(f"('{name}', {modes}, {library.options!r})".encode())
     digest.update(library.weights["3"].numpy().tobytes() + b"none" + b"none")
     (entry,) = tmp_path.glob("*.safetensors")

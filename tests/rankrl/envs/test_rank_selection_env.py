@@ -8,12 +8,12 @@ from typing import get_args
 import gymnasium
 import numpy as np
 import pytest
+from decomposition.curves import RankCurve
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
-from decomposition.curves import RankCurve
 from decomposition.formats import list_formats
 from decomposition.library import FitLibrary
 from rankrl.envs import ENVIRONMENT_ID, RankSelectionEnv

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from decomposition.curves import RankCurve, candidate_ranks
 from torch import nn
 
-from decomposition.curves import RankCurve, candidate_ranks
 from decomposition.formats import get_format
 from decomposition.layers import inspect_layers
 from decomposition.plan import LayerPlan

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from rankrl.agents.algorithms import create_algorithm
+from rankrl.agents.buffer import EpisodeBuffer
+from rankrl.agents.critics import CriticEnsemble
 from stable_baselines3.common.policies import ContinuousCritic
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from torch import nn
 
 from rankrl.agents import ALGORITHMS, AgentOptions, RankAgent
-from rankrl.agents.algorithms import create_algorithm
-from rankrl.agents.buffer import EpisodeBuffer
-from rankrl.agents.critics import CriticEnsemble
 from rankrl.agents.randomness import RandomState, one_thread
 from rankrl.envs import RankSelectionEnv
 from rankrl.errors import ConfigError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from rankrl.agents.plan_critic import PlanCritic, _Kernel
 from scipy.stats import spearmanr
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct
 
-from rankrl.agents.plan_critic import PlanCritic, _Kernel
 from rankrl.envs.actions import create_action_map
 
 LAYERS = 8

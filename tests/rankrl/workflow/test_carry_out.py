@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rankrl.workflow.apply import specs_after_removal
 from torch import nn
 
 import rankrl
@@ -25,7 +26,6 @@ from pruning import channel_groups, get_pruner, keep_share, removable_groups, re
 from rankrl.export import verify_onnx
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
-from rankrl.workflow.apply import specs_after_removal
 from rankrl.workflow.prune import removal_plan
 
 SHAPE = (3, 8, 8)

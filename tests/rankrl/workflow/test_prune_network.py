@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rankrl.workflow.apply import carry_out
 from torch import Tensor, nn
 
 from decomposition import DecompositionError, count_macs, count_parameters
@@ -16,7 +17,6 @@ from rankrl.data import ImageData, Images, load_dataset
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
-from rankrl.workflow.apply import carry_out
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions, pruner_defaults, pruning_options
