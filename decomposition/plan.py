@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,17 @@ from decomposition.files import replacing
 from decomposition.formats import get_format
 from decomposition.layer_plan import LayerPlan, check_keys, from_entry, to_entry, without_growth
 from decomposition.layers import LayerSpec, inspect_layers
+from decomposition.metadata import checked_metadata
 
 PLAN_VERSION = 1
 PRUNING_VERSION = 2
 """The version of plans with kept channels; the others stay readable for releases that know only version 1."""
+METADATA_VERSION = 3
+"""The version of plans with metadata, kept channels or not; a release that does not know it says so."""
+_VERSIONS = (PLAN_VERSION, PRUNING_VERSION, METADATA_VERSION)
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
-_INTEGERS = re.compile(r"(?<=\[)\s+\d+(?:,\s+\d+)*\s+(?=\])")
+# A JSON text holds no line break (it is written as \\n there), so that this finds lists only.
+_INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
 
 __all__ = [
     "CompressionPlan",
@@ -45,12 +50,18 @@ class CompressionPlan:
         fingerprint: Fingerprint of the model it was made for (`fingerprint`).
         input_shape: Shape of one model input without the batch axis; costs hold at this size.
         chosen_by: Who chose it, for example `greedy` or `ddpg`.
+        metadata: What else is to be kept with the plan and the networks saved with it, such as how the
+            model's inputs are made: values that JSON holds, by name. Nothing here looks at it.
     """
 
     layers: tuple[LayerPlan, ...]
     fingerprint: str
     input_shape: tuple[int, ...]
     chosen_by: str = "user"
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", checked_metadata(self.metadata, "the plan"))
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -66,16 +77,25 @@ class CompressionPlan:
         """The output channels that stay, of every layer that loses some; empty if none does."""
         return {layer.name: list(layer.kept) for layer in self.layers if layer.kept is not None}
 
+    @property
+    def _version(self) -> int:
+        """The oldest version that can hold the plan, so that older releases read what they know."""
+        if self.metadata:
+            return METADATA_VERSION
+        return PRUNING_VERSION if self.kept_channels else PLAN_VERSION
+
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        content = {
-            "version": PRUNING_VERSION if self.kept_channels else PLAN_VERSION,
+        content: dict[str, Any] = {
+            "version": self._version,
             "fingerprint": self.fingerprint,
             "input_shape": list(self.input_shape),
             "chosen_by": self.chosen_by,
-            "layers": [to_entry(layer) for layer in self.layers],
         }
-        # Ranks and channels belong on one line; in JSON a line break inside a text is written as \\n.
+        if self.metadata:
+            content["metadata"] = self.metadata
+        content["layers"] = [to_entry(layer) for layer in self.layers]
+        # Ranks and channels belong on one line.
         return _INTEGERS.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=2)) + "\n"
 
     @classmethod
@@ -95,12 +115,12 @@ class CompressionPlan:
             raise PlanError(f"{source} is no valid JSON ({error}); write it anew") from error
         if not isinstance(content, dict):
             raise PlanError(f"{source} must be a JSON object, got {type(content).__name__}")
-        if content.get("version") not in (PLAN_VERSION, PRUNING_VERSION):
+        if content.get("version") not in _VERSIONS:
             raise PlanError(
                 f"{source} has version {content.get('version')!r}; this release reads versions "
-                f"{PLAN_VERSION} and {PRUNING_VERSION}"
+                f"{', '.join(map(str, _VERSIONS[:-1]))} and {_VERSIONS[-1]}"
             )
-        check_keys(content, _PLAN_KEYS, _PLAN_KEYS, source)
+        check_keys(content, {*_PLAN_KEYS, "metadata"}, _PLAN_KEYS, source)
         shape = content["input_shape"]
         if not (isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)):
             raise PlanError(f"{source}: input_shape must be a list of positive integers, got {shape!r}")
@@ -114,12 +134,15 @@ class CompressionPlan:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
-        if any(layer.kept is not None for layer in layers) != (content["version"] == PRUNING_VERSION):
+        metadata = checked_metadata(content.get("metadata", {}), source)
+        plan = cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"], metadata)
+        if content["version"] != plan._version:
             raise PlanError(
-                f"{source} has version {content['version']}; version {PRUNING_VERSION} is for plans with "
-                f"kept channels, version {PLAN_VERSION} for those without"
+                f"{source} has version {content['version']}; version {METADATA_VERSION} is for plans with "
+                f"metadata, version {PRUNING_VERSION} is for plans with kept channels and no metadata, "
+                f"version {PLAN_VERSION} is for those with neither"
             )
-        return cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"])
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`, atomically."""

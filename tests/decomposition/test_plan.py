@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -34,12 +35,18 @@ decomposed = st.builds(
     kept=channels,
 )
 dense = st.builds(LayerPlan, layer_names, reason=st.none() | st.text(max_size=30), kept=channels)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=10,
+)
 plans = st.builds(
     CompressionPlan,
     st.lists(decomposed | dense, max_size=6, unique_by=lambda layer: layer.name).map(tuple),
     st.text(max_size=16),
     st.lists(st.integers(1, 500), min_size=1, max_size=3).map(tuple),
     st.text(max_size=10),
+    metadata=st.dictionaries(st.text(max_size=6), json_values, max_size=3),
 )
 
 
@@ -67,11 +74,18 @@ def test_a_plan_gives_its_layers_by_name(small_net: nn.Module) -> None:
 Change = Callable[[dict[str, Any]], object]
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "newer version": (lambda p: p.update(version=3), "version 3"),
+    "newer version": (lambda p: p.update(version=4), "version 4.*reads versions 1, 2 and 3"),
+    "version of metadata without any": (lambda p: p.update(version=3), "version 3 is for plans with metadata"),
+    "metadata in a plan without": (lambda p: p.update(metadata={"a": 1}), "version 1 is for"),
+    "metadata no object": (lambda p: p.update(version=3, metadata=[1]), "metadata must be an object"),
+    "metadata not finite": (
+        lambda p: p.update(version=3, metadata={"a": {"b": [float("nan")]}}),
+        r"metadata\['a'\]\['b'\]\[0\] is nan",
+    ),
     "pruning version without kept channels": (lambda p: p.update(version=2), "version 2 is for plans with"),
     "kept channels in a plan without": (
         lambda p: p["layers"][0].update(kept=[0]),
-        "version 1 for those",
+        "version 1 is for those with neither",
     ),
     "no kept channel": (lambda p: p["layers"][0].update(kept=[]), "layer '0': kept must be a sorted list"),
     "unsorted channels": (lambda p: p["layers"][0].update(kept=[2, 1]), "kept must be a sorted list"),
@@ -245,6 +259,80 @@ def test_plans_without_kept_channels_are_written_as_before(small_net: nn.Module)
     content = json.loads(make_plan(small_net, SHAPE, "tucker", 2).to_json())
     assert content["version"] == 1
     assert all("kept" not in layer for layer in content["layers"])
+
+
+AS_BEFORE = """{
+  "version": 1,
+  "fingerprint": "%s",
+  "input_shape": [3, 10, 10],
+  "chosen_by": "user",
+  "layers": [
+    {
+      "name": "0",
+      "format": null,
+      "ranks": [],
+      "reason": "no rank was given"
+    },
+    {
+      "name": "3",
+      "format": "tucker",
+      "ranks": [3, 2]
+    },
+    {
+      "name": "7",
+      "format": null,
+      "ranks": [],
+      "reason": "no rank was given"
+    }
+  ]
+}
+"""
+
+
+def test_plans_without_metadata_are_written_as_before_and_still_read(small_net: nn.Module) -> None:
+    plan = make_plan(small_net, SHAPE, "tucker", {"3": [3, 2]})
+    assert plan.to_json() == AS_BEFORE % plan.fingerprint
+    assert CompressionPlan.from_json(AS_BEFORE % plan.fingerprint) == plan
+    removing = plan.with_removal(small_net, {"0": [1, 3]})
+    assert json.loads(removing.to_json())["version"] == 2
+    assert CompressionPlan.from_json(removing.to_json()) == removing
+
+
+def test_metadata_goes_with_the_plan(small_net: nn.Module, tmp_path: Path) -> None:
+    notes = {"preprocessing": {"mean": [0.5], "classes": ["cat", "[ 1 ]"], "size": [8, 8]}}
+    plan = dataclasses.replace(make_plan(small_net, SHAPE, "tucker", 2), metadata=notes)
+    assert json.loads(plan.to_json())["version"] == 3
+    assert CompressionPlan.from_json(plan.to_json()) == plan
+    removing = plan.with_removal(small_net, {"0": [1, 3, 5, 7]})
+    assert CompressionPlan.from_json(removing.to_json()) == removing
+    assert removing.after_removal(halved(small_net)).metadata == notes
+    save_compressed(build_structure(small_net, plan), plan, tmp_path / "small.safetensors")
+    assert load_compressed(small_net, tmp_path / "small.safetensors")[1].metadata == notes
+    assert plan != dataclasses.replace(plan, metadata={})
+    notes["preprocessing"]["mean"].append(0.6)  # type: ignore[attr-defined]
+    assert plan.metadata["preprocessing"]["mean"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"a": (1, 2)}, r"metadata\['a'\] is \(1, 2\).*JSON"),
+        ({"a": {1: 2}}, r"metadata\['a'\] has the key 1.*text"),
+        ({"a": [float("inf")]}, r"metadata\['a'\]\[0\] is inf"),
+        ([1], "metadata must be an object"),
+    ],
+)
+def test_metadata_that_json_cannot_hold_is_refused(
+    small_net: nn.Module, metadata: Any, message: str
+) -> None:
+    plan = make_plan(small_net, SHAPE, "tucker", 2)
+    with pytest.raises(PlanError, match=message):
+        dataclasses.replace(plan, metadata=metadata)
+
+
+def test_text_that_looks_like_a_list_stays_as_it_is(small_net: nn.Module) -> None:
+    plan = dataclasses.replace(make_plan(small_net, SHAPE, "tucker", 2), chosen_by="[ 1,  2 ]")
+    assert CompressionPlan.from_json(plan.to_json()) == plan
 
 
 def test_kept_channels_are_refused_by_what_cannot_remove_them(small_net: nn.Module, tmp_path: Path) -> None:
