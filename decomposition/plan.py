@@ -192,11 +192,12 @@ class CompressionPlan:
             DecompositionError: If a rank is not feasible.
         """
         if self.kept_channels:
+            names = list(self.kept_channels)
+            shown = f"{len(names)} layers" if len(names) > 1 else f"layer {names[0]!r}"
             raise PlanError(
-                f"the plan removes channels from {len(self.kept_channels)} layers, which this function "
-                "cannot do; use rankrl.carry_out(model, plan) and rankrl.load_compressed, or remove them "
-                "yourself (pruning.remove_channels with plan.kept_channels) and go on with "
-                "plan.after_removal(pruned)"
+                f"the plan removes channels from {shown}, which this function cannot do; use "
+                "rankrl.carry_out(model, plan) and rankrl.load_compressed, or remove them yourself "
+                "(pruning.remove_channels with plan.kept_channels) and go on with plan.after_removal(pruned)"
             )
         by_name = self.check_model(model)
         for layer in self.layers:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from rankrl.plurals import counted
 from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
 from rankrl.report.html_page import cards, facts, figure, page, section, table
@@ -109,7 +110,7 @@ def _latency_conditions(metrics: Mapping[str, Any]) -> str:
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
     parts = [f"per batch of {batch:.0f}"] if batch else []
     if threads:
-        parts.append(f"on {threads:.0f} thread{'s' if threads > 1 else ''}")
+        parts.append(f"on {counted(int(threads), 'thread')}")
     return f", {' '.join(parts)}" if parts else ""
 
 
@@ -118,8 +119,9 @@ def _search(report: RunReport) -> str:
         return ""
     best = max(report.episodes, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
+    plans = counted(len(report.episodes), "evaluated plan")
     caption = (
-        f"{len(report.episodes)} evaluated plans{'' if seconds is None else f' in {seconds:.0f} s'}. "
+        f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
         f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs."
@@ -139,9 +141,8 @@ def _layers(report: RunReport) -> str:
     dense = sum(not row.is_compressed for row in report.layers)
     reasoned = any(row.reason for row in report.layers)
     kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
-    plural = "s" if len(report.layers) > 1 else ""
     caption = (
-        f"{len(report.layers)} layer{plural}, {dense} left dense; "
+        f"{counted(len(report.layers), 'layer')}, {dense} left dense; "
         f"together they keep {format_share(kept)} of their parameters."
     )
     drawing = figure(

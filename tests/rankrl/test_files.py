@@ -70,9 +70,7 @@ def test_json_is_standard_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_a_file_has_the_mode_of_any_new_file_whoever_writes_it(
-    tmp_path: Path, umask: int, mode: int
-) -> None:
+def test_a_file_has_the_mode_of_any_new_file_whoever_writes_it(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         write_json(tmp_path / "own.json", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rankrl.plurals import counted
 from rankrl.report import collect_setup, summary_table
+from rankrl.report.provenance import hardware_line
 from rankrl.report.stages import format_accuracy, format_large, format_points, format_ratio, stages
 
 
@@ -101,4 +104,12 @@ def test_the_setup_names_command_seed_versions_and_hardware() -> None:
     assert setup["Command"] == "rankrl model=resnet20 'note=two words'"
     assert setup["Seed"] == "7"
     assert "torch" in setup["Versions"]
-    assert "cores" in setup["Processor"]
+    assert re.search(r", \d+ cores?$", setup["Processor"])
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 cores"), (1, "1 core"), (2, "2 cores")])
+def test_one_is_no_plural(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counted(count, "core") == text
+    monkeypatch.setattr("rankrl.report.provenance.usable_cores", lambda: count)
+    assert collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
+    assert f", {text}, " in hardware_line()
