@@ -1,4 +1,4 @@
-"""What is done to the ONNX graph after tracing: folding, batch normalisation, names, preprocessing, metadata."""
+"""What is done to the ONNX graph after tracing: folding, names, preprocessing, metadata."""
 
 from __future__ import annotations
 
@@ -140,13 +140,9 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
     ]
     for position, node in enumerate(nodes):
         graph.node.insert(position, node)
-    batch = entry.type.tensor_type.shape.dim[0]
-    shape = (
-        batch.dim_param or batch.dim_value,
-        preprocessing.height,
-        preprocessing.width,
-        preprocessing.channels,
-    )
+    axis = entry.type.tensor_type.shape.dim[0]
+    batch: str | int = axis.dim_param or axis.dim_value
+    shape = (batch, preprocessing.height, preprocessing.width, preprocessing.channels)
     entry.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.UINT8, shape))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from decomposition import DecompositionError, LatencyTable, RankCurve, get_forma
 from decomposition.formats import Ranks
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from rankrl.device import processor_name
-from rankrl.export.latency import measure_latency
+from rankrl.export.latency import clock_for, measure_latency, ticks
 from rankrl.export.onnx_file import export_onnx
 from rankrl.export.session import open_session
 
@@ -145,13 +144,14 @@ def _time_outputs(path: Path, shape: tuple[int, ...], threads: int, runs: int) -
         onnx.save(extractor.extract_model([entry], [output.name]), path)
         sessions.append(open_session(path, threads=threads))
     inputs = {entry: np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
+    read = ticks(clock_for(threads))
     times = np.zeros((runs, len(sessions)))
     for turn in range(-_WARM_UP, runs):
         for position, session in enumerate(sessions):
-            start = time.perf_counter_ns()
+            start = read()
             session.run(None, inputs)
             if turn >= 0:
-                times[turn, position] = (time.perf_counter_ns() - start) / 1e6
+                times[turn, position] = (read() - start) / 1e6
     return np.median(times, axis=0)
 
 
@@ -166,7 +166,10 @@ def _fitted(layers: dict[str, dict[Ranks, float]], whole: float, conditions: str
 
 
 def _conditions(batch: int, threads: int) -> str:
-    return f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms"
+    return (
+        f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
+        f"{clock_for(threads)} time"
+    )
 
 
 def _geometry(curve: RankCurve) -> str:

@@ -19,6 +19,8 @@ from rankrl.report.stages import (
     format_points,
     format_ratio,
     format_share,
+    latency_change,
+    latency_note,
     number,
     ratio,
     stages,
@@ -86,12 +88,14 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     for name, key, attribute, write, better, worse in (
         ("Parameters", "params", "params", format_count, "fewer", "more"),
         ("MACs", "macs", "macs", format_large, "fewer", "more"),
-        ("Latency", "latency", "latency_ms", format_latency, "faster", "slower"),
     ):
         before, after = getattr(first, attribute), getattr(last, attribute)
         if before is not None and after is not None:
             gained = format_ratio(ratio(metrics, key, before, after), better, worse)
             values.append((name, gained, f"{write(before)} → {write(after)}"))
+    if first.latency_ms is not None and last.latency_ms is not None:
+        note = f"{format_latency(first.latency_ms)} → {format_latency(last.latency_ms)}"
+        values.append(("Latency", latency_change(metrics, first.latency_ms, last.latency_ms), note))
     return values
 
 
@@ -101,17 +105,8 @@ def _comparison(metrics: Mapping[str, Any]) -> str:
         return ""
     caption = "Accuracy is measured on the test set, which nothing was chosen by."
     if number(metrics, "onnx", "latency_ms") is not None:
-        caption += f" Latency is that of the ONNX file{_latency_conditions(metrics)}."
+        caption += f" {latency_note(metrics)}"
     return table(caption, columns, rows)
-
-
-def _latency_conditions(metrics: Mapping[str, Any]) -> str:
-    """How the latency was measured, as far as the metrics say: `, per batch of 64 on 1 thread`."""
-    batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
-    parts = [f"per batch of {batch:.0f}"] if batch else []
-    if threads:
-        parts.append(f"on {counted(int(threads), 'thread')}")
-    return f", {' '.join(parts)}" if parts else ""
 
 
 def _search(report: RunReport) -> str:

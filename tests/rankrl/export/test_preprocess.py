@@ -89,7 +89,7 @@ def test_a_network_that_needs_its_planes_in_a_row_gets_them(tmp_path: Path, imag
             self.last = nn.Linear(192, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(x.view(len(x), -1))
+            return self.last(x.view(x.shape[0], -1))
 
     model = Viewing()
     export_onnx(model, tmp_path / "model.onnx", SHAPE, preprocessing=HOW)
