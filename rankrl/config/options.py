@@ -110,7 +110,11 @@ def search_options(config: AppConfig) -> SearchOptions:
         macs=config.budget.macs,
         latency=config.budget.latency,
         timing=LatencyOptions(
-            config.export.batch, config.export.threads, config.export.runs, cache_folder() / "latencies"
+            config.export.batch,
+            config.export.threads,
+            config.export.runs,
+            cache_folder() / "latencies",
+            config.export.preprocess,
         ),
         episodes=search.episodes,
         seconds=search.seconds,
@@ -220,7 +224,7 @@ def export_options(config: AppConfig) -> ExportOptions:
     for name in ("batch", "threads", "runs"):
         if getattr(export, name) < 1:
             raise ConfigError(f"export.{name} must be at least 1, got {getattr(export, name)}")
-    return ExportOptions(export.opset, export.batch, export.threads, export.runs)
+    return ExportOptions(export.opset, export.batch, export.threads, export.runs, export.preprocess)
 
 
 def _recipe(

@@ -157,7 +157,7 @@ def latency_change(metrics: Mapping[str, Any], before: float | None, after: floa
 def latency_note(metrics: Mapping[str, Any]) -> str:
     """How the latency was measured and how far it can be trusted, as far as the metrics say; a paragraph."""
     onnx = metrics.get("onnx") or {}
-    parts = [f"Latency is the median {_CLOCKS.get(onnx.get('clock'), 'time')}"]
+    parts = [f"Latency is the median {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
     if batch:
         parts.append(f"per batch of {batch:.0f}")

@@ -12,7 +12,7 @@ from rankrl.report.gather import GatheredRun, gather_runs
 from rankrl.report.html_page import cards, facts, figure, page, section, sortable_table, table
 from rankrl.report.pareto import COSTS, dense_costs, dense_network, pareto_figure, plotted
 from rankrl.report.run_page import run_title
-from rankrl.report.stages import format_accuracy, latency_change
+from rankrl.report.stages import format_accuracy
 from rankrl.report.sweep_table import runs_csv, shared_values, shown_columns, table_rows
 
 PAGE_FILE = "report.html"
@@ -98,10 +98,7 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
         if near:
             kept, run = min(near, key=lambda pair: pair[0])
             note = f"{_name(run)}, {format_accuracy(_accuracy(run))}; at most 1 point lost"
-            dense_ms = None if run.baseline is None else run.baseline.latency_ms
-            final_ms = None if run.final is None else run.final.latency_ms
-            timed = cost == "latency"
-            change = latency_change(run.metrics, dense_ms, final_ms) if timed else f"{1 / kept:.2f}× fewer"
+            change = run.latency_change if cost == "latency" else f"{1 / kept:.2f}× fewer"
             values.append((title, change, note))
     return values
 

@@ -19,7 +19,6 @@ from rankrl.report.stages import (
     format_count,
     format_large,
     format_latency,
-    latency_change,
     ratio,
 )
 
@@ -82,8 +81,7 @@ def _write_ratio(value: float | None) -> str:
 
 
 def _unchanged(run: GatheredRun) -> str | None:
-    change = latency_change(run.metrics, _dense("latency_ms")(run), _final("latency_ms")(run))
-    return UNCHANGED if change == UNCHANGED else None
+    return UNCHANGED if run.latency_change == UNCHANGED else None
 
 
 COLUMNS = (

@@ -20,7 +20,7 @@ from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.choose import search_setting
 from rankrl.workflow.compare import FinalTest, contestants, search_all, tested
-from rankrl.workflow.measure import network_numbers
+from rankrl.workflow.measure import network_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -45,7 +45,8 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
 
     with search_setting(dense, data, library, search, candidates=candidates, rewrite=rewrite) as setting:
         results = search_all(setting, search, entered, folder.searches)
-    max(results.values(), key=lambda result: result.best.reward).plan.save(folder.plan)
+    best = max(results.values(), key=lambda result: result.best.reward)
+    with_preprocessing(best.plan, data).save(folder.plan)
     final = FinalTest(
         data,
         dense,
@@ -68,7 +69,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     }
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
-    folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
+    steps.track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
     console.print(_table(rows))

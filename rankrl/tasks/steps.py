@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rankrl.workflow.choose import (
     choose_plan,
     fit_candidates,
 )
+from rankrl.workflow.measure import with_preprocessing
 from rankrl.workflow.network import build_network, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 from rankrl.workflow.training_step import write_training_step
@@ -69,7 +71,7 @@ def candidate_fits(config: AppConfig, dense: nn.Module, images: Tensor) -> FitLi
 def chosen_plan(
     config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor, folder: RunFolder
 ) -> Choice:
-    """Search for a plan and write it.
+    """Search for a plan and write it, with what the network's images go through.
 
     Raises:
         RunStoppedError: If the user stopped the search.
@@ -87,8 +89,9 @@ def chosen_plan(
     )
     if choice.result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
-    choice.result.plan.save(folder.plan)
-    return choice
+    plan = with_preprocessing(choice.result.plan, data)
+    plan.save(folder.plan)
+    return dataclasses.replace(choice, result=dataclasses.replace(choice.result, plan=plan))
 
 
 def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
@@ -137,7 +140,26 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
         )
     dense = build_network(config.model, data, seed=config.seed)
     network, plan = load_compressed(dense, Path(config.weights))
+    _warn_of_other_images(config.weights, plan, data)
     return network.eval(), dense, plan
+
+
+def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) -> None:
+    """Warn when a network gets images that are normalised in another way than those it was made with."""
+    known, given = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
+    if not isinstance(known, dict):
+        return
+    for name in ("mean", "std"):
+        if name in known and known[name] != given[name]:
+            log.warning(
+                "%s was made with images of %s %s, those of dataset=%s have %s; dataset.%s sets it",
+                weights,
+                name,
+                known[name],
+                data.name,
+                given[name],
+                name,
+            )
 
 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
@@ -155,7 +177,20 @@ def head(config: AppConfig, data: ImageData) -> dict[str, Any]:
         "decomposition": config.decomposition.format,
         "selector": config.selector["name"],
         "seed": config.seed,
+        "preprocessing": data.preprocessing.to_dict(),
     }
+
+
+def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an ONNX file is to hold beside the graph and its preprocessing."""
+    numbers = {key: value for key, value in metrics.items() if key != "preprocessing"}
+    return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
+
+
+def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
+    """Hand the results among the metrics to the trackers."""
+    given = ("seed", "preprocessing")
+    folder.tracking.result({key: value for key, value in metrics.items() if key not in given})
 
 
 def search_numbers(result: SearchResult) -> dict[str, Any]:
@@ -182,7 +217,7 @@ def finish(
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
     page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
-    folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
+    track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
     table = summary_table(metrics)

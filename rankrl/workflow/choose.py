@@ -284,7 +284,9 @@ def search_setting(
     if options.latency is None:
         problem = describe(curves=curves, library=library)
     else:
-        timed = LatencyBudget(model, curves, data.input_shape, options.latency, options.timing)
+        timed = LatencyBudget(
+            model, curves, data.input_shape, options.latency, options.timing, data.preprocessing
+        )
         problem = timed.problem(library)
     reward = create_reward(options.reward, budgeted=problem.budget is not None, **options.reward_options)
     images = data.heldout.subset(torch.arange(min(options.images, len(data.heldout))))

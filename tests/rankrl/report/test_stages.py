@@ -145,7 +145,7 @@ def test_the_terminal_shows_the_spread_and_a_busy_machine(metrics: dict[str, Any
         "clock": "processor",
         "busy": "the timed passes waited 52 % of the time for a core",
     }
-    assert latency_note(metrics) == (
+    assert plain(latency_note(metrics)) == (
         "Latency is the median processor time per batch of 64 on 1 thread. The original takes 1.28 to 1.33 "
         "times as long (95 % interval). The machine was busy: the timed passes waited 52 % of the time for a "
         "core."
