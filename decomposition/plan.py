@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from decomposition.files import replacing
 from decomposition.formats import get_format
 from decomposition.layer_plan import LayerPlan, from_entry, to_entry, without_growth
 from decomposition.layers import LayerSpec, inspect_layers
+from decomposition.metadata import checked_metadata
 from decomposition.operations import Factorise, GroupOperation, Operation
 from decomposition.operations.base import check_keys
 from decomposition.operations.factorise import factors_of
@@ -25,7 +26,8 @@ from decomposition.plan_versions import PLAIN_VERSION, PRUNING_VERSION, upgraded
 PLAN_VERSION = 3
 _READABLE = (PLAIN_VERSION, PRUNING_VERSION, PLAN_VERSION)
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
-_INTEGERS = re.compile(r"(?<=\[)\s+\d+(?:,\s+\d+)*\s+(?=\])")
+# A JSON text holds no line break (it is written as \\n there), so that this finds lists only.
+_INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
 
 _Kind = TypeVar("_Kind", bound=Operation)
 RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperation]], nn.Module]
@@ -51,12 +53,18 @@ class CompressionPlan:
         fingerprint: Fingerprint of the model it was made for (`fingerprint`).
         input_shape: Shape of one model input without the batch axis; costs hold at this size.
         chosen_by: Who chose it, for example `greedy` or `ddpg`.
+        metadata: What else is to be kept with the plan and the networks saved with it, such as how the
+            model's inputs are made: values that JSON holds, by name. Nothing here looks at it.
     """
 
     layers: tuple[LayerPlan, ...]
     fingerprint: str
     input_shape: tuple[int, ...]
     chosen_by: str = "user"
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", checked_metadata(self.metadata, "the plan"))
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -80,14 +88,16 @@ class CompressionPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
-        content = {
+        content: dict[str, Any] = {
             "version": PLAN_VERSION,
             "fingerprint": self.fingerprint,
             "input_shape": list(self.input_shape),
             "chosen_by": self.chosen_by,
-            "layers": [to_entry(layer) for layer in self.layers],
         }
-        # Ranks and channels belong on one line; in JSON a line break inside a text is written as \\n.
+        if self.metadata:
+            content["metadata"] = self.metadata
+        content["layers"] = [to_entry(layer) for layer in self.layers]
+        # Ranks and channels belong on one line.
         return _INTEGERS.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=2)) + "\n"
 
     @classmethod
@@ -113,7 +123,8 @@ class CompressionPlan:
                 f"{source} has version {version!r}; this release reads versions "
                 f"{', '.join(map(str, _READABLE))}"
             )
-        check_keys(content, _PLAN_KEYS, _PLAN_KEYS, source)
+        further = {"metadata"} if version == PLAN_VERSION else set()
+        check_keys(content, _PLAN_KEYS | further, _PLAN_KEYS, source)
         shape = content["input_shape"]
         if not (isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)):
             raise PlanError(f"{source}: input_shape must be a list of positive integers, got {shape!r}")
@@ -130,7 +141,8 @@ class CompressionPlan:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
-        return cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"])
+        metadata = checked_metadata(content.get("metadata", {}), source)
+        return cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"], metadata)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`, atomically."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from decomposition.files import replacing
 from rankrl.errors import StorageError
 
 
@@ -48,7 +47,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """Give a temporary path to a library that insists on writing to a path itself.
 
     The temporary name lies in the folder of `path` and keeps its suffix. When the block ends normally the
-    temporary file is flushed to the disk and renamed to `path`; when it raises, the file is removed.
+    temporary file is flushed to the disk and renamed to `path`, with the mode of any new file; when it
+    raises, the file is removed.
 
     Args:
         path: The file to create or replace; missing parent folders are created.
@@ -60,18 +60,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         StorageError: An `OSError` occurred in the block or while renaming (full disk, unwritable folder).
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with temporary.open("r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        with replacing(target) as temporary:
+            yield temporary
     except OSError as error:
         raise StorageError(
             f"cannot write {target}: {error.strerror or error}. "
             "Check that the folder is writable and that the disk has room, or choose another folder."
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -21,6 +21,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rankrl.workflow.apply import carry_out
+from rankrl.workflow.choose import (
+    CandidateOptions,
+    SearchOptions,
+    calibration_images,
+    choose_plan,
+    fit_candidates,
+)
 from torch import nn
 
 from decomposition import DecompositionError
@@ -30,14 +38,6 @@ from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.workflow.apply import carry_out
-from rankrl.workflow.choose import (
-    CandidateOptions,
-    SearchOptions,
-    calibration_images,
-    choose_plan,
-    fit_candidates,
-)
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions, cost_ratios, export_dense, export_numbers, network_numbers
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rankrl.workflow.choose import CandidateOptions, fit_candidates
 
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
@@ -31,7 +32,6 @@ from rankrl.plan_search.run import run_search
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
-from rankrl.workflow.choose import CandidateOptions, fit_candidates
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from rankrl.workflow.apply import without_channels
 from result_rows import ResultRows
 from torch import Tensor, nn
 
@@ -37,7 +38,6 @@ from rankrl.files import atomic_path
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.training import report_accuracy
-from rankrl.workflow.apply import without_channels
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options

@@ -26,6 +26,12 @@ from typing import get_args
 
 import numpy as np
 import torch
+from rankrl.workflow.choose import (
+    CALIBRATION_BATCH,
+    CandidateOptions,
+    calibration_images,
+    fit_candidates,
+)
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -39,12 +45,6 @@ from rankrl.plan_search.problem import RanksKey, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, accuracy, train
-from rankrl.workflow.choose import (
-    CALIBRATION_BATCH,
-    CandidateOptions,
-    calibration_images,
-    fit_candidates,
-)
 from rankrl.workflow.measure import test_accuracy
 
 FITS: dict[str, Statistics] = {

@@ -113,7 +113,9 @@ def search_options(config: AppConfig) -> SearchOptions:
         macs=budget.macs,
         bytes=budget.bytes,
         latency=budget.latency,
-        timing=LatencyOptions(export.batch, export.threads, export.runs, cache_folder() / "latencies"),
+        timing=LatencyOptions(
+            export.batch, export.threads, export.runs, cache_folder() / "latencies", export.preprocess
+        ),
         reward=reward,
         reward_options=reward_options,
         finalists=search.finalists,
@@ -242,7 +244,7 @@ def export_options(config: AppConfig) -> ExportOptions:
     for name in ("batch", "threads", "runs"):
         if getattr(export, name) < 1:
             raise ConfigError(f"export.{name} must be at least 1, got {getattr(export, name)}")
-    return ExportOptions(export.opset, export.batch, export.threads, export.runs)
+    return ExportOptions(export.opset, export.batch, export.threads, export.runs, export.preprocess)
 
 
 def _recipe(

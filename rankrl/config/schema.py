@@ -129,6 +129,7 @@ class ExportConfig:
     """The ONNX file and how its latency is measured."""
 
     opset: int | None = None
+    preprocess: bool = False
     batch: int = 64
     threads: int = 1
     runs: int = 30

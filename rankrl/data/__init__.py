@@ -6,6 +6,7 @@ from rankrl.data import cifar, digits, imagefolder, mnist, npz  # registers the 
 from rankrl.data.augmentation import Augmentation
 from rankrl.data.batches import augmented_copy, batches
 from rankrl.data.images import ImageData, Images, TestImages
+from rankrl.data.preprocessing import Preprocessing
 from rankrl.data.registry import (
     DatasetSource,
     SourceFiles,
@@ -20,6 +21,7 @@ __all__ = [
     "DatasetSource",
     "ImageData",
     "Images",
+    "Preprocessing",
     "SourceFiles",
     "TestImages",
     "augmented_copy",

@@ -15,6 +15,8 @@ from rankrl.errors import DataError
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 """The four arrays of a dataset file: uint8 images (N, H, W, C) or (N, H, W), integer labels (N,)."""
+CLASS_NAMES = "class_names"
+"""The array that a dataset file may have besides: text, (classes,)."""
 
 _UNREADABLE = (
     ValueError,
@@ -61,11 +63,11 @@ def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where:
     return Images(pixels, torch.from_numpy(y.astype(np.int64)))
 
 
-def read_npz(path: Path) -> tuple[Images, Images]:
-    """Read the training and test images of a dataset file.
+def read_npz(path: Path) -> tuple[Images, Images, tuple[str, ...] | None]:
+    """Read the training images, the test images and, where there are any, the class names of a dataset file.
 
     Args:
-        path: A .npz file with x_train, y_train, x_test, y_test.
+        path: A .npz file with x_train, y_train, x_test, y_test and perhaps class_names.
 
     Raises:
         DataError: The file is missing or damaged, lacks an array, or holds pickled objects.
@@ -84,7 +86,7 @@ def read_npz(path: Path) -> tuple[Images, Images]:
                     f"{path} lacks {', '.join(missing)}; it holds {', '.join(file.files) or 'nothing'}, "
                     f"a dataset file holds {', '.join(KEYS)}"
                 )
-            arrays = {key: file[key] for key in KEYS}
+            arrays = {key: file[key] for key in (*KEYS, CLASS_NAMES) if key in file.files}
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except _UNREADABLE as error:
@@ -94,4 +96,13 @@ def read_npz(path: Path) -> tuple[Images, Images]:
     return (
         images_from_arrays(arrays["x_train"], arrays["y_train"], where=f"{path} (x_train, y_train)"),
         images_from_arrays(arrays["x_test"], arrays["y_test"], where=f"{path} (x_test, y_test)"),
+        _names(arrays[CLASS_NAMES], path) if CLASS_NAMES in arrays else None,
     )
+
+
+def _names(names: NDArray[np.generic], path: Path) -> tuple[str, ...]:
+    if names.dtype.kind != "U" or names.ndim != 1:
+        raise DataError(
+            f"{path}: {CLASS_NAMES} must be text of shape (classes,), got {names.dtype} {names.shape}"
+        )
+    return tuple(str(name) for name in names)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rankrl.data.augmentation import Augmentation
 from rankrl.data.images import Images
-from rankrl.errors import ConfigError, DataError
+from rankrl.data.preprocessing import check_normalisation, scale_and_offset
+from rankrl.errors import ConfigError
 
 
 def batches(
@@ -79,7 +80,8 @@ def _walk(
         if augmentation is not None and generator is not None
         else None
     )
-    scale, offset = (tensor.to(device) for tensor in _scale_and_offset(mean, std, images.x.shape[1]))
+    check_normalisation(mean, std, images.x.shape[1])
+    scale, offset = (tensor.view(1, -1, 1, 1).to(device) for tensor in scale_and_offset(mean, std))
     for start in range(0, count - batch_size + 1 if drop_last else count, batch_size):
         stop = min(start + batch_size, count)
         chosen = order[start:stop]
@@ -107,17 +109,3 @@ def augmented_copy(images: Images, augmentation: Augmentation, seed: int) -> Ima
         stop = min(start + 1000, len(images))
         x[start:stop] = crops.part(start, stop).apply(images.x[start:stop])
     return Images(x, images.y)
-
-
-def _scale_and_offset(mean: Sequence[float], std: Sequence[float], channels: int) -> tuple[Tensor, Tensor]:
-    """Return (1, C, 1, 1) factors with byte * scale + offset = (byte / 255 - mean) / std."""
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) != channels:
-            raise DataError(
-                f"normalisation {name} has {len(values)} values but the images {channels} channels"
-            )
-    if not all(value > 0 for value in std):
-        raise DataError(f"normalisation std must be positive, got {tuple(std)}")
-    mean_tensor = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1)
-    std_tensor = torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
-    return (1 / (255 * std_tensor)).float(), (-mean_tensor / std_tensor).float()

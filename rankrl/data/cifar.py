@@ -8,6 +8,18 @@ from rankrl.data.augmentation import Augmentation
 from rankrl.data.published import read_published
 from rankrl.data.registry import SourceFiles, register_dataset
 
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal
+    shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank
+    telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+"""Names of the fine labels, in their order."""
+
 
 @register_dataset(
     "cifar10",
@@ -19,7 +31,7 @@ from rankrl.data.registry import SourceFiles, register_dataset
 )
 def cifar10(root: Path) -> SourceFiles:
     """Read CIFAR-10 from `root`; see `read_published`."""
-    return read_published("cifar10", root, classes=10, torchvision_class="CIFAR10")
+    return read_published("cifar10", root, CIFAR10_CLASSES.split(), "CIFAR10", colours="RGB")
 
 
 @register_dataset(
@@ -31,4 +43,4 @@ def cifar10(root: Path) -> SourceFiles:
 )
 def cifar100(root: Path) -> SourceFiles:
     """Read CIFAR-100 (fine labels) from `root`; see `read_published`."""
-    return read_published("cifar100", root, classes=100, torchvision_class="CIFAR100")
+    return read_published("cifar100", root, CIFAR100_CLASSES.split(), "CIFAR100", colours="RGB")

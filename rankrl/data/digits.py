@@ -32,4 +32,5 @@ def digits(root: Path) -> SourceFiles:
     pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # stored as 0 to 16
     images = images_from_arrays(pixels, bunch.target, where="scikit-learn's digits")
     train, test = stratified_split(images.y, round(_TEST_SHARE * len(images)), _TEST_SEED)
-    return SourceFiles(images.subset(train), images.subset(test), classes=10)
+    names = tuple("0123456789")
+    return SourceFiles(images.subset(train), images.subset(test), len(names), names)

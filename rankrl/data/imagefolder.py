@@ -65,6 +65,9 @@ def imagefolder(root: Path, path: str | Path, size: int = 224, resize: int | Non
         _read(folder / "train", classes, size, shorter),
         _read(folder / names[-1], classes, size, shorter),
         classes=len(classes),
+        class_names=tuple(classes),
+        resize=shorter,
+        colours="RGB",
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rankrl.data.augmentation import Augmentation
+from rankrl.data.preprocessing import Preprocessing
 from rankrl.errors import DataError
 
 
@@ -84,6 +85,9 @@ class ImageData:
         mean: Per-channel mean that normalisation subtracts, for pixels in [0, 1].
         std: Per-channel standard deviation that normalisation divides by, for pixels in [0, 1].
         augmentation: The random crops and flips that suit these images.
+        class_names: The name of each class, or None where they are not known.
+        resize: Length of the shorter side before the central crop, or None where the source did neither.
+        colours: "RGB" where the order of the channels is known, else None.
     """
 
     name: str
@@ -94,9 +98,27 @@ class ImageData:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augmentation: Augmentation
+    class_names: tuple[str, ...] | None = None
+    resize: int | None = None
+    colours: str | None = None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of one image."""
         _, channels, height, width = self.train.x.shape
         return channels, height, width
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What an image goes through before a network that is trained on these sees it."""
+        channels, height, width = self.input_shape
+        return Preprocessing(
+            channels=channels,
+            height=height,
+            width=width,
+            mean=self.mean,
+            std=self.std,
+            resize=self.resize,
+            colours=self.colours,
+            class_names=self.class_names,
+        )

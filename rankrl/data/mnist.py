@@ -18,4 +18,4 @@ from rankrl.data.registry import SourceFiles, register_dataset
 )
 def mnist(root: Path) -> SourceFiles:
     """Read MNIST from `root`; see `read_published`."""
-    return read_published("mnist", root, classes=10, torchvision_class="MNIST")
+    return read_published("mnist", root, "0123456789", torchvision_class="MNIST")

@@ -11,7 +11,7 @@ from rankrl.data.registry import SourceFiles, register_dataset
 
 @register_dataset(
     "npz",
-    "your own .npz with x_train, y_train, x_test, y_test (uint8 images N,H,W,C; integer labels)",
+    "your own .npz with x_train, y_train, x_test, y_test (uint8 images N,H,W,C; integer labels), class_names",
     augmentation=Augmentation(padding=4, flip=True),
 )
 def npz(root: Path, path: str | Path, classes: int | None = None) -> SourceFiles:
@@ -20,8 +20,9 @@ def npz(root: Path, path: str | Path, classes: int | None = None) -> SourceFiles
     Args:
         root: Not used; `path` says where the file is.
         path: The file, absolute or from the current folder.
-        classes: Number of classes, where not every class occurs in the training labels.
+        classes: Number of classes, where not every class occurs in the training labels; that of the class
+            names where the file has some.
     """
     del root
-    train, test = read_npz(Path(path))
-    return SourceFiles(train, test, classes)
+    train, test, names = read_npz(Path(path))
+    return SourceFiles(train, test, classes, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from rankrl.data.registry import SourceFiles
 from rankrl.errors import DataError
 
 
-def read_published(name: str, root: Path, classes: int, torchvision_class: str) -> SourceFiles:
+def read_published(
+    name: str, root: Path, class_names: Sequence[str], torchvision_class: str, *, colours: str | None = None
+) -> SourceFiles:
     """Read a published dataset from the first place that has it.
 
     torchvision stores CIFAR as Python pickles; it verifies the MD5 sum of every file before it unpickles,
@@ -23,16 +25,18 @@ def read_published(name: str, root: Path, classes: int, torchvision_class: str) 
     Args:
         name: Dataset name, also that of its .npz file.
         root: The folder to look in, and to download into.
-        classes: Number of classes.
+        class_names: The published name of each class, in the order of the labels.
         torchvision_class: Name of the class in `torchvision.datasets`.
+        colours: "RGB" for colour images.
 
     Raises:
         DataError: The dataset is nowhere and cannot be downloaded, or its file is damaged.
     """
     path = root / f"{name}.npz"
+    names = tuple(class_names)
     if path.exists():
-        train, test = read_npz(path)
-        return SourceFiles(train, test, classes)
+        train, test, _ = read_npz(path)
+        return SourceFiles(train, test, len(names), names, colours=colours)
     help_text = (
         f"Place a file {path} with {', '.join(KEYS)} (uint8 images N,H,W,C; integer labels N) or "
         f"torchvision's {torchvision_class} files in {root}, or point the environment variable "
@@ -54,7 +58,7 @@ def read_published(name: str, root: Path, classes: int, torchvision_class: str) 
             f"dataset {name!r} is not in {root} and could not be downloaded ({reason}). {help_text}."
         ) from error
     train, test = (_images(part, name) for part in parts)
-    return SourceFiles(train, test, classes)
+    return SourceFiles(train, test, len(names), names, colours=colours)
 
 
 def _images(dataset: Any, name: str) -> Images:

@@ -16,6 +16,7 @@ from rankrl.data.augmentation import Augmentation
 from rankrl.data.images import ImageData, Images, TestImages
 from rankrl.data.split import stratified_split
 from rankrl.errors import ConfigError, DataError, did_you_mean
+from rankrl.plurals import counted
 
 DEFAULT_HELDOUT = 5000
 """Held-out images of a large dataset; a small one holds out a fifth of its training file."""
@@ -29,11 +30,17 @@ class SourceFiles:
         train: Every image of the training file.
         test: Every image of the test file.
         classes: Number of classes that the dataset is known to have, or None to count the labels.
+        class_names: The name of each class in the order of the labels, or None where they are not known.
+        resize: Length of the shorter side before the central crop, where the source did both.
+        colours: "RGB" where the order of the channels is known, else None.
     """
 
     train: Images
     test: Images
     classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    resize: int | None = None
+    colours: str | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,9 @@ def load_dataset(
             padding=default.padding if padding is None else padding,
             flip=default.flip if flip is None else flip,
         ),
+        class_names=files.class_names,
+        resize=files.resize,
+        colours=files.colours,
     )
 
 
@@ -227,7 +237,15 @@ def _check(name: str, files: SourceFiles) -> int:
             f"dataset {name!r}: training images have shape {tuple(train.x.shape[1:])} (channels, height, "
             f"width) but test images {tuple(test.x.shape[1:])}; they must be the same"
         )
-    classes = files.classes if files.classes is not None else int(train.y.max()) + 1
+    names = files.class_names
+    classes = files.classes
+    if classes is None:
+        classes = int(train.y.max()) + 1 if names is None else len(names)
+    if names is not None and len(names) != classes:
+        raise DataError(f"dataset {name!r} has {len(names)} class names for {classes} classes")
+    twice = sorted({each for each in names or () if (names or ()).count(each) > 1})
+    if twice:
+        raise DataError(f"dataset {name!r} names {twice[0]!r} twice; every class needs a name of its own")
     if classes < 2:
         raise DataError(f"dataset {name!r} has {classes} class; classification needs at least 2")
     for part, images in (("training", train), ("test", test)):
@@ -259,7 +277,8 @@ def _normalisation(
     channels = images.x.shape[1]
     if len(values) != channels:
         raise DataError(
-            f"dataset {name!r}: {what} has {len(values)} values, but the images have {channels} channels; "
+            f"dataset {name!r}: {what} has {counted(len(values), 'value')}, but the images have "
+            f"{counted(channels, 'channel')}; "
             f"give dataset.{what} one value per channel"
         )
     if what == "std" and not all(value > 0 for value in values):

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from rankrl.export.errors import ExportError
-from rankrl.export.latency import Latency, LatencyComparison, compare_latency, measure_latency
+from rankrl.export.latency import (
+    Latency,
+    LatencyComparison,
+    compare_latency,
+    is_unchanged,
+    measure_latency,
+)
 from rankrl.export.layer_latency import measure_layer_latencies
 from rankrl.export.onnx_file import ExportResult, export_onnx
 from rankrl.export.verification import onnx_accuracy, verify_onnx
@@ -15,6 +21,7 @@ __all__ = [
     "LatencyComparison",
     "compare_latency",
     "export_onnx",
+    "is_unchanged",
     "measure_latency",
     "measure_layer_latencies",
     "onnx_accuracy",

@@ -1,16 +1,21 @@
-"""What is done to the ONNX graph after tracing: folding, batch normalisation, metadata."""
+"""What is done to the ONNX graph after tracing: folding, names, preprocessing, metadata."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 from onnxscript import ir, optimizer
 
+from rankrl.data import Preprocessing
+
+BATCH_AXIS = "batch"
+"""What the free batch size is called in the file; runtimes and viewers show it."""
 _SMALL = 256
 """Elements that a folded constant may always have: shapes, axes, short vectors."""
 
@@ -85,6 +90,69 @@ def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
         conv.output[0] = name
         graph.node.remove(batchnorm)
     _remove_unused_constants(graph)
+
+
+def name_batch_axis(graph: onnx.GraphProto) -> None:
+    """Call the first axis of the input `batch`, and sizes that follow from it after it (`2*batch`).
+
+    The exporter writes the symbol that tracing made up, such as `s77`.
+
+    Args:
+        graph: The graph; changed in place. One with a fixed batch size stays as it is.
+    """
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    if not symbol:
+        return
+    occurrence = re.compile(rf"\b{re.escape(symbol)}\b")
+    for each in _with_subgraphs(graph):
+        for value in (*each.input, *each.output, *each.value_info):
+            for axis in value.type.tensor_type.shape.dim:
+                if axis.dim_param:
+                    axis.dim_param = occurrence.sub(BATCH_AXIS, axis.dim_param)
+
+
+def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
+    """Let the graph take images as bytes, (N, height, width, channels), and normalise them itself.
+
+    The normalisation is not folded into the first convolution: that pads with zeros after it, so a mean in
+    its bias would be wrong along the border.
+
+    Args:
+        graph: A graph whose only input is normalised images, (N, channels, height, width); changed in place.
+        preprocessing: What is done to the images.
+    """
+    entry = graph.input[0]
+    stages = [f"{entry.name}_{stage}" for stage in ("planes", "float", "scaled", "normalised")]
+    for each in _with_subgraphs(graph):
+        for node in each.node:
+            for position, name in enumerate(node.input):
+                if name == entry.name:
+                    node.input[position] = stages[-1]
+    constants = {}
+    for kind, values in zip(("scale", "offset"), preprocessing.scale_and_offset(), strict=True):
+        constants[kind] = f"{entry.name}_{kind}"
+        graph.initializer.append(numpy_helper.from_array(values.view(-1, 1, 1).numpy(), constants[kind]))
+    nodes = [
+        helper.make_node("Transpose", [entry.name], [stages[0]], perm=(0, 3, 1, 2)),
+        helper.make_node("Cast", [stages[0]], [stages[1]], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Mul", [stages[1], constants["scale"]], [stages[2]]),
+        helper.make_node("Add", [stages[2], constants["offset"]], [stages[3]]),
+    ]
+    for position, node in enumerate(nodes):
+        graph.node.insert(position, node)
+    axis = entry.type.tensor_type.shape.dim[0]
+    batch: str | int = axis.dim_param or axis.dim_value
+    shape = (batch, preprocessing.height, preprocessing.width, preprocessing.channels)
+    entry.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.UINT8, shape))
+
+
+def _with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graph and the bodies of its control flow, which see its values."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from _with_subgraphs(body)
 
 
 def set_metadata(proto: onnx.ModelProto, metadata: Mapping[str, str]) -> None:

@@ -1,20 +1,36 @@
-"""Latency of ONNX files in onnxruntime, measured so that two models can be compared on a busy machine."""
+"""Latency of ONNX files in onnxruntime, measured so that two models can be compared on a busy machine.
+
+With one thread onnxruntime works in the calling thread, and what is measured is that thread's processor time:
+time that others spend on the core does not count. With several threads it is the time on the wall.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime
 
+from rankrl.device import usable_cores
 from rankrl.export.errors import ExportError
-from rankrl.export.session import fixed_batch, open_session, run
+from rankrl.export.session import fixed_batch, input_dtype, open_session, run
+from rankrl.plurals import counted
 
+Clock = Literal["processor", "wall"]
+
+SMALLEST_CHANGE = 0.02
+"""Two sessions of one and the same file differ by up to 2 %: by where their memory lies."""
 _SPREAD_PERCENTILES = (10, 90)
+_INTERVAL_PERCENTILES = (2.5, 97.5)
+_RESAMPLES = 2000
+_FINE_CLOCK = 1e-6  # seconds; the processor time of some systems moves in steps of 16 ms
+_BUSY_SHARE = 0.1
+_BUSY_LOAD = 0.5  # of a core, beyond those there are: our own work before the timing counts as load too
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class Latency:
         batch: Inputs per forward pass.
         threads: Threads that onnxruntime computed with.
         runs: Number of timed forward passes.
+        clock: Whether it is processor time or time on the wall.
     """
 
     median_ms: float
@@ -36,11 +53,12 @@ class Latency:
     batch: int
     threads: int
     runs: int
+    clock: Clock
 
     def __str__(self) -> str:
         return (
             f"{self.median_ms:.2f} ms ({self.low_ms:.2f}–{self.high_ms:.2f}), batch {self.batch}, "
-            f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+            f"{counted(self.threads, 'thread')}"
         )
 
 
@@ -51,9 +69,11 @@ class LatencyComparison:
     Attributes:
         baseline: Latency of the first model.
         compressed: Latency of the second.
-        ratio: Median over the turns of baseline ÷ compressed; above 1 the second model is the faster one.
-        ratio_low: 10th percentile of that ratio.
-        ratio_high: 90th percentile of that ratio.
+        ratio: Median of the baseline ÷ median of the compressed model; above 1 the second is the faster one.
+        ratio_low: Lower end of the ratio's 95 % interval, from resampled turns (bootstrap percentiles, Efron
+            and Tibshirani 1993, chapter 13).
+        ratio_high: Its upper end.
+        busy: What showed that the machine was busy with something else, or None.
     """
 
     baseline: Latency
@@ -61,12 +81,45 @@ class LatencyComparison:
     ratio: float
     ratio_low: float
     ratio_high: float
+    busy: str | None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the ratio lies within the noise."""
+        return is_unchanged(self.ratio, self.ratio_low, self.ratio_high)
+
+
+def is_unchanged(ratio: float, low: float | None = None, high: float | None = None) -> bool:
+    """Whether a ratio of two times is no change: what reports and choices go by.
+
+    Args:
+        ratio: One time ÷ the other.
+        low: Lower end of its 95 % interval, if it is known.
+        high: Upper end.
+
+    Returns:
+        True when the interval covers 1, or the ratio is within `SMALLEST_CHANGE` of it either way.
+    """
+    if max(ratio, 1 / ratio) < 1 + SMALLEST_CHANGE:
+        return True
+    return low is not None and high is not None and low <= 1 <= high
+
+
+def clock_for(threads: int) -> Clock:
+    """Return the clock that times a session of so many threads."""
+    fine = time.get_clock_info("thread_time").resolution <= _FINE_CLOCK
+    return "processor" if threads == 1 and fine else "wall"
+
+
+def ticks(clock: Clock) -> Callable[[], int]:
+    """Return the function that reads a clock, in nanoseconds."""
+    return time.thread_time_ns if clock == "processor" else time.perf_counter_ns
 
 
 def measure_latency(
     path: str | Path, *, batch: int = 64, threads: int = 1, runs: int = 30, warm_up: int = 3
 ) -> Latency:
-    """Time an ONNX model on standard normal inputs.
+    """Time an ONNX model on random inputs of its type: standard normal numbers, or bytes.
 
     Args:
         path: The ONNX file.
@@ -81,7 +134,7 @@ def measure_latency(
     Raises:
         ExportError: The file cannot be loaded, or an option is out of range or does not fit the file.
     """
-    times = _timed_turns([path], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
+    times, _ = _timed_turns([path], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
     return _summary(times[:, 0], batch, threads)
 
 
@@ -105,27 +158,53 @@ def compare_latency(
         warm_up: Untimed forward passes of each before them.
 
     Returns:
-        Both latencies, and the ratio with its spread taken turn by turn.
+        Both latencies, and the ratio of their medians with its interval.
 
     Raises:
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
-    times = _timed_turns([baseline, compressed], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
-    ratios = times[:, 0] / times[:, 1]
-    low, high = np.percentile(ratios, _SPREAD_PERCENTILES)
+    load = _load_average()
+    times, waited = _timed_turns(
+        [baseline, compressed], batch=batch, threads=threads, runs=runs, warm_up=warm_up
+    )
+    before, after = (_summary(times[:, index], batch, threads) for index in range(2))
+    turns = np.random.default_rng(0).integers(runs, size=(_RESAMPLES, runs))
+    resampled = np.median(times[turns], axis=1)
+    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], _INTERVAL_PERCENTILES)
     return LatencyComparison(
-        baseline=_summary(times[:, 0], batch, threads),
-        compressed=_summary(times[:, 1], batch, threads),
-        ratio=float(np.median(ratios)),
+        baseline=before,
+        compressed=after,
+        ratio=before.median_ms / after.median_ms,
         ratio_low=float(low),
         ratio_high=float(high),
+        busy=_busy(waited, load),
     )
+
+
+def _busy(waited: float | None, load: float | None) -> str | None:
+    """Say what shows that others used the cores that the timed passes needed, if anything does."""
+    if waited is not None:
+        seen = f"the timed passes waited {waited:.0%} of the time for a core".replace("%", " %")
+        return seen if waited > _BUSY_SHARE else None
+    cores = usable_cores()
+    if load is not None and load > cores + _BUSY_LOAD:
+        return f"the load average is {load:.1f} on {counted(cores, 'core')}"
+    return None
+
+
+def _load_average() -> float | None:
+    """Processes that ran or wanted to run in the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def _timed_turns(
     paths: Sequence[str | Path], *, batch: int, threads: int, runs: int, warm_up: int
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Milliseconds of every forward pass, shape (runs, models)."""
+) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float | None]:
+    """Milliseconds of every forward pass, shape (runs, models), and the share of the time spent waiting.
+
+    The wait for a core is what passes took on the wall beyond their processor time; with several threads
+    it is not known.
+    """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
         if value < least:
             raise ExportError(f"{name} is {value}; it must be at least {least}.")
@@ -134,19 +213,24 @@ def _timed_turns(
     for session, values in zip(sessions, inputs, strict=True):
         for _ in range(warm_up):
             run(session, values)
+    clock = clock_for(threads)
+    read = ticks(clock)
     times = np.zeros((runs, len(sessions)))
+    on_the_wall = 0.0
     for turn in range(runs):
         order = range(len(sessions)) if turn % 2 == 0 else reversed(range(len(sessions)))
         for index in order:
-            start = time.perf_counter_ns()
+            wall, start = time.perf_counter_ns(), read()
             run(sessions[index], inputs[index])
-            times[turn, index] = (time.perf_counter_ns() - start) / 1e6
-    return times
+            times[turn, index] = (read() - start) / 1e6
+            on_the_wall += (time.perf_counter_ns() - wall) / 1e6
+    waited = max(0.0, 1 - float(times.sum()) / on_the_wall) if clock == "processor" else None
+    return times, waited
 
 
 def _random_batch(
     session: onnxruntime.InferenceSession, path: str | Path, batch: int
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+) -> np.ndarray[Any, np.dtype[Any]]:
     fixed = fixed_batch(session)
     if fixed not in (None, batch):
         raise ExportError(
@@ -157,7 +241,15 @@ def _random_batch(
         raise ExportError(
             f"{path} leaves the input sizes {shape} open; export it with fixed ones to time it."
         )
-    return np.random.default_rng(0).standard_normal((batch, *shape), dtype=np.float32)
+    generator, dtype = np.random.default_rng(0), input_dtype(session)
+    if dtype is None:
+        raise ExportError(
+            f"{path} takes {session.get_inputs()[0].type} and cannot be timed: random inputs are made for "
+            "float32 and uint8 alone."
+        )
+    if dtype == np.uint8:
+        return generator.integers(256, size=(batch, *shape), dtype=np.uint8)
+    return generator.standard_normal((batch, *shape), dtype=np.float32)
 
 
 def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: int) -> Latency:
@@ -169,4 +261,5 @@ def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: 
         batch=batch,
         threads=threads,
         runs=len(times),
+        clock=clock_for(threads),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from decomposition import CandidateSet, DecompositionError, LatencyTable, LayerOperation, inspect_layers
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from rankrl.device import processor_name
-from rankrl.export.latency import measure_latency
+from rankrl.export.latency import clock_for, measure_latency, ticks
 from rankrl.export.onnx_file import export_onnx
 from rankrl.export.session import open_session
 
@@ -146,13 +145,14 @@ def _time_outputs(path: Path, shape: tuple[int, ...], threads: int, runs: int) -
         onnx.save(extractor.extract_model([entry], [output.name]), path)
         sessions.append(open_session(path, threads=threads))
     inputs = {entry: np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
+    read = ticks(clock_for(threads))
     times = np.zeros((runs, len(sessions)))
     for turn in range(-_WARM_UP, runs):
         for position, session in enumerate(sessions):
-            start = time.perf_counter_ns()
+            start = read()
             session.run(None, inputs)
             if turn >= 0:
-                times[turn, position] = (time.perf_counter_ns() - start) / 1e6
+                times[turn, position] = (read() - start) / 1e6
     return np.median(times, axis=0)
 
 
@@ -165,7 +165,10 @@ def _fitted(sites: dict[str, tuple[float, ...]], whole: float, conditions: str) 
 
 
 def _conditions(batch: int, threads: int) -> str:
-    return f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms"
+    return (
+        f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
+        f"{clock_for(threads)} time"
+    )
 
 
 def _geometry(site: CandidateSet) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
 import torch
 from torch import Tensor, nn
 
+from rankrl.data import Preprocessing
 from rankrl.export.errors import ExportError
-from rankrl.export.graph import set_metadata, simplify
+from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
 from rankrl.export.tracing import convert, inference_copy, trace
 from rankrl.files import write_atomically
 
 OLDEST_OPSET = 18
 """The oldest operator set that torch's exporter translates to without a down-conversion."""
+PREPROCESSING_KEY = "preprocessing"
+"""The metadata that says what goes into the file, as JSON (`Preprocessing.to_dict`)."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ def export_onnx(
     metadata: Mapping[str, str] | None = None,
     fold_batchnorm: bool = True,
     dynamic_batch: bool = True,
+    preprocessing: Preprocessing | None = None,
 ) -> ExportResult:
     """Write a model as one self-contained ONNX file that has passed `onnx.checker`.
 
@@ -63,6 +68,9 @@ def export_onnx(
         metadata: Text to store in the file, e.g. the plan and the metrics as JSON.
         fold_batchnorm: Fold every batch normalisation that follows a convolution or linear layer into it.
         dynamic_batch: Leave the batch size free. Otherwise it is the sample's (1 without a sample).
+        preprocessing: What is done to images of bytes before the model. With it the file does that itself:
+            it takes uint8 of shape (N, height, width, channels), and its metadata says so under
+            `preprocessing`. Without it the file takes what the model takes.
 
     Returns:
         Where the file is, how large it is, and what it is made of.
@@ -79,11 +87,23 @@ def export_onnx(
         )
     if metadata and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ExportError("metadata must map strings to strings; write other values as JSON text first.")
+    if preprocessing is not None:
+        preprocessing = replace(preprocessing, in_graph=False)
+        if tuple(input_shape) != preprocessing.input_shape:
+            raise ExportError(
+                f"preprocessing is for inputs of shape {preprocessing.input_shape}, the model's is "
+                f"{tuple(input_shape)}; give the preprocessing of the images that the model was trained on."
+            )
     duplicate = inference_copy(model)
     program = trace(duplicate, _sample_batch(sample, input_shape, dynamic_batch), dynamic_batch=dynamic_batch)
     name = type(model).__name__
     proto = simplify(convert(program, name, opset), fold_batchnorm=fold_batchnorm)
-    set_metadata(proto, metadata or {})
+    name_batch_axis(proto.graph)
+    notes = dict(metadata or {})
+    if preprocessing is not None:
+        take_bytes(proto.graph, preprocessing)
+        notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
+    set_metadata(proto, notes)
     data = _checked_bytes(proto, name)
     write_atomically(path, data)
     return ExportResult(

@@ -50,6 +50,15 @@ def fixed_batch(session: onnxruntime.InferenceSession) -> int | None:
     return batch if isinstance(batch, int) else None
 
 
+def input_dtype(session: onnxruntime.InferenceSession) -> np.dtype[Any] | None:
+    """The type of the images that the file takes: float32 (normalised) or uint8 (bytes); None for others."""
+    known: dict[str, np.dtype[Any]] = {
+        "tensor(float)": np.dtype(np.float32),
+        "tensor(uint8)": np.dtype(np.uint8),
+    }
+    return known.get(session.get_inputs()[0].type)
+
+
 def run(session: onnxruntime.InferenceSession, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
     """Run the model on a batch and return all its outputs.
 

@@ -10,16 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rankrl.data import Preprocessing
 from rankrl.device import in_layout
 from rankrl.export.errors import ExportError
-from rankrl.export.session import fixed_batch, open_session, run
+from rankrl.export.session import fixed_batch, input_dtype, open_session, run
 from rankrl.export.tracing import inference_copy
 
 BATCH_SIZES = (1, 7)
 """Two sizes, because a batch size that tracing froze shows only at another one."""
 
 
-def verify_onnx(model: nn.Module, path: str | Path, inputs: Tensor, *, tolerance: float = 1e-4) -> float:
+def verify_onnx(
+    model: nn.Module,
+    path: str | Path,
+    inputs: Tensor,
+    *,
+    tolerance: float = 1e-4,
+    preprocessing: Preprocessing | None = None,
+) -> float:
     """Compare an ONNX file in onnxruntime with its model in PyTorch (float32, evaluation mode, CPU).
 
     Compared at the batch sizes 1 and 7, or at the file's own where it was exported with a fixed one.
@@ -30,6 +38,8 @@ def verify_onnx(model: nn.Module, path: str | Path, inputs: Tensor, *, tolerance
         inputs: Real inputs, shape (N, ...), N >= 1; repeated where a batch needs more than N.
         tolerance: The largest absolute difference of any output element that is accepted. Where outputs
             exceed 1 it is multiplied by their largest magnitude, as rounding errors are.
+        preprocessing: What a file that was exported with it does itself. The inputs are then the uint8 images
+            (N, height, width, channels) that the file takes; the model gets them normalised by PyTorch.
 
     Returns:
         The largest absolute difference over both batch sizes and all outputs.
@@ -47,8 +57,9 @@ def verify_onnx(model: nn.Module, path: str | Path, inputs: Tensor, *, tolerance
     largest = 0.0
     for size in (fixed,) if fixed is not None else BATCH_SIZES:
         batch = in_layout(inputs[torch.arange(size) % len(inputs)], torch.contiguous_format)
+        images = batch if preprocessing is None else preprocessing.normalised(batch)
         with torch.no_grad():
-            expected = [output.numpy() for output in _tensors(duplicate(batch))]
+            expected = [output.numpy() for output in _tensors(duplicate(images))]
         got = run(session, batch.numpy())
         shapes = [output.shape for output in expected], [output.shape for output in got]
         if shapes[0] != shapes[1]:
@@ -76,7 +87,8 @@ def onnx_accuracy(
 
     Args:
         path: The ONNX file; its first output is taken as the logits, shape (N, classes).
-        batches: Pairs of normalised float32 images, shape (N, C, H, W), and integer labels, shape (N,).
+        batches: Pairs of images and integer labels, shape (N,). The images are what the file takes:
+            normalised floats, shape (N, C, H, W), or uint8, shape (N, H, W, C).
 
     Returns:
         The fraction of images whose largest logit is that of their label.
@@ -87,7 +99,10 @@ def onnx_accuracy(
     session = open_session(path)
     correct = total = 0
     for images, labels in batches:
-        logits = run(session, np.asarray(_array(images), dtype=np.float32))[0]
+        batch = _array(images)
+        if input_dtype(session) == np.float32 and np.issubdtype(batch.dtype, np.floating):
+            batch = batch.astype(np.float32)
+        logits = run(session, batch)[0]
         correct += int((logits.argmax(axis=1) == _array(labels)).sum())
         total += len(logits)
     if total == 0:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rankrl.report.errors import ReportError
 from rankrl.report.run_folder import read_metrics
-from rankrl.report.stages import Stage, stages
+from rankrl.report.stages import Stage, latency_change, stages
 
 Status = Literal["finished", "failed", "unfinished"]
 
@@ -51,6 +51,12 @@ class GatheredRun:
         """The compressed network as the run left it; None where the run compressed nothing."""
         last = self.stages[-1] if self.stages else None
         return None if last is None or last.name == "Baseline" else last
+
+    @property
+    def latency_change(self) -> str:
+        """How much faster or slower the compressed network is, or that it is neither."""
+        before, after = (None if each is None else each.latency_ms for each in (self.baseline, self.final))
+        return latency_change(self.metrics, before, after)
 
     @property
     def method(self) -> str:

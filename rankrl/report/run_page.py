@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from rankrl.plurals import counted
 from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
 from rankrl.report.html_page import cards, facts, figure, page, section, table
@@ -18,6 +19,8 @@ from rankrl.report.stages import (
     format_points,
     format_ratio,
     format_share,
+    latency_change,
+    latency_note,
     number,
     ratio,
     stages,
@@ -85,12 +88,14 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     for name, key, attribute, write, better, worse in (
         ("Parameters", "params", "params", format_count, "fewer", "more"),
         ("MACs", "macs", "macs", format_large, "fewer", "more"),
-        ("Latency", "latency", "latency_ms", format_latency, "faster", "slower"),
     ):
         before, after = getattr(first, attribute), getattr(last, attribute)
         if before is not None and after is not None:
             gained = format_ratio(ratio(metrics, key, before, after), better, worse)
             values.append((name, gained, f"{write(before)} → {write(after)}"))
+    if first.latency_ms is not None and last.latency_ms is not None:
+        note = f"{format_latency(first.latency_ms)} → {format_latency(last.latency_ms)}"
+        values.append(("Latency", latency_change(metrics, first.latency_ms, last.latency_ms), note))
     return values
 
 
@@ -100,17 +105,8 @@ def _comparison(metrics: Mapping[str, Any]) -> str:
         return ""
     caption = "Accuracy is measured on the test set, which nothing was chosen by."
     if number(metrics, "onnx", "latency_ms") is not None:
-        caption += f" Latency is that of the ONNX file{_latency_conditions(metrics)}."
+        caption += f" {latency_note(metrics)}"
     return table(caption, columns, rows)
-
-
-def _latency_conditions(metrics: Mapping[str, Any]) -> str:
-    """How the latency was measured, as far as the metrics say: `, per batch of 64 on 1 thread`."""
-    batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
-    parts = [f"per batch of {batch:.0f}"] if batch else []
-    if threads:
-        parts.append(f"on {threads:.0f} thread{'s' if threads > 1 else ''}")
-    return f", {' '.join(parts)}" if parts else ""
 
 
 def _search(report: RunReport) -> str:
@@ -118,8 +114,9 @@ def _search(report: RunReport) -> str:
         return ""
     best = max(report.episodes, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
+    plans = counted(len(report.episodes), "evaluated plan")
     caption = (
-        f"{len(report.episodes)} evaluated plans{'' if seconds is None else f' in {seconds:.0f} s'}. "
+        f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
         f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs."
@@ -139,9 +136,8 @@ def _layers(report: RunReport) -> str:
     dense = sum(not row.is_compressed for row in report.layers)
     reasoned = any(row.reason for row in report.layers)
     kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
-    plural = "s" if len(report.layers) > 1 else ""
     caption = (
-        f"{len(report.layers)} layer{plural}, {dense} left dense; "
+        f"{counted(len(report.layers), 'layer')}, {dense} left dense; "
         f"together they keep {format_share(kept)} of their parameters."
     )
     drawing = figure(

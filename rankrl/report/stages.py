@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankrl.export import is_unchanged
+from rankrl.plurals import counted
 from rankrl.report.errors import ReportError
 
 _SPACE = "\N{NO-BREAK SPACE}"
 
 UNKNOWN = "–"
 """Stands where a number was not measured."""
+
+UNCHANGED = "unchanged"
+"""Stands where a time differs by no more than the noise."""
+
+_CLOCKS = {"processor": "processor time", "wall": "time on the wall"}
 
 
 @dataclass(frozen=True)
@@ -129,3 +136,41 @@ def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: fl
     if given is not None or before is None or not after:
         return given
     return before / after
+
+
+def latency_change(metrics: Mapping[str, Any], before: float | None, after: float | None) -> str:
+    """`1.70× faster`, `1.25× slower`, or `unchanged` where the two times differ by no more than the noise.
+
+    Args:
+        metrics: The content of `metrics.json`, with the ratio and its interval as far as they were measured.
+        before: Milliseconds of the original.
+        after: Milliseconds of the compressed model.
+    """
+    faster = ratio(metrics, "latency", before, after)
+    if faster is None or faster <= 0:
+        return UNKNOWN
+    if is_unchanged(faster, *_latency_interval(metrics)):
+        return UNCHANGED
+    return format_ratio(faster, "faster", "slower")
+
+
+def latency_note(metrics: Mapping[str, Any]) -> str:
+    """How the latency was measured and how far it can be trusted, as far as the metrics say; a paragraph."""
+    onnx = metrics.get("onnx") or {}
+    parts = [f"Latency is the median {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
+    batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
+    if batch:
+        parts.append(f"per batch of {batch:.0f}")
+    if threads:
+        parts.append(f"on {counted(int(threads), 'thread')}")
+    sentences = [" ".join(parts)]
+    low, high = _latency_interval(metrics)
+    if low is not None and high is not None:
+        sentences.append(f"The original takes {low:.2f} to {high:.2f} times as long (95{_SPACE}% interval)")
+    if onnx.get("busy"):
+        sentences.append(f"The machine was busy: {onnx['busy']}")
+    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
+
+
+def _latency_interval(metrics: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    return number(metrics, "onnx", "latency_ratio_low"), number(metrics, "onnx", "latency_ratio_high")

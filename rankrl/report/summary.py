@@ -14,6 +14,9 @@ from rankrl.report.stages import (
     format_latency,
     format_points,
     format_ratio,
+    latency_change,
+    latency_note,
+    number,
     ratio,
     stages,
 )
@@ -45,7 +48,7 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
         ("Test accuracy", format_accuracy, "accuracy", format_points(first.accuracy, last.accuracy)),
         ("Parameters", format_count, "params", reduction("params", "params", "fewer", "more")),
         ("MACs", format_large, "macs", reduction("macs", "macs", "fewer", "more")),
-        ("Latency", format_latency, "latency_ms", reduction("latency", "latency_ms", "faster", "slower")),
+        ("Latency", format_latency, "latency_ms", latency_change(metrics, first.latency_ms, last.latency_ms)),
     ]
     rows = [
         [title, *(write(getattr(stage, attribute)) for stage in found), *([change] if len(found) > 1 else [])]
@@ -69,7 +72,9 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
     """
     columns, rows = comparison_rows(metrics)
     name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
-    table = Table(title=name or None, title_style="bold", header_style="bold")
+    known = number(metrics, "onnx", "latency_ratio_low") is not None
+    caption = latency_note(metrics) if known else None
+    table = Table(title=name or None, title_style="bold", header_style="bold", caption=caption)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:

@@ -84,10 +84,10 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
     if measured:
         best = max(measured, key=_accuracy)
         values.append(("Most accurate", format_accuracy(_accuracy(best)), _name(best)))
-    for title, cost, unit in (
-        ("Fewest parameters", "params", "fewer"),
-        ("Fewest MACs", "macs", "fewer"),
-        ("Least latency", "latency", "faster"),
+    for title, cost in (
+        ("Fewest parameters", "params"),
+        ("Fewest MACs", "macs"),
+        ("Least latency", "latency"),
     ):
         dense = dense_costs(measured, cost)
         near = [
@@ -98,7 +98,8 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
         if near:
             kept, run = min(near, key=lambda pair: pair[0])
             note = f"{_name(run)}, {format_accuracy(_accuracy(run))}; at most 1 point lost"
-            values.append((title, f"{1 / kept:.2f}× {unit}", note))
+            change = run.latency_change if cost == "latency" else f"{1 / kept:.2f}× fewer"
+            values.append((title, change, note))
     return values
 
 

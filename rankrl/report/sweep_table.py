@@ -12,6 +12,7 @@ from urllib.parse import quote
 from rankrl.report.gather import GatheredRun
 from rankrl.report.html_page import Cell
 from rankrl.report.stages import (
+    UNCHANGED,
     UNKNOWN,
     Stage,
     format_accuracy,
@@ -32,6 +33,7 @@ class Column:
         value: What a run has there; None where it has nothing.
         write: How a number is written on the page; None for words.
         optional: Whether it is left out of the page where all runs have the same.
+        words: What is written instead of a run's number, where there is something to be said.
     """
 
     key: str
@@ -39,6 +41,7 @@ class Column:
     value: Callable[[GatheredRun], Any]
     write: Callable[[float | None], str] | None = None
     optional: bool = False
+    words: Callable[[GatheredRun], str | None] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -77,6 +80,10 @@ def _write_ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f}×"
 
 
+def _unchanged(run: GatheredRun) -> str | None:
+    return UNCHANGED if run.latency_change == UNCHANGED else None
+
+
 COLUMNS = (
     Column("method", "Method", lambda run: run.method.replace("_", " ")),
     Column("budget", "Budget", lambda run: run.budget, optional=True),
@@ -92,7 +99,7 @@ COLUMNS = (
     Column("macs", "MACs", _final("macs"), format_large),
     Column("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
     Column("latency_ms", "Latency", _final("latency_ms"), format_latency),
-    Column("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio),
+    Column("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio, words=_unchanged),
     Column("folder", "Folder", lambda run: str(run.folder)),
 )
 
@@ -135,7 +142,8 @@ def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[l
             if column.write is None:
                 text = str(value or UNKNOWN)
             else:
-                text = UNKNOWN if value is None else column.write(value)
+                words = None if column.words is None else column.words(run)
+                text = words or (UNKNOWN if value is None else column.write(value))
             cells.append(Cell(text, value, page if index == 0 else None))
         rows.append(cells)
     return rows

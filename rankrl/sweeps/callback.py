@@ -11,6 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from rankrl.files import write_json
+from rankrl.plurals import counted
 from rankrl.sweeps.failures import SWEEP_FILE, failures
 
 FAILED_JOBS = 1
@@ -39,7 +40,7 @@ class SweepCallback(Callback):
         failed = failures(folder)
         if not failed:
             return
-        jobs = "1 job" if len(failed) == 1 else f"{len(failed)} jobs"
+        jobs = counted(len(failed), "job")
         print(f"rankrl: {jobs} of the sweep failed:", file=sys.stderr)
         for failure in failed:
             print(f"  {failure.folder.relative_to(folder)}: {failure.error}", file=sys.stderr)

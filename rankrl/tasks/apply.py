@@ -8,7 +8,7 @@ from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers
+from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -19,6 +19,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
     plan = CompressionPlan.load(config.plan)
     data = options.dataset(config)
+    plan = with_preprocessing(plan, data)
     dense = steps.dense_network(config, data, folder)
     compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data, dense))
     save_compressed(compressed, plan, folder.model)

@@ -17,7 +17,7 @@ from rankrl.report.comparison_page import write_comparison
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.compare import FinalTest, contestants, search_all, tested
-from rankrl.workflow.measure import network_numbers
+from rankrl.workflow.measure import network_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -35,7 +35,8 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     images = steps.calibration(config, data, dense)
     with steps.search_session(config, data, dense, images) as session:
         results = search_all(session, entered, folder.searches)
-    max(results.values(), key=lambda result: result.chosen.reward).plan.save(folder.plan)
+    best = max(results.values(), key=lambda result: result.chosen.reward)
+    with_preprocessing(best.plan, data).save(folder.plan)
     final = FinalTest(data, dense, session.apply, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)
     metrics = {
@@ -52,7 +53,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     }
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
-    folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
+    steps.track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
     console.print(_table(rows))

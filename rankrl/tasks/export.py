@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
@@ -19,7 +17,7 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     network, dense, plan = steps.compressed_from(config, data)
     metrics = {**steps.head(config, data), "compressed": network_numbers(network, data)}
-    metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
+    metadata = steps.file_metadata(plan, metrics)
     baseline = export_dense(dense, data, folder.state, export_options)
     metrics["onnx"], latency = export_numbers(
         network, baseline, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state

@@ -8,7 +8,7 @@ from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import network_numbers, test_accuracy
+from rankrl.workflow.measure import network_numbers, test_accuracy, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -18,6 +18,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     recipe = options.finetuning_recipe(config)
     data = options.dataset(config)
     network, dense, plan = steps.compressed_from(config, data)
+    plan = with_preprocessing(plan, data)
     if recipe.distillation > 0 and not config.model.get("checkpoint"):
         raise ConfigError(
             "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH, or "

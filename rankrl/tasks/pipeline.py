@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 from decomposition import save_compressed
 from rankrl.config import options
@@ -45,14 +44,13 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         "finetuned": {"accuracy": test_accuracy(finetuned, data)},
         "search": steps.search_numbers(result),
     }
-    metadata = {"plan": plan.to_json(), "metrics": json.dumps(metrics)}
     metrics["onnx"], latency = export_numbers(
         finetuned,
         baseline,
         data,
         folder.onnx,
         export_options,
-        metadata=metadata,
+        metadata=steps.file_metadata(plan, metrics),
         scratch=folder.state,
     )
     steps.exported_step(config, finetuned, folder)

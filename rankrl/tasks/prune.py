@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from rankrl.workflow.measure import (
     layer_rows,
     network_numbers,
     test_accuracy,
+    with_preprocessing,
 )
 from rankrl.workflow.network import build_network
 from rankrl.workflow.prune import PrunedNetwork, check_target, prune_network
@@ -54,7 +54,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         "baseline": network_numbers(dense, data),
         "pruning": _pruning_numbers(chosen, pruned, dense, data),
     }
-    network, plan = pruned.network, pruned.plan
+    network, plan = pruned.network, with_preprocessing(pruned.plan, data)
     remaining = inspect_layers(network, data.input_shape)
     if decomposing is None:
         plan.save(folder.plan)
@@ -77,7 +77,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         data,
         folder.onnx,
         export_options,
-        metadata={"plan": plan.to_json(), "metrics": json.dumps(metrics)},
+        metadata=steps.file_metadata(plan, metrics),
         scratch=folder.state,
     )
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}

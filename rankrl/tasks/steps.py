@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.report import LayerRow, collect_setup, summary_table, write_report
 from rankrl.training import EpochRow
 from rankrl.workflow.calibration import calibration_images
+from rankrl.workflow.measure import with_preprocessing
 from rankrl.workflow.network import build_network, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library
@@ -71,13 +73,17 @@ def search_session(config: AppConfig, data: ImageData, dense: nn.Module, images:
         candidates=options.candidate_options(config).candidates,
         input_shape=data.input_shape,
         apply=lambda plan: applied_plan(config, plan, dense, images),
+        preprocessing=data.preprocessing,
     )
 
 
 def chosen_plan(
     config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor, folder: RunFolder
 ) -> tuple[SearchProblem, SearchResult]:
-    """Search for a plan and write it; return what was searched over and what was found.
+    """Search for a plan and write it, with what the network's images go through.
+
+    Returns:
+        What was searched over and what was found.
 
     Raises:
         RunStoppedError: If the user stopped the search.
@@ -93,8 +99,9 @@ def chosen_plan(
         )
     if result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
-    result.plan.save(folder.plan)
-    return session.problem, result
+    plan = with_preprocessing(result.plan, data)
+    plan.save(folder.plan)
+    return session.problem, dataclasses.replace(result, plan=plan)
 
 
 def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
@@ -143,7 +150,26 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
         )
     dense = build_network(config.model, data, seed=config.seed)
     network, plan = load_compressed(dense, Path(config.weights))
+    _warn_of_other_images(config.weights, plan, data)
     return network.eval(), dense, plan
+
+
+def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) -> None:
+    """Warn when a network gets images that are normalised in another way than those it was made with."""
+    known, given = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
+    if not isinstance(known, dict):
+        return
+    for name in ("mean", "std"):
+        if name in known and known[name] != given[name]:
+            log.warning(
+                "%s was made with images of %s %s, those of dataset=%s have %s; dataset.%s sets it",
+                weights,
+                name,
+                known[name],
+                data.name,
+                given[name],
+                name,
+            )
 
 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
@@ -161,7 +187,20 @@ def head(config: AppConfig, data: ImageData) -> dict[str, Any]:
         "decomposition": options.decomposition_name(config),
         "selector": config.selector["name"],
         "seed": config.seed,
+        "preprocessing": data.preprocessing.to_dict(),
     }
+
+
+def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an ONNX file is to hold beside the graph and its preprocessing."""
+    numbers = {key: value for key, value in metrics.items() if key != "preprocessing"}
+    return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
+
+
+def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
+    """Hand the results among the metrics to the trackers."""
+    given = ("seed", "preprocessing")
+    folder.tracking.result({key: value for key, value in metrics.items() if key not in given})
 
 
 def search_numbers(result: SearchResult) -> dict[str, Any]:
@@ -188,7 +227,7 @@ def finish(
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
     page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
-    folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
+    track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
     table = summary_table(metrics)

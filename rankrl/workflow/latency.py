@@ -22,6 +22,7 @@ from decomposition import (
     build_structure,
     factorised_layers,
 )
+from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.export import compare_latency, export_onnx, measure_layer_latencies
 from rankrl.files import write_json
@@ -49,12 +50,14 @@ class LatencyOptions:
         threads: Threads of onnxruntime.
         runs: Timed passes.
         folder: Where tables of measured layers are kept for later runs, or None.
+        preprocess: Whether the exported network normalises its images itself.
     """
 
     batch: int = 64
     threads: int = 1
     runs: int = 30
     folder: Path | None = None
+    preprocess: bool = False
 
 
 class LatencyBudget:
@@ -66,6 +69,7 @@ class LatencyBudget:
         input_shape: Shape of one input without the batch axis.
         fraction: Fraction of the dense network's time to keep at most, in (0, 1].
         options: How time is measured.
+        preprocessing: What an exported network that preprocesses does to its images.
     """
 
     def __init__(
@@ -75,9 +79,11 @@ class LatencyBudget:
         input_shape: Sequence[int],
         fraction: float,
         options: LatencyOptions,
+        preprocessing: Preprocessing | None = None,
     ) -> None:
         self.model, self.sites, self.shape = model, list(sites), tuple(input_shape)
         self.fraction, self.options = fraction, options
+        self.inside = preprocessing if options.preprocess else None
 
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
@@ -134,7 +140,7 @@ class LatencyBudget:
         with tempfile.TemporaryDirectory() as scratch:
             paths = Path(scratch) / "dense.onnx", Path(scratch) / "compressed.onnx"
             for network, path in zip((self.model, compressed), paths, strict=True):
-                export_onnx(network, path, self.shape)
+                export_onnx(network, path, self.shape, preprocessing=self.inside)
             times = compare_latency(
                 *paths, batch=self.options.batch, threads=self.options.threads, runs=self.options.runs
             )
@@ -173,7 +179,9 @@ class LatencyBudget:
             return None
         candidates = [[each.operations for each in site.candidates] for site in self.sites]
         losses = [site.losses.tolist() for site in self.sites]
-        content = repr((table.conditions, table.rest, table.sites, candidates, losses, self.fraction))
+        content = repr(
+            (table.conditions, table.rest, table.sites, candidates, losses, self.fraction, self.inside)
+        )
         return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-budget.json"
 
     def _table(self) -> LatencyTable:

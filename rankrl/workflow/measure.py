@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,17 @@ from decomposition import (
     count_parameters,
     factorised_layers,
 )
-from rankrl.data import ImageData, batches
+from rankrl.data import ImageData, Images, Preprocessing, batches
 from rankrl.device import select_device
 from rankrl.export import compare_latency, export_onnx, onnx_accuracy, verify_onnx
+from rankrl.files import write_atomically
 from rankrl.report import LayerRow
 from rankrl.training import report_accuracy
 
+log = logging.getLogger(__name__)
+
 ONNX_TEST_BATCH = 500
+_VERIFIED_IMAGES = 64
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,18 @@ class ExportOptions:
         batch: Images a timed batch.
         threads: Threads of onnxruntime.
         runs: Timed runs of each network.
+        preprocess: Whether the file normalises images itself and takes their bytes.
     """
 
     opset: int | None = None
     batch: int = 64
     threads: int = 1
     runs: int = 30
+    preprocess: bool = False
+
+    def inside(self, data: ImageData) -> Preprocessing | None:
+        """Return the preprocessing that becomes part of the graph, if any does."""
+        return data.preprocessing if self.preprocess else None
 
 
 def network_numbers(network: nn.Module, data: ImageData) -> dict[str, Any]:
@@ -78,7 +91,9 @@ def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: Expor
     Raises:
         ExportError: It cannot be exported; the layer is named.
     """
-    return export_onnx(dense, folder / "dense.onnx", data.input_shape, opset=options.opset).path
+    path = folder / "dense.onnx"
+    inside = options.inside(data)
+    return export_onnx(dense, path, data.input_shape, opset=options.opset, preprocessing=inside).path
 
 
 def export_numbers(
@@ -93,27 +108,47 @@ def export_numbers(
 ) -> tuple[dict[str, Any], float]:
     """Export a network, verify the file on real images, and time it beside the dense network.
 
+    The file takes its name only after it was verified. Its metadata says under `preprocessing` what it takes.
+
     Args:
         network: The network to export.
         baseline: ONNX file of the dense network it came from.
         data: The dataset.
         path: The ONNX file to write.
-        options: Opset and timing.
+        options: Opset, preprocessing and timing.
         metadata: Text to store in the file.
-        scratch: Folder for files that are needed for timing only.
+        scratch: Folder for files that are needed for timing only, or have yet to be verified.
 
     Returns:
         The section `onnx` of metrics.json, and the latency ratio dense / compressed.
+
+    Raises:
+        ExportError: The network cannot be exported, or the file does not compute what the network does; it
+            stays in the scratch folder then.
     """
     timing = {"batch": options.batch, "threads": options.threads, "runs": options.runs}
-    fastest, execution = _faster_form(network, data, scratch, options.opset, timing)
-    written = export_onnx(fastest, path, data.input_shape, opset=options.opset, metadata=metadata)
-    images = data.heldout.subset(torch.arange(min(64, len(data.heldout))))
-    inputs = next(iter(batches(images, len(images), mean=data.mean, std=data.std)))[0]
-    difference = verify_onnx(network, path, inputs)
-    test = batches(data.test.for_report(), ONNX_TEST_BATCH, mean=data.mean, std=data.std)
-    accuracy = onnx_accuracy(path, test)
+    fastest, execution = _faster_form(network, data, scratch, options, timing)
+    inside, unverified = options.inside(data), scratch / "unverified.onnx"
+    written = export_onnx(
+        fastest,
+        unverified,
+        data.input_shape,
+        opset=options.opset,
+        metadata={"preprocessing": json.dumps(data.preprocessing.to_dict()), **metadata},
+        preprocessing=inside,
+    )
+    images = data.heldout.subset(torch.arange(min(_VERIFIED_IMAGES, len(data.heldout))))
+    (inputs, _), *_ = _file_batches(images, len(images), data, options)
+    difference = verify_onnx(network, unverified, inputs, preprocessing=inside)
+    write_atomically(path, unverified.read_bytes())
+    unverified.unlink()
+    accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
     latency = compare_latency(baseline, path, **timing)
+    if latency.busy is not None:
+        log.warning(
+            "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
+            latency.busy,
+        )
     section = {
         "max_abs_difference": difference,
         "execution": execution,
@@ -124,30 +159,55 @@ def export_numbers(
         "baseline_latency_ms": latency.baseline.median_ms,
         "baseline_latency_low_ms": latency.baseline.low_ms,
         "baseline_latency_high_ms": latency.baseline.high_ms,
+        "latency_ratio_low": latency.ratio_low,
+        "latency_ratio_high": latency.ratio_high,
+        "clock": latency.compressed.clock,
+        "busy": latency.busy,
         "batch": options.batch,
         "threads": options.threads,
         "file_bytes": written.file_bytes,
         "opset": written.opset,
+        "preprocess": options.preprocess,
     }
     return section, latency.ratio
 
 
+def _file_batches(
+    images: Images, batch_size: int, data: ImageData, options: ExportOptions
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Walk through images as the file takes them: normalised, or as bytes, channels last."""
+    if not options.preprocess:
+        yield from batches(images, batch_size, mean=data.mean, std=data.std)
+        return
+    for part in torch.arange(len(images)).split(batch_size):
+        chosen = images.subset(part)
+        yield chosen.x.permute(0, 2, 3, 1), chosen.y
+
+
 def _faster_form(
-    network: nn.Module, data: ImageData, scratch: Path, opset: int | None, timing: Mapping[str, int]
+    network: nn.Module, data: ImageData, scratch: Path, options: ExportOptions, timing: Mapping[str, int]
 ) -> tuple[nn.Module, str]:
     """Return the form of a compressed network that is faster in onnxruntime, and its name.
 
     Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores as layers,
-    `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores.
+    `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores; of
+    two that are equally fast the first is taken.
     """
     if not factorised_layers(network):
         return network, "dense"
     forms = {"staged": network, "contracted": contracted(network)}
     for name, form in forms.items():
-        export_onnx(form, scratch / f"{name}.onnx", data.input_shape, opset=opset)
+        path, inside = scratch / f"{name}.onnx", options.inside(data)
+        export_onnx(form, path, data.input_shape, opset=options.opset, preprocessing=inside)
     times = compare_latency(scratch / "staged.onnx", scratch / "contracted.onnx", **timing)
-    chosen = "contracted" if times.ratio > 1 else "staged"
+    chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
     return forms[chosen], chosen
+
+
+def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:
+    """Return the plan with what the network's images go through in its metadata, as `preprocessing`."""
+    noted = {**plan.metadata, "preprocessing": data.preprocessing.to_dict()}
+    return dataclasses.replace(plan, metadata=noted)
 
 
 def layer_rows(

@@ -14,6 +14,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
+from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.history import EpisodeRow
@@ -169,6 +170,8 @@ class SearchSession:
         candidates: Candidate ranks a layer and format at most.
         input_shape: Shape of one input without the batch axis.
         apply: From a plan to the compressed network, for finalists.
+        preprocessing: What the network's images go through, for a budget in time of files that do it
+            themselves.
 
     Attributes:
         problem: What is searched over; set within the block, like the following.
@@ -196,9 +199,11 @@ class SearchSession:
         candidates: int,
         input_shape: Sequence[int],
         apply: Apply,
+        preprocessing: Preprocessing | None = None,
     ) -> None:
         self.model, self.library, self.scoring, self.options = model, library, scoring, options
         self.candidates, self.input_shape, self.apply = candidates, tuple(input_shape), apply
+        self.preprocessing = preprocessing
         self._network_score: Callable[[nn.Module], float] | None = None
         self._stack = ExitStack()
 
@@ -223,7 +228,14 @@ class SearchSession:
         if options.latency is None:
             self.problem = describe(sites=sites, library=self.library)
         else:
-            self.latency = LatencyBudget(self.model, sites, self.input_shape, options.latency, options.timing)
+            self.latency = LatencyBudget(
+                self.model,
+                sites,
+                self.input_shape,
+                options.latency,
+                options.timing,
+                self.preprocessing,
+            )
             self.problem = self.latency.problem(self.library)
         self.reward = create_reward(
             options.reward, budgeted=self.problem.budget is not None, **options.reward_options

@@ -324,7 +324,7 @@ def test_the_registry_lists_describes_and_refuses() -> None:
     assert {"tensor_ring", "tensor_train", "tucker", "cp", "spatial_svd"} <= set(list_formats())
     assert all(get_format(name).name == name and get_format(name).description for name in list_formats())
     with pytest.raises(
-        DecompositionError, match="there is no format 'tensor_rings'.*Did you mean 'tensor_ring'"
+        DecompositionError, match=r"there is no format 'tensor_rings'.*Did you mean 'tensor_ring'"
     ):
         get_format("tensor_rings")
     with pytest.raises(DecompositionError, match="there is a format 'cp' already"):

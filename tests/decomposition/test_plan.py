@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition import FitOptions, apply_plan, build_structure
+from decomposition import FitOptions, apply_plan, build_structure, load_compressed, save_compressed
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.formats import get_format, list_formats
 from decomposition.layers import inspect_layers
@@ -36,12 +37,18 @@ entries = st.builds(
     st.just(()) | st.tuples(factorised),
     st.none() | st.text(max_size=30),
 )
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=10,
+)
 plans = st.builds(
     CompressionPlan,
     st.lists(entries, max_size=6, unique_by=lambda layer: layer.name).map(tuple),
     st.text(max_size=16),
     st.lists(st.integers(1, 500), min_size=1, max_size=3).map(tuple),
     st.text(max_size=10),
+    metadata=st.dictionaries(st.text(max_size=6), json_values, max_size=3),
 )
 
 
@@ -81,6 +88,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "newer version": (lambda p: p.update(version=4), "version 4; this release reads versions 1, 2, 3"),
     "boolean version": (lambda p: p.update(version=True), "version True"),
     "version in text": (lambda p: p.update(version="3"), "version '3'"),
+    "metadata no object": (lambda p: p.update(metadata=[1]), "metadata must be an object"),
+    "metadata not finite": (
+        lambda p: p.update(metadata={"a": {"b": [float("nan")]}}),
+        r"metadata\['a'\]\['b'\]\[0\] is nan",
+    ),
     "no version": (lambda p: p.pop("version"), "version None"),
     "unknown entry": (lambda p: p.update(extra=1), r"unknown entries \['extra'\]"),
     "missing entry": (lambda p: p.pop("chosen_by"), r"missing entries \['chosen_by'\]"),
@@ -335,6 +347,38 @@ def test_what_does_not_fit_is_refused_and_the_model_stays_as_it_was(
     after = small_net.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_metadata_goes_with_the_plan(small_net: nn.Module, tmp_path: Path) -> None:
+    notes = {"preprocessing": {"mean": [0.5], "classes": ["cat", "[ 1 ]"], "size": [8, 8]}}
+    plan = dataclasses.replace(make_plan(small_net, SHAPE, "tucker", 2), metadata=notes)
+    assert CompressionPlan.from_json(plan.to_json()) == plan
+    assert plan.after_groups(small_net, lambda kind, model, chosen: model)[1].metadata == notes
+    save_compressed(build_structure(small_net, plan), plan, tmp_path / "small.safetensors")
+    assert load_compressed(small_net, tmp_path / "small.safetensors")[1].metadata == notes
+    assert plan != dataclasses.replace(plan, metadata={})
+    notes["preprocessing"]["mean"].append(0.6)  # type: ignore[attr-defined]
+    assert plan.metadata["preprocessing"]["mean"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"a": (1, 2)}, r"metadata\['a'\] is \(1, 2\).*JSON"),
+        ({"a": {1: 2}}, r"metadata\['a'\] has the key 1.*text"),
+        ({"a": [float("inf")]}, r"metadata\['a'\]\[0\] is inf"),
+        ([1], "metadata must be an object"),
+    ],
+)
+def test_metadata_that_json_cannot_hold_is_refused(small_net: nn.Module, metadata: Any, message: str) -> None:
+    plan = make_plan(small_net, SHAPE, "tucker", 2)
+    with pytest.raises(PlanError, match=message):
+        dataclasses.replace(plan, metadata=metadata)
+
+
+def test_text_that_looks_like_a_list_stays_as_it_is(small_net: nn.Module) -> None:
+    plan = dataclasses.replace(make_plan(small_net, SHAPE, "tucker", 2), chosen_by="[ 1,  2 ]")
+    assert CompressionPlan.from_json(plan.to_json()) == plan
 
 
 def test_one_layer_takes_one_operation_of_a_kind() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from decomposition.files import replacing
 from rankrl.errors import StorageError
 from rankrl.files import atomic_path, write_atomically, write_json
 
@@ -63,3 +67,27 @@ def test_json_is_standard_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "a.json", {"x": float("nan")})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": [1, 2.5, None]}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_a_file_has_the_mode_of_any_new_file_whoever_writes_it(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "own.json", {})
+        with atomic_path(tmp_path / "tensors.safetensors") as temporary:
+            save_file({"x": torch.zeros(2)}, temporary)  # safetensors writes for the owner alone
+        with replacing(tmp_path / "model.safetensors") as temporary:
+            save_file({"x": torch.zeros(2)}, temporary)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "own.json": mode,
+        "tensors.safetensors": mode,
+        "model.safetensors": mode,
+    }
+
+
+def test_a_block_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write"), atomic_path(tmp_path / "a.txt"):
+        pass
+    assert not list(tmp_path.iterdir())

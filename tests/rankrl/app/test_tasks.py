@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnxruntime import InferenceSession
+from safetensors import safe_open
 
 from decomposition import CompressionPlan, list_formats
+from rankrl.data import Preprocessing, load_dataset
+from rankrl.export import ExportError
 from rankrl.tasks import list_tasks
 
 _spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
@@ -69,7 +75,93 @@ def test_pipeline_writes_the_run_folder(run: Callable[..., Path]) -> None:
     plan = CompressionPlan.load(folder / "plan.json")
     assert CompressionPlan.from_json(stored["plan"]) == plan
     session = InferenceSession(folder / "model.onnx")
-    assert not isinstance(session.get_inputs()[0].shape[0], int)
+    assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
+    assert metrics["onnx"]["latency_ratio_low"] <= metrics["ratios"]["latency"]
+    assert metrics["ratios"]["latency"] <= metrics["onnx"]["latency_ratio_high"]
+    times = metrics["onnx"]["baseline_latency_ms"], metrics["onnx"]["latency_ms"]
+    assert metrics["ratios"]["latency"] == pytest.approx(times[0] / times[1])
+    assert not (folder / "state" / "unverified.onnx").exists()
+
+
+def accuracy_of_a_stranger(session: InferenceSession, said: dict[str, Any]) -> float:
+    """Accuracy on the digits' test set for somebody who has the file's own words and numpy, nothing else."""
+    test = load_dataset("digits").test.for_report()
+    images = test.x.permute(0, 2, 3, 1).numpy()  # bytes as a scanner gives them
+    if said["dtype"] == "float32":
+        planes = (images * said["scale"] - np.array(said["mean"])) / np.array(said["std"])
+        images = planes.transpose(0, 3, 1, 2).astype(np.float32)
+    scores = session.run(None, {session.get_inputs()[0].name: images})[0]
+    names = [said["class_names"][index] for index in scores.argmax(1)]
+    return float(np.mean([name == str(label) for name, label in zip(names, test.y.tolist(), strict=True)]))
+
+
+@pytest.mark.parametrize("preprocess", [False, True])
+def test_model_onnx_is_enough_to_use_the_network(run: Callable[..., Path], preprocess: bool) -> None:
+    folder = run("run", "+dataset.mean=[0.31]", "+dataset.std=[0.37]", f"export.preprocess={preprocess}")
+    metrics = read_json(folder / "metrics.json")
+    stored = {entry.key: entry.value for entry in onnx.load(folder / "model.onnx").metadata_props}
+    said = json.loads(stored["preprocessing"])
+    session = InferenceSession(folder / "model.onnx")
+    (entry,) = session.get_inputs()
+    assert said["in_graph"] is metrics["onnx"]["preprocess"] is preprocess
+    assert entry.type == ("tensor(uint8)" if preprocess else "tensor(float)")
+    assert entry.shape == (["batch", 8, 8, 1] if preprocess else ["batch", 1, 8, 8])
+    dense = InferenceSession(folder / "state" / "dense.onnx").get_inputs()[0]
+    assert (dense.type, dense.shape) == (entry.type, entry.shape), "both are timed in the same form"
+    assert (said["mean"], said["std"]) == ([0.31], [0.37])
+    assert accuracy_of_a_stranger(session, said) == pytest.approx(metrics["finetuned"]["accuracy"], abs=1e-9)
+    assert metrics["onnx"]["accuracy"] == metrics["finetuned"]["accuracy"]
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    assert "preprocessing" not in json.loads(stored["metrics"])
+    plan = CompressionPlan.load(folder / "plan.json")
+    described = Preprocessing.from_dict(plan.metadata["preprocessing"])
+    assert described == load_dataset("digits", mean=[0.31], std=[0.37]).preprocessing
+    assert metrics["preprocessing"] == plan.metadata["preprocessing"]
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        assert CompressionPlan.from_json(file.metadata()["rankrl.plan"]) == plan
+
+
+def test_an_unverified_file_never_has_the_name(
+    run: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def differs(*_: Any, **__: Any) -> float:
+        assert not (tmp_path / "run" / "model.onnx").exists()
+        raise ExportError("it differs")
+
+    monkeypatch.setattr("rankrl.workflow.measure.verify_onnx", differs)
+    with pytest.raises(SystemExit):
+        run("run")
+    assert "it differs" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "model.onnx").exists()
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_all_files_of_a_run_have_the_same_mode(run: Callable[..., Path], umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = run("run")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert len(modes) > 10
+    assert {str(path): oct(found) for path, found in modes.items() if found != mode} == {}
+
+
+def test_weights_made_with_other_images_are_warned_of(
+    run: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = run("run")
+    weights = f"weights={folder / 'model.safetensors'}"
+    caplog.clear()
+    run("same", "task=evaluate", weights)
+    assert "was made with" not in caplog.text
+    run("other", "task=evaluate", weights, "+dataset.mean=[0.5]")
+    assert "images of mean [0.3" in caplog.text
+    assert "dataset=digits have [0.5]; dataset.mean sets it" in caplog.text
 
 
 def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path]) -> None:

@@ -75,7 +75,7 @@ def test_what_cannot_be_walked_is_refused() -> None:
         batches(make(3), 0, mean=MEAN, std=STD)
     with pytest.raises(ConfigError, match="Generator"):
         batches(make(3), 1, mean=MEAN, std=STD, shuffle=True)
-    with pytest.raises(DataError, match="mean has 1 values but the images 3"):
+    with pytest.raises(DataError, match="mean has 1 value but the images have 3 channels"):
         next(batches(make(3), 1, mean=(0.5,), std=STD))
     with pytest.raises(DataError, match="std must be positive"):
         next(batches(make(3), 1, mean=MEAN, std=(1.0, 0.0, 1.0)))

@@ -125,7 +125,7 @@ def test_options_out_of_range_are_refused(options: dict[str, object], message: s
 
 
 def test_a_mean_for_other_channels_is_refused() -> None:
-    with pytest.raises(DataError, match="mean has 3 values, but the images have 1 channels"):
+    with pytest.raises(DataError, match="mean has 3 values, but the images have 1 channel;"):
         load_dataset("digits", mean=[0.1, 0.2, 0.3])
 
 

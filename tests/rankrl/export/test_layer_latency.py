@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ from decomposition import (
     FitOptions,
     LatencyTable,
     compressible_layers,
+    make_plan,
 )
+from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
 from rankrl.plan_search.problem import SearchProblem
@@ -102,6 +106,24 @@ def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, fold
     )
     problem = budget.problem(library)
     assert 0 < budget.measured(problem.plan(problem.preset, "greedy")) < 1
+
+
+@pytest.mark.parametrize("preprocess", [False, True])
+def test_a_network_is_timed_in_the_form_in_which_it_is_exported(
+    model: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch, preprocess: bool
+) -> None:
+    inputs = []
+
+    def look(*paths: Path, **_: int) -> types.SimpleNamespace:
+        inputs.extend(onnx.load(path).graph.input[0].type.tensor_type.elem_type for path in paths)
+        return types.SimpleNamespace(ratio=2.0)
+
+    monkeypatch.setattr("rankrl.workflow.latency.compare_latency", look)
+    how = Preprocessing(*SHAPE, mean=(0.5,) * 3, std=(0.2,) * 3)
+    options = LatencyOptions(preprocess=preprocess)
+    budget = LatencyBudget(model, library.curves(limit=3), SHAPE, 0.8, options, how)
+    assert budget.measured(make_plan(model, SHAPE, "tucker", 4)) == 0.5
+    assert inputs == 2 * [onnx.TensorProto.UINT8 if preprocess else onnx.TensorProto.FLOAT]
 
 
 class Summing(LatencyBudget):

@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from onnxruntime import InferenceSession
 from torch import Tensor, nn
 
 from rankrl.errors import StorageError
@@ -123,6 +124,38 @@ def test_metadata_is_stored(make: Maker, tmp_path: Path) -> None:
     export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, metadata={"plan": plan, "metrics": "{}"})
     stored = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
     assert stored == {"plan": plan, "metrics": "{}"}
+
+
+def dimensions(graph: onnx.GraphProto) -> dict[str, list[str | int]]:
+    return {
+        value.name: [axis.dim_param or axis.dim_value for axis in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output, *graph.value_info)
+    }
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_the_batch_axis_is_called_batch(make: Maker, tmp_path: Path, fold: bool) -> None:
+    export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, fold_batchnorm=fold)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    named = dimensions(graph)
+    assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert named["input"] == ["batch", *SHAPE]
+    assert named["output"] == ["batch", 5]
+    assert {size for axes in named.values() for size in axes if isinstance(size, str)} == {"batch"}
+    assert InferenceSession(tmp_path / "model.onnx").get_inputs()[0].shape == ["batch", *SHAPE]
+
+
+def test_sizes_that_follow_from_the_batch_are_named_after_it(tmp_path: Path) -> None:
+    class Merged(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.flatten(0, 1) + 1, torch.cat([x, x])
+
+    export_onnx(Merged(), tmp_path / "model.onnx", SHAPE)
+    named = dimensions(onnx.load(tmp_path / "model.onnx").graph)
+    assert named["output_0"][0] == "3*batch"
+    assert named["output_1"][0] == "2*batch"
+    assert verify_onnx(Merged(), tmp_path / "model.onnx", torch.randn(7, *SHAPE)) == 0
 
 
 @pytest.mark.parametrize("opset", [18, 20, 21])

@@ -155,6 +155,26 @@ def test_a_slower_model_is_called_slower(metrics: dict[str, Any]) -> None:
     assert "1.25× slower" in run_page(RunReport(metrics))
 
 
+def test_a_model_within_the_noise_is_called_unchanged(metrics: dict[str, Any]) -> None:
+    metrics["ratios"]["latency"] = 1.004
+    document = run_page(RunReport(metrics))
+    assert "unchanged" in outline(document).cells
+    assert '<dd class="value">unchanged</dd>' in document
+    assert "1.00×" not in document
+
+
+def test_the_page_shows_the_spread_of_the_change_and_a_busy_machine(metrics: dict[str, Any]) -> None:
+    assert "interval" not in run_page(RunReport(metrics))
+    busy = "the load average is 8.0 on 2 cores"
+    metrics["onnx"] |= {"latency_ratio_low": 1.284, "latency_ratio_high": 1.333}
+    metrics["onnx"] |= {"clock": "wall", "busy": busy}
+    document = run_page(RunReport(metrics)).replace("\N{NO-BREAK SPACE}", " ")
+    assert "the median time on the wall per batch of 64 on 1 thread" in document
+    assert "takes 1.28 to 1.33 times as long (95 % interval)" in document
+    assert f"The machine was busy: {busy}.</p>" in document
+    assert "23.1 ms → 17.6 ms" in document
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.9", True, [0.9]])
 def test_a_metric_that_is_no_number_is_refused(metrics: dict[str, Any], value: object) -> None:
     metrics["compressed"]["accuracy"] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rankrl.plurals import counted
 from rankrl.report import collect_setup, summary_table
-from rankrl.report.stages import format_accuracy, format_large, format_points, format_ratio, stages
+from rankrl.report.provenance import hardware_line
+from rankrl.report.stages import (
+    format_accuracy,
+    format_large,
+    format_points,
+    format_ratio,
+    latency_change,
+    latency_note,
+    stages,
+)
 
 
 def plain(text: str) -> str:
@@ -90,6 +101,59 @@ def test_the_terminal_table_holds_every_number(metrics: dict[str, Any]) -> None:
         assert number in text
 
 
+def printed(metrics: dict[str, Any]) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(summary_table(metrics))
+    return plain(" ".join(capture.get().split()))
+
+
+def test_a_change_within_the_noise_is_called_unchanged(metrics: dict[str, Any]) -> None:
+    for before, after, faster in ((24.5, 24.4, 0.997), (7.27, 7.26, 7.27 / 7.26)):
+        metrics["onnx"] |= {"baseline_latency_ms": before, "latency_ms": after}
+        metrics["ratios"]["latency"] = faster
+        assert latency_change(metrics, before, after) == "unchanged"
+        assert f"{before} ms" in printed(metrics) if before > 10 else f"{before:.2f} ms" in printed(metrics)
+        assert "unchanged" in printed(metrics)
+        assert "faster" not in printed(metrics)
+        assert "slower" not in printed(metrics)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "text"),
+    [
+        (1.31, 1.2, 1.4, "1.31× faster"),
+        (1.31, 0.99, 1.4, "unchanged"),
+        (0.8, 0.7, 0.9, "1.25× slower"),
+        (0.8, 0.7, 1.1, "unchanged"),
+    ],
+)
+def test_a_change_counts_if_its_interval_does_not_cover_1(
+    metrics: dict[str, Any], ratio: float, low: float, high: float, text: str
+) -> None:
+    metrics["ratios"]["latency"] = ratio
+    metrics["onnx"] |= {"latency_ratio_low": low, "latency_ratio_high": high}
+    assert latency_change(metrics, 23.08, 17.62) == text
+    assert text in printed(metrics)
+
+
+def test_the_terminal_shows_the_spread_and_a_busy_machine(metrics: dict[str, Any]) -> None:
+    assert "interval" not in printed(metrics)
+    metrics["onnx"] |= {
+        "latency_ratio_low": 1.284,
+        "latency_ratio_high": 1.333,
+        "clock": "processor",
+        "busy": "the timed passes waited 52 % of the time for a core",
+    }
+    assert plain(latency_note(metrics)) == (
+        "Latency is the median processor time per batch of 64 on 1 thread. The original takes 1.28 to 1.33 "
+        "times as long (95 % interval). The machine was busy: the timed passes waited 52 % of the time for a "
+        "core."
+    )
+    for part in ("1.28 to 1.33", "The machine was busy"):
+        assert part in printed(metrics)
+
+
 def test_a_partial_run_prints_what_it_has() -> None:
     table = summary_table({"model": "lenet5", "baseline": {"accuracy": 0.99, "params": 431_080}})
     assert [column.header for column in table.columns] == ["", "Baseline"]
@@ -101,4 +165,12 @@ def test_the_setup_names_command_seed_versions_and_hardware() -> None:
     assert setup["Command"] == "rankrl model=resnet20 'note=two words'"
     assert setup["Seed"] == "7"
     assert "torch" in setup["Versions"]
-    assert "cores" in setup["Processor"]
+    assert re.search(r", \d+ cores?$", setup["Processor"])
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 cores"), (1, "1 core"), (2, "2 cores")])
+def test_one_is_no_plural(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counted(count, "core") == text
+    monkeypatch.setattr("rankrl.report.provenance.usable_cores", lambda: count)
+    assert collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
+    assert f", {text}, " in hardware_line()

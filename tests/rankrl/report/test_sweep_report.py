@@ -93,6 +93,20 @@ def test_the_share_of_a_latency_is_that_of_the_turns(tmp_path: Path) -> None:
     assert value == pytest.approx(1 / 1.25)
 
 
+def test_times_within_the_noise_are_called_unchanged(sweep: Path, tmp_path: Path) -> None:
+    page = write_sweep_report(sweep).read_text()
+    assert page.count(">unchanged</td>") == 3  # the budgets of 0.5
+    assert page.count(">1.25×</td>") == 3
+    assert ">1.00×</td>" not in page
+    assert '<dd class="value">unchanged</dd>' in page  # the fastest that loses at most a point
+    for name, low, text in (("clear", 1.2, "1.25× faster"), ("noisy", 0.9, "unchanged")):
+        content = metrics("cp", 0.25)
+        content["finetuned"]["accuracy"] = 0.91
+        content["onnx"] |= {"latency_ratio_low": low, "latency_ratio_high": 1.4}
+        make_run(tmp_path / name / "run", content)
+        assert f'<dd class="value">{text}</dd>' in write_sweep_report(tmp_path / name).read_text()
+
+
 def test_csv_holds_plain_numbers(sweep: Path) -> None:
     write_sweep_report(sweep)
     found = {row["folder"]: row for row in rows(sweep)}

@@ -1,0 +1,192 @@
+"""What an image goes through before a network sees it, as data: for whoever has only the network's file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankrl.errors import DataError
+from rankrl.plurals import counted
+
+SCALE = 1 / 255
+"""From a byte to the range [0, 1]."""
+_RESIZE = {"interpolation": "bilinear", "antialias": True, "crop": "centre"}
+_COLOURS = ("RGB", None)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images become a network's input: (pixel / 255 - mean) / std, channel by channel.
+
+    Attributes:
+        channels: Channels of an image.
+        height: Height of the input in pixels.
+        width: Width of the input in pixels.
+        mean: Per-channel mean of pixels in [0, 1].
+        std: Per-channel standard deviation of pixels in [0, 1], positive.
+        resize: Length in pixels to which the shorter side is resized (bilinear, antialiased) before the
+            central crop of the input's size; None for images that have that size.
+        colours: "RGB" where the order of the channels is known; None for grey images, and where it is that
+            of the dataset's file.
+        class_names: The name of each class in the order of the network's outputs, or None where unknown.
+        in_graph: Whether the network's own graph normalises, so that it takes the bytes themselves.
+    """
+
+    channels: int
+    height: int
+    width: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resize: int | None = None
+    colours: str | None = None
+    class_names: tuple[str, ...] | None = None
+    in_graph: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "height", "width"):
+            _check_size(name, getattr(self, name))
+        if self.resize is not None:
+            _check_size("resize", self.resize)
+        check_normalisation(self.mean, self.std, self.channels)
+        if self.colours not in _COLOURS:
+            raise DataError(f"preprocessing: colours is {self.colours!r}; it must be 'RGB' or null")
+        names = self.class_names
+        if names is not None and not all(isinstance(name, str) for name in names):
+            raise DataError(f"preprocessing: class_names must be text, got {names!r}")
+        if not isinstance(self.in_graph, bool):
+            raise DataError(f"preprocessing: in_graph must be true or false, got {self.in_graph!r}")
+
+    @property
+    def dtype(self) -> str:
+        """The type of the network's input."""
+        return "uint8" if self.in_graph else "float32"
+
+    @property
+    def layout(self) -> str:
+        """The order of the input's axes: bytes come as files and cameras hold them, channels last."""
+        return "NHWC" if self.in_graph else "NCHW"
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Shape of one input without the batch axis, in its layout."""
+        if self.in_graph:
+            return self.height, self.width, self.channels
+        return self.channels, self.height, self.width
+
+    def scale_and_offset(self) -> tuple[Tensor, Tensor]:
+        """Return float32 factors (C,) with byte * scale + offset = (byte / 255 - mean) / std."""
+        return scale_and_offset(self.mean, self.std)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Normalise images of the input's size.
+
+        Args:
+            images: (N, height, width, channels), uint8.
+
+        Returns:
+            (N, channels, height, width), float32, contiguous: what the network was trained on.
+
+        Raises:
+            DataError: The images have another type or shape.
+        """
+        wanted = (self.height, self.width, self.channels)
+        if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != wanted:
+            raise DataError(
+                f"images must be uint8 of shape (N, {', '.join(map(str, wanted))}), got "
+                f"{images.dtype} {tuple(images.shape)}"
+            )
+        scale, offset = (tensor.view(-1, 1, 1).to(images.device) for tensor in self.scale_and_offset())
+        return images.permute(0, 3, 1, 2).contiguous().float().mul_(scale).add_(offset)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as values for JSON, for readers that know nothing of rankrl."""
+        return {
+            "dtype": self.dtype,
+            "layout": self.layout,
+            "channels": self.channels,
+            "height": self.height,
+            "width": self.width,
+            "colours": self.colours,
+            "resize": None if self.resize is None else {"shorter_side": self.resize, **_RESIZE},
+            "scale": SCALE,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "in_graph": self.in_graph,
+            "class_names": None if self.class_names is None else list(self.class_names),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Preprocessing:
+        """Read what `to_dict` returned; strict.
+
+        Raises:
+            DataError: An entry is missing, unknown, ill-typed or contradicts another.
+        """
+        if not isinstance(values, Mapping):
+            raise DataError(f"preprocessing must be an object, got {type(values).__name__}")
+        keys = cls(1, 1, 1, (0.0,), (1.0,)).to_dict().keys()
+        missing, unknown = sorted(keys - values.keys()), sorted(values.keys() - keys)
+        if missing or unknown:
+            raise DataError(f"preprocessing: entries missing {missing}, unknown {unknown}")
+        resize = values["resize"]
+        if resize is not None and not (
+            isinstance(resize, Mapping) and {**resize, "shorter_side": 0} == {**_RESIZE, "shorter_side": 0}
+        ):
+            raise DataError(
+                f"preprocessing: resize must be null or {{'shorter_side': PIXELS, ...}} with {_RESIZE}, "
+                f"got {resize!r}"
+            )
+        for name in ("mean", "std", "class_names"):
+            if not isinstance(values[name], list) and not (name == "class_names" and values[name] is None):
+                raise DataError(f"preprocessing: {name} must be a list, got {values[name]!r}")
+        names = values["class_names"]
+        found = cls(
+            channels=values["channels"],
+            height=values["height"],
+            width=values["width"],
+            mean=tuple(values["mean"]),
+            std=tuple(values["std"]),
+            resize=None if resize is None else resize.get("shorter_side"),
+            colours=values["colours"],
+            class_names=None if names is None else tuple(names),
+            in_graph=values["in_graph"],
+        )
+        for name, expected in found.to_dict().items():
+            if values[name] != expected:
+                raise DataError(f"preprocessing: {name} is {values[name]!r}; it must be {expected!r}")
+        return found
+
+
+def check_normalisation(mean: Sequence[float], std: Sequence[float], channels: int) -> None:
+    """Refuse a mean or standard deviation that images of so many channels cannot be normalised with.
+
+    Raises:
+        DataError: The number of values differs from that of the channels, or a value is out of range.
+    """
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != channels:
+            raise DataError(
+                f"normalisation {name} has {counted(len(values), 'value')} but the images have "
+                f"{counted(channels, 'channel')}"
+            )
+        numeric = all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+        if not numeric:
+            raise DataError(f"normalisation {name} must hold finite numbers, got {tuple(values)}")
+    if not all(value > 0 for value in std):
+        raise DataError(f"normalisation std must be positive, got {tuple(std)}")
+
+
+def scale_and_offset(mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return float32 factors (C,) with byte * scale + offset = (byte / 255 - mean) / std."""
+    means, deviations = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+    return (1 / (255 * deviations)).float(), (-means / deviations).float()
+
+
+def _check_size(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"preprocessing: {name} must be a whole number of at least 1, got {value!r}")
