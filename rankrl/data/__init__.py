@@ -9,6 +9,7 @@ from rankrl.data.images import ImageData, Images, TestImages
 from rankrl.data.registry import (
     DatasetSource,
     SourceFiles,
+    dataset_option_types,
     dataset_source,
     list_datasets,
     load_dataset,
@@ -25,6 +26,7 @@ __all__ = [
     "augmented_copy",
     "batches",
     "cifar",
+    "dataset_option_types",
     "dataset_source",
     "digits",
     "imagefolder",

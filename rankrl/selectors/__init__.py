@@ -11,11 +11,13 @@ from rankrl.selectors import (  # registers the selectors
 )
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.registry import (
+    check_selector,
     create_selector,
     list_selectors,
     register_selector,
     selector_description,
     selector_is_seeded,
+    selector_option_types,
     selector_options,
 )
 
@@ -23,6 +25,7 @@ __all__ = [
     "Proposal",
     "Selector",
     "SelectorState",
+    "check_selector",
     "create_selector",
     "list_selectors",
     "local_changes",
@@ -32,6 +35,7 @@ __all__ = [
     "reinforcement",
     "selector_description",
     "selector_is_seeded",
+    "selector_option_types",
     "selector_options",
     "tpe",
 ]

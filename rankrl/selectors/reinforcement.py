@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rankrl.agents import AgentOptions, Episode, RankAgent
 from rankrl.errors import ConfigError
+from rankrl.option_types import parameter_types
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.registry import register_selector
@@ -25,16 +26,23 @@ class ReinforcementSelector(Selector):
         **options: Any,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        for name in ("features", "hidden"):
-            if name in options:
-                options[name] = tuple(options[name])
-        self.agent = RankAgent(problem, self.name, AgentOptions(**options), seed=seed, episodes=episodes)
+        self.agent = RankAgent(problem, self.name, _agent_options(options), seed=seed, episodes=episodes)
         self._episodes: list[Episode] = []
 
     @classmethod
     def default_options(cls) -> dict[str, Any]:
         """Return the hyper-parameters of the agent."""
         return asdict(AgentOptions())
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """Return the types of the agent's hyper-parameters."""
+        return parameter_types(AgentOptions)
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse hyper-parameters out of their ranges."""
+        _agent_options(options)
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
@@ -54,6 +62,12 @@ class ReinforcementSelector(Selector):
     def restore(self, state: SelectorState) -> None:
         """Take over the agent's state."""
         self.agent.restore(state.tensors, state.values)
+
+
+def _agent_options(options: Mapping[str, Any]) -> AgentOptions:
+    """Return hyper-parameters from plain values, whose lists are tuples there."""
+    lists = {name: tuple(options[name]) for name in ("features", "hidden") if name in options}
+    return AgentOptions(**{**options, **lists})
 
 
 @register_selector

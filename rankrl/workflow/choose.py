@@ -27,11 +27,11 @@ from rankrl.plan_search.evaluator import Evaluator, EvaluatorOptions, PlanEvalua
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.parallel import ParallelEvaluator
 from rankrl.plan_search.problem import SearchProblem
-from rankrl.plan_search.rewards import Reward, create_reward, reward_source
+from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
-from rankrl.selectors import create_selector
+from rankrl.selectors import check_selector, create_selector
 from rankrl.workflow.finalists import Rewrite, best_finalist, score_refitted
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 
@@ -115,7 +115,8 @@ class SearchOptions:
             raise ConfigError(f"search.finalists must be at least 1, got {self.finalists}")
         if self.images < 1:
             raise ConfigError(f"search.images must be at least 1, got {self.images}")
-        reward_source(self.reward)
+        check_reward(self.reward, self.reward_options)
+        check_selector(self.selector, self.selector_options)
 
     @property
     def kept_params(self) -> float | None:
