@@ -14,6 +14,7 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
+from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.session import (
@@ -120,6 +121,7 @@ def search(
     )
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
+    check_selector(selector, selector_options or {})
     batches = [part for batch in calibration_batches(calibration) for part in batch.split(CALIBRATION_BATCH)]
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")

@@ -17,8 +17,10 @@ from decomposition import DecompositionError
 from pruning import PruningError
 from rankrl.config.folder import config_folder
 from rankrl.config.overrides import check_overrides, overrides_first, resumed_arguments
+from rankrl.config.run_folders import check_folders, refuse_used_folder
 from rankrl.config.schema import AppConfig
-from rankrl.config.sweep_arguments import refuse_used_folder, sweep_arguments
+from rankrl.config.sweep_arguments import sweep_arguments
+from rankrl.config.values import check_values
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
 from rankrl.sweeps import run_sweep_job
 from rankrl.tasks import get_task
@@ -72,6 +74,7 @@ def _carry_out(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) ->
     """Run the task, tracked."""
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    check_values(plain)  # what sweepers draw is known only now
     task = get_task(settings.task)
     with start_tracking(settings.tracking.name, folder.path, plain, settings.tracking.options) as tracking:
         task.run(settings, RunFolder(folder.path, tracking))
@@ -102,6 +105,7 @@ def main() -> None:
             sys.argv[1:] = resumed_arguments(overrides_first(sys.argv[1:]))
             check_overrides(sys.argv[1:])
             sys.argv[1:] = sweep_arguments(sys.argv[1:])
+            check_folders(sys.argv[1:])
     except RankrlError as error:
         _leave(error, USER_ERROR)
     try:

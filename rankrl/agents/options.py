@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind
+from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, check_importance_scale
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
 
@@ -70,6 +70,9 @@ class AgentOptions:
                 "selector.noise decays to selector.final_noise: both positive and not growing, or both 0; "
                 f"got {self.noise} and {self.final_noise}"
             )
+        if any(units < 1 for units in self.hidden):
+            raise ConfigError(f"selector.hidden must hold numbers of units >= 1, got {list(self.hidden)}")
+        check_importance_scale(self.importance_scale)
         for name in ("buffer_episodes", "updates_per_episode"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -15,7 +15,7 @@ from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeCon
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
-from rankrl.selectors import list_selectors
+from rankrl.selectors import check_selector, list_selectors
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
@@ -98,6 +98,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     batch_norm_correction(config)
     search_options(config)
     evaluator_options(config)
+    selector(config)
     if finetuning:
         finetuning_recipe(config)
     training_recipe(config)
@@ -128,8 +129,14 @@ def search_options(config: AppConfig) -> SearchOptions:
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
-    """Return the selector's name and its options."""
-    return _named(config.selector)
+    """Return the selector's name and its options.
+
+    Raises:
+        ConfigError: The name or an option is unknown, of another type or out of range.
+    """
+    name, given = _named(config.selector)
+    check_selector(name, given)
+    return name, given
 
 
 def evaluator_options(config: AppConfig) -> EvaluatorOptions:

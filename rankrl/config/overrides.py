@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,20 @@ from hydra._internal.utils import get_args_parser  # Hydra has no public way to 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rankrl.config import schema  # noqa: F401 - registers the types that the configuration refers to
 from rankrl.config.folder import config_folder
+from rankrl.config.values import check_value, check_values
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.workflow.run_folder import RunFolder
 
 # Values of one sweep that are tried before it starts; Hydra itself checks every job.
 _MOST_TRIED = 30
+_MOST_SWEPT = 10_000
+_TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
@@ -41,7 +47,13 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
     if folder is None or str(folder) in ("", "null"):
         return list(arguments)
-    if (folder / "multirun.yaml").is_file() or {"-m", "--multirun"} & set(arguments):
+    try:
+        of_sweep = (folder / "multirun.yaml").is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigError(
+            f"resume={folder}: that folder cannot be read ({error.strerror}); give the folder of a run"
+        ) from error
+    if of_sweep or {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
             f"resume={folder} goes on with one run; a sweep goes on when its command is given again with "
             "hydra.sweep.dir=FOLDER: finished jobs are skipped"
@@ -85,17 +97,80 @@ def check_overrides(arguments: Sequence[str]) -> None:
         ConfigError: An option or value is unknown, of the wrong type, or cannot be parsed; the message gives
             the nearest known one.
     """
-    overrides = get_args_parser().parse_known_args(list(arguments))[0].overrides
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(f"the command line cannot be parsed: {_first_line(error)}") from error
+    flags = get_args_parser().parse_known_args(list(arguments))[0]
+    parsed = parsed_overrides(flags.overrides)
+    for override in parsed:
+        for value in _values(override):
+            _check_override(*parsed_overrides([value]))
     with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         try:
+            parsed = [*_swept_by_configuration(parsed, multirun=flags.multirun), *parsed]
             for overrides in _tried(parsed):
-                OmegaConf.to_object(compose("config", overrides=overrides))
-        except (HydraException, OmegaConfBaseException) as error:
+                config = compose("config", overrides=overrides)
+                check_values(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+                OmegaConf.to_object(config)
+        except RecursionError as error:
+            raise ConfigError(_TOO_DEEP) from error
+        # Hydra itself raises ValueError for some choices of groups that it cannot read.
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, parsed)) from error
+
+
+def longest_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with the longest value of every sweep: what a job's folder is named after at most."""
+    return [max(_values(each), key=len) for each in parsed_overrides(overrides)]
+
+
+def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Return overrides, parsed.
+
+    Raises:
+        ConfigError: One cannot be parsed.
+    """
+    for override in overrides:
+        try:
+            readable = "\0" not in override.encode().decode()
+        except UnicodeError:
+            readable = False
+        if not readable:
+            raise ConfigError(f"{override!a} is no valid text; write it in UTF-8, without zero bytes")
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"the command line cannot be parsed: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(_TOO_DEEP) from error
+
+
+def _check_override(override: Override) -> None:
+    """Refuse a group that is set to something else than a name, and what the schema does not allow.
+
+    Where OmegaConf refuses a value it does not say which ones are allowed.
+    """
+    if override.is_delete():
+        return
+    name, value = override.key_or_group, override.value()
+    if name in _groups() and not isinstance(value, str) and (name, value) != ("experiment", None):
+        raise ConfigError(
+            f"{override.input_line}: a group is chosen by name, one of "
+            f"{', '.join(_choices(name))}; its options are set one by one, as {name}.OPTION=VALUE"
+        )
+    if name not in _groups():
+        check_value(name, value)
+
+
+def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) -> list[Override]:
+    """Return the sweeps that the configuration itself asks for, such as an experiment's."""
+    first = next(_tried(overrides))
+    hydra = compose("config", overrides=first, return_hydra_config=True).hydra
+    if not multirun and hydra.mode != RunMode.MULTIRUN:
+        return []
+    swept = OmegaConf.select(hydra, "sweeper.params") or {}
+    found = parsed_overrides([f"{key}={value}" for key, value in swept.items()])
+    for override in found:
+        for value in _values(override):
+            _check_override(*parsed_overrides([value]))
+    return found
 
 
 def _tried(overrides: Sequence[Override]) -> Iterator[list[str]]:
@@ -119,7 +194,13 @@ def _values(override: Override) -> list[str]:
         return [f"{key}={name}" for name in found.filter(_choices(override.key_or_group))] or [line]
     if not override.is_discrete_sweep():  # an interval, which some sweepers understand
         return [f"{key}={found.start}"] if isinstance(found, IntervalSweep) else [line]
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    try:
+        values = list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{line} has a sweep among the values of another; write all values out") from error
+    if len(values) > _MOST_SWEPT:
+        raise ConfigError(f"{line} sweeps over more than {_MOST_SWEPT} values; give fewer")
+    return [f"{key}={value}" for value in values]
 
 
 def _first_line(error: BaseException) -> str:
@@ -141,24 +222,67 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
         name = next(part for part in unknown.groups() if part)
         written = [o.key_or_group for o in overrides if o.key_or_group.endswith(name)]
         name = written[0] if written else name
+        if name in _known_options(_chosen(overrides)):  # a mapping, and it is its keys that are new
+            return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
         return (
-            f"the option {name!r} is unknown.{did_you_mean(name, _known_options())} "
-            "`rankrl --help` lists all options."
+            f"the option {name!r} is unknown.{_nearest(name, overrides)} `rankrl --help` lists all options."
         )
+    config: Any = OmegaConf.to_container(compose("config", overrides=_chosen(overrides)))
+    for override in overrides:
+        for value in _values(override):
+            check_value(override.key_or_group, parsed_overrides([value])[0].value(), config)
     where = re.search(r"full_key: (\S+)", text)
     place = f"{where.group(1)}: " if where else ""
-    return f"{place}{_first_line(error).rstrip('.')}. `rankrl --cfg job` shows the options and their values."
+    reason = f": {_first_line(error.__cause__)}" if error.__cause__ is not None and not where else ""
+    message = f"{place}{_first_line(error).rstrip('.')}{reason.rstrip('.')}"
+    return f"{message}. `rankrl --cfg job` shows the options and their values."
+
+
+def _nearest(name: str, overrides: Sequence[Override]) -> str:
+    """Return " Did you mean ...?" for the nearest option: of the group, of its other choices, of all."""
+    group, _, option = name.partition(".")
+    options = _known_options(_chosen(overrides))
+    for known in (options, _options_of_choices(group)):
+        within = [each.removeprefix(f"{group}.") for each in known if each.startswith(f"{group}.")]
+        near = difflib.get_close_matches(option, within, n=1)
+        if near:
+            found = f"{group}.{near[0]}"
+            choice = "" if known is options else f" ({known[found]})"
+            return f" Did you mean {found!r}{choice}?"
+    return did_you_mean(name, [*options, *_groups()])
+
+
+def _chosen(overrides: Sequence[Override]) -> list[str]:
+    """Return those overrides that choose a group, with the first value of each sweep."""
+    return [line for line in next(_tried(overrides)) if line.partition("=")[0] in _groups()]
+
+
+def _groups() -> list[str]:
+    """Return the names of the groups, those within others too."""
+    folder = config_folder()
+    return sorted({path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.yaml")})
 
 
 def _choices(group: str) -> list[str]:
     return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
-def _known_options() -> list[str]:
-    """Return all options of the default configuration, dotted, and the names of the groups."""
-    config = compose("config")
-    groups = [path.name for path in config_folder().iterdir() if path.is_dir()]
-    return [*_dotted(config, ""), *groups]
+def _options_of_choices(group: str) -> dict[str, str]:
+    """Return all options that a group has with one choice or another, and the choice."""
+    found: dict[str, str] = {}
+    for choice in _choices(group):
+        content = OmegaConf.load(config_folder() / group / f"{choice}.yaml")
+        for name in _dotted(content, f"{group}."):  # type: ignore[arg-type]
+            found.setdefault(name, f"{group}={choice}")
+    return found
+
+
+def _known_options(chosen: Sequence[str]) -> dict[str, None]:
+    """Return all options with these choices of groups, dotted."""
+    try:
+        return dict.fromkeys(_dotted(compose("config", overrides=list(chosen)), ""))
+    except (HydraException, OmegaConfBaseException, ValueError):  # the choices are what is wrong
+        return dict.fromkeys(_dotted(compose("config"), ""))
 
 
 def _dotted(config: DictConfig, prefix: str) -> Iterator[str]:

@@ -1,17 +1,13 @@
-"""What the command line of a sweep gets added, and which run folders a run refuses, before Hydra starts."""
+"""What the command line of a sweep gets added, before Hydra starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from rankrl.errors import ConfigError
-from rankrl.workflow.run_folder import RunFolder
-
-_DIRECTORY, _SUBDIRECTORY = "hydra.run.dir", "hydra.sweep.subdir"
+_SUBDIRECTORY = "hydra.sweep.subdir"
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
@@ -19,17 +15,10 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
 
     `rankrl -m dataset=mnist seed=0,1` gets the folders `seed-0` and `seed-1`: stable when values are added
     later, and without what all jobs share.
-
-    Raises:
-        ConfigError: The run folder that the arguments name holds a run already.
     """
     parsed = get_args_parser().parse_known_args(list(arguments))[0]
     overrides = OverridesParser.create().parse_overrides(parsed.overrides)
     given = {override.key_or_group: override for override in overrides}
-    if not parsed.multirun:
-        chosen = given.get(_DIRECTORY)
-        if chosen is not None and "resume" not in given and "${" not in str(chosen.value()):
-            refuse_used_folder(RunFolder(Path(str(chosen.value()))))
     if not (parsed.multirun or "experiment" in given):
         return list(arguments)
     options = {name: each for name, each in given.items() if not name.startswith(("hydra.", "hydra/"))}
@@ -38,16 +27,3 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     if _SUBDIRECTORY not in given and any(each.is_sweep_override() for each in options.values()):
         added.append(f"{_SUBDIRECTORY}=${{hydra:job.override_dirname}}")
     return [*added, *arguments]
-
-
-def refuse_used_folder(folder: RunFolder) -> None:
-    """Refuse a folder in which a run has got somewhere already.
-
-    Raises:
-        ConfigError: It has.
-    """
-    if folder.holds_results:
-        raise ConfigError(
-            f"{folder.path} holds a run already; `rankrl resume={folder.path}` goes on with it; for a new "
-            "run choose another folder with hydra.run.dir=FOLDER"
-        )

@@ -10,6 +10,7 @@ from rankrl.data.preprocessing import Preprocessing
 from rankrl.data.registry import (
     DatasetSource,
     SourceFiles,
+    dataset_option_types,
     dataset_source,
     list_datasets,
     load_dataset,
@@ -27,6 +28,7 @@ __all__ = [
     "augmented_copy",
     "batches",
     "cifar",
+    "dataset_option_types",
     "dataset_source",
     "digits",
     "imagefolder",

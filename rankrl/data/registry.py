@@ -16,6 +16,7 @@ from rankrl.data.augmentation import Augmentation
 from rankrl.data.images import ImageData, Images, TestImages
 from rankrl.data.split import stratified_split
 from rankrl.errors import ConfigError, DataError, did_you_mean
+from rankrl.option_types import parameter_types
 from rankrl.plurals import counted
 
 DEFAULT_HELDOUT = 5000
@@ -119,6 +120,16 @@ def dataset_source(name: str) -> DatasetSource:
             f"{did_you_mean(name, _SOURCES)}"
         )
     return _SOURCES[name]
+
+
+def dataset_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a dataset's options: those that all have, and its source's own.
+
+    Raises:
+        ConfigError: There is no such dataset.
+    """
+    common = parameter_types(load_dataset, without=("name", "seed"))
+    return {**common, **parameter_types(dataset_source(name).read, without=("root",))}
 
 
 def load_dataset(

@@ -92,8 +92,7 @@ class ImportanceMap(ActionMap):
                 "selector.action=importance spends a budget and there is none; set budget.params or "
                 "budget.macs, or use selector.action=rank"
             )
-        if not scale > 0:
-            raise ConfigError(f"selector.importance_scale must be positive, got {scale}")
+        check_importance_scale(scale)
         self.budget = problem.budget
         self.scale = scale
         self.begin()
@@ -254,6 +253,16 @@ def create_action_map(
             )
         return ImportanceMap(problem, scale=scale)
     return BondMap(problem) if per_bond else RankMap(problem)
+
+
+def check_importance_scale(scale: float) -> None:
+    """Refuse a log-importance of action 1 that is not positive.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not scale > 0:
+        raise ConfigError(f"selector.importance_scale must be positive, got {scale}")
 
 
 def _loss_roots(sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from rankrl.models.registry import (
     build_model,
     create_model,
     list_models,
+    model_option_types,
     model_source,
     register_model,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "lenet5",
     "list_models",
     "load_checkpoint",
+    "model_option_types",
     "model_source",
     "register_model",
     "resnet",

@@ -12,6 +12,7 @@ from torch import nn
 
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.models.classifier import check_classifier
+from rankrl.option_types import parameter_types, takes_any_option
 
 Builder = Callable[..., nn.Module]
 """`build(input_shape, num_classes, **options)` -> an initialised network."""
@@ -71,6 +72,17 @@ def model_source(name: str) -> ModelSource:
             f"there is no model {name!r}; known are {', '.join(list_models())}.{did_you_mean(name, _MODELS)}"
         )
     return _MODELS[name]
+
+
+def model_option_types(name: str) -> tuple[dict[str, Any], bool]:
+    """Return the types of a model's options, and whether it hands others on to what it builds.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    build = model_source(name).build
+    shape_and_classes = list(inspect.signature(build).parameters)[:2]
+    return parameter_types(build, without=shape_and_classes), takes_any_option(build)
 
 
 def create_model(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rankrl.errors import ConfigError, NonFiniteError, did_you_mean
+from rankrl.option_types import check_options, parameter_types
 from rankrl.plan_search.evaluator import Evaluation
 
 RewardFunction = Callable[[Evaluation], float]
@@ -98,6 +99,25 @@ def reward_source(name: str) -> RewardSource:
     return _REWARDS[name]
 
 
+def reward_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a reward's own options, by name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    return parameter_types(reward_source(name).make)
+
+
+def check_reward(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a reward's options before there is anything to reward.
+
+    Raises:
+        ConfigError: The name or an option is unknown, of another type or out of range.
+    """
+    check_options(f"reward {name!r}", "reward", options, reward_option_types(name))
+    reward_source(name).make(**options)
+
+
 def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:
     """Make a reward.
 
@@ -115,10 +135,8 @@ def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:
             f"reward {name!r} ignores size and there is no budget: the dense network would win. Set "
             "budget.params or budget.macs, or use reward=weighted or reward=amc"
         )
-    try:
-        return Reward(name, dict(options), source.make(**options))
-    except TypeError as error:
-        raise ConfigError(f"reward {name!r}: {error}") from error
+    check_reward(name, options)
+    return Reward(name, dict(options), source.make(**options))
 
 
 @register_reward("accuracy", "the accuracy term alone, under a hard budget", needs_budget=True)

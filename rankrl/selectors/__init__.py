@@ -13,11 +13,13 @@ from rankrl.selectors import (  # registers the selectors
 )
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.registry import (
+    check_selector,
     create_selector,
     list_selectors,
     register_selector,
     selector_description,
     selector_is_seeded,
+    selector_option_types,
     selector_options,
 )
 
@@ -27,6 +29,7 @@ __all__ = [
     "SelectorState",
     "bayes",
     "bayes_ddpg",
+    "check_selector",
     "create_selector",
     "list_selectors",
     "local_changes",
@@ -36,6 +39,7 @@ __all__ = [
     "reinforcement",
     "selector_description",
     "selector_is_seeded",
+    "selector_option_types",
     "selector_options",
     "tpe",
 ]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from rankrl.option_types import parameter_types
 from rankrl.plan_search.problem import Choices, SearchProblem
 
 
@@ -70,6 +71,24 @@ class Selector(ABC):
         given = {"self", "problem", "seed", "episodes"}
         parameters = inspect.signature(cls.__init__).parameters
         return {name: each.default for name, each in parameters.items() if name not in given}
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """Return the types of the selector's own options, by name."""
+        return parameter_types(cls, without=("problem", "seed", "episodes"))
+
+    @classmethod
+    def check_ranges(
+        cls, options: Mapping[str, Any]
+    ) -> None:
+        """Refuse options that no problem could go with, before there is a problem.
+
+        Args:
+            options: All options, defaults too, of the right types.
+
+        Raises:
+            ConfigError: An option is out of its range.
+        """
 
     def use_folder(self, folder: Path) -> None:  # noqa: B027 (most selectors have nothing to keep)
         """Keep files of the selector's own in the search's folder; none are needed to go on."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
+from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, check_importance_scale, create_action_map
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.selectors.base import (
@@ -73,24 +73,10 @@ class BayesSelector(Selector):
         plans_per_step: int = 1,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        if not 0 < final_step <= step:
-            raise ConfigError(
-                f"selector.step decays to selector.final_step, both positive; got {step} and {final_step}"
-            )
-        least: dict[str, tuple[float, int]] = {
-            "warmup_episodes": (warmup_episodes, 0),
-            "warmup_noise": (warmup_noise, 0),
-            "candidates": (candidates, 1),
-            "refinements": (refinements, 0),
-            "optimism": (optimism, 0),
-        }
-        for name, (value, bound) in least.items():
-            if not value >= bound:
-                raise ConfigError(f"selector.{name} must be at least {bound}, got {value}")
         self.warmup_episodes, self.warmup_noise = warmup_episodes, warmup_noise
         self.step, self.final_step = step, final_step
         self.candidates, self.refinements, self.optimism = candidates, refinements, optimism
-        self.plans_per_step = check_plans_per_step(plans_per_step)
+        self.plans_per_step = plans_per_step
         self._map = create_action_map(problem, action, scale=importance_scale)
         self._shape = (len(problem.sites), self._map.components)
         self._generator = np.random.default_rng(seed)
@@ -102,6 +88,21 @@ class BayesSelector(Selector):
         self._seen: set[Choices] = set()
         # What the layers lose under the plans proposed, as bytes: it tells plans apart before they are made.
         self._known: set[bytes] = set()
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        if not 0 < options["final_step"] <= options["step"]:
+            raise ConfigError(
+                "selector.step decays to selector.final_step, both positive; got "
+                f"{options['step']} and {options['final_step']}"
+            )
+        least = {"warmup_episodes": 0, "warmup_noise": 0, "candidates": 1, "refinements": 0, "optimism": 0}
+        for name, bound in least.items():
+            if not options[name] >= bound:
+                raise ConfigError(f"selector.{name} must be at least {bound}, got {options[name]}")
+        check_importance_scale(options["importance_scale"])
+        check_plans_per_step(options["plans_per_step"])
 
     def propose(self) -> list[Proposal]:
         """Choose plans; none that was proposed before if another can be found."""

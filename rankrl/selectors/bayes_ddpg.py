@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rankrl.agents import AgentOptions, PolicyAgent
+from rankrl.agents import PolicyAgent
+from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, SelectorState
 from rankrl.selectors.bayes import BayesSelector
 from rankrl.selectors.registry import register_selector
+from rankrl.selectors.reinforcement import agent_options
 
 
 @register_selector
@@ -42,21 +44,16 @@ class BayesDDPGSelector(BayesSelector):
         seed: int,
         episodes: int,
         policy_share: float = 0.5,
-        features: Sequence[Any] = ("identity", "plan"),
+        features: Sequence[Feature] = ("identity", "plan"),
         hidden: Sequence[int] = (64, 64),
         learning_rate: float = 1e-3,
         **options: Any,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes, **options)
-        if not 0 < policy_share <= 1:
-            raise ConfigError(f"selector.policy_share must lie in (0, 1], got {policy_share}")
         self.policy_share = policy_share
-        chosen = AgentOptions(
-            features=tuple(features),
-            hidden=tuple(hidden),
-            learning_rate=learning_rate,
-            **{name: options[name] for name in ("action", "importance_scale") if name in options},
-        )
+        shared = {name: options[name] for name in ("action", "importance_scale") if name in options}
+        own = {"features": features, "hidden": hidden, "learning_rate": learning_rate}
+        chosen = agent_options({**shared, **own})
         self.agent = PolicyAgent(problem, "ddpg", chosen, seed=seed, episodes=episodes)
 
     @classmethod
@@ -65,6 +62,19 @@ class BayesDDPGSelector(BayesSelector):
         own = super().default_options()
         own.pop("options")
         return {**BayesSelector.default_options(), **own}
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """Return the types of the options of `bayes` and of the policy's, by name."""
+        return {**BayesSelector.option_types(), **super().option_types()}
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        super().check_ranges(options)
+        agent_options({name: options[name] for name in ("features", "hidden", "learning_rate")})
+        if not 0 < options["policy_share"] <= 1:
+            raise ConfigError(f"selector.policy_share must lie in (0, 1], got {options['policy_share']}")
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Tell the process and the policy what the plans brought."""

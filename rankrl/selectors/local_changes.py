@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from rankrl.envs.actions import ImportanceMap
+from rankrl.envs.actions import ImportanceMap, check_importance_scale
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
@@ -54,17 +54,23 @@ class LocalSelector(Selector):
         plans_per_step: int = 1,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        if not step > 0 or not 0 < share <= 1:
-            raise ConfigError(
-                f"selector.step must be positive and selector.share in (0, 1], got {step} and {share}"
-            )
-        self.step, self.share = step, share
-        self.plans_per_step = check_plans_per_step(plans_per_step)
+        self.step, self.share, self.plans_per_step = step, share, plans_per_step
         self._map = ImportanceMap(problem, scale=importance_scale)
         self._generator = np.random.default_rng(seed)
         self._best = np.zeros(len(problem.sites))
         self._best_reward = -np.inf
         self._tried: list[np.ndarray] = []
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        step, share = options["step"], options["share"]
+        if not step > 0 or not 0 < share <= 1:
+            raise ConfigError(
+                f"selector.step must be positive and selector.share in (0, 1], got {step} and {share}"
+            )
+        check_importance_scale(options["importance_scale"])
+        check_plans_per_step(options["plans_per_step"])
 
     def propose(self) -> list[Proposal]:
         """Change the best plan so far."""

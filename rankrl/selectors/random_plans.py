@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,8 +66,13 @@ class RandomSelector(Selector):
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, plans_per_step: int = 1) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.plans_per_step = check_plans_per_step(plans_per_step)
+        self.plans_per_step = plans_per_step
         self._generator = np.random.default_rng(seed)
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        check_plans_per_step(options["plans_per_step"])
 
     def propose(self) -> list[Proposal]:
         """Draw plans."""
@@ -87,12 +93,11 @@ class RandomSelector(Selector):
         restore_generator(self._generator, state.values["generator"])
 
 
-def check_plans_per_step(value: int) -> int:
-    """Return a number of plans a step.
+def check_plans_per_step(value: int) -> None:
+    """Refuse a number of plans a step.
 
     Raises:
         ConfigError: It is below 1.
     """
     if value < 1:
         raise ConfigError(f"selector.plans_per_step must be at least 1, got {value}")
-    return value

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from rankrl.errors import ConfigError, did_you_mean
+from rankrl.option_types import check_options
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Selector
 
@@ -57,6 +59,25 @@ def selector_options(name: str) -> dict[str, Any]:
     return _find(name).default_options()
 
 
+def selector_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a selector's own options, by name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    return _find(name).option_types()
+
+
+def check_selector(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a selector's options as far as that can be told without a problem.
+
+    Raises:
+        ConfigError: The name or an option is unknown, of another type or out of range.
+    """
+    check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
+    _find(name).check_ranges({**selector_options(name), **options})
+
+
 def create_selector(
     name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 300, **options: Any
 ) -> Selector:
@@ -72,17 +93,11 @@ def create_selector(
     Raises:
         ConfigError: The name or an option is unknown or out of range, or does not fit the problem.
     """
-    make, allowed = _find(name), selector_options(name)
-    for option in options:
-        if option not in allowed:
-            raise ConfigError(
-                f"selector {name!r} has no option {option!r}; it has {', '.join(allowed) or 'none'}."
-                f"{did_you_mean(option, allowed)}"
-            )
+    check_selector(name, options)
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
-    selector = make(problem, seed=seed, episodes=episodes, **options)
-    selector.options = {**allowed, **options}
+    selector = _find(name)(problem, seed=seed, episodes=episodes, **options)
+    selector.options = {**selector_options(name), **options}
     return selector
 
 

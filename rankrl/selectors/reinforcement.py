@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rankrl.agents import AgentOptions, PolicyAgent
+from rankrl.option_types import parameter_types
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
     Proposal,
@@ -28,7 +29,7 @@ class ReinforcementSelector(Selector):
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.agent_options = AgentOptions(**as_tuples(options))
+        self.agent_options = agent_options(options)
         self.agent = PolicyAgent(problem, self.name, self.agent_options, seed=seed, episodes=episodes)
         self._generator = np.random.default_rng(seed)
         self._played = 0
@@ -38,6 +39,16 @@ class ReinforcementSelector(Selector):
     def default_options(cls) -> dict[str, Any]:
         """Return the hyper-parameters of the agent."""
         return asdict(AgentOptions())
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """Return the types of the agent's hyper-parameters."""
+        return parameter_types(AgentOptions)
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse hyper-parameters out of their ranges."""
+        agent_options(options)
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
@@ -73,9 +84,14 @@ class ReinforcementSelector(Selector):
         restore_generator(self._generator, state.values["generator"])
 
 
-def as_tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Return an agent's options with lists, which configurations hold, as tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+def agent_options(options: Mapping[str, Any]) -> AgentOptions:
+    """Return hyper-parameters from plain values, whose lists are tuples there.
+
+    Raises:
+        ConfigError: One is out of its range.
+    """
+    lists = {name: tuple(options[name]) for name in ("features", "hidden") if name in options}
+    return AgentOptions(**{**options, **lists})
 
 
 @register_selector

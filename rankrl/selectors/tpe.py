@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rankrl.envs.actions import ImportanceMap
+from rankrl.envs.actions import ImportanceMap, check_importance_scale
 from rankrl.errors import ConfigError, StorageError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, Selector, SelectorState
@@ -65,7 +65,7 @@ class TPESelector(Selector):
                 "selector"
             ) from error
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
-        self.plans_per_step = check_plans_per_step(plans_per_step)
+        self.plans_per_step = plans_per_step
         self.startup_trials, self.multivariate = startup_trials, multivariate
         self._map = ImportanceMap(problem, scale=importance_scale)
         self._names = [f"importance_{name}" for name in problem.names]
@@ -74,6 +74,16 @@ class TPESelector(Selector):
         self._mirror: Any = None
         self._pending: list[Any] = []
         self._told: list[tuple[np.ndarray, float]] = []
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        check_importance_scale(options["importance_scale"])
+        check_plans_per_step(options["plans_per_step"])
+        if options["startup_trials"] < 0:
+            raise ConfigError(
+                f"selector.startup_trials must not be negative, got {options['startup_trials']}"
+            )
 
     def use_folder(self, folder: Path) -> None:
         """Keep a copy of the study in the folder, an SQLite file for Optuna's own tools."""

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rankrl.errors import ConfigError, did_you_mean
+from rankrl.option_types import check_options, parameter_types
 from rankrl.tracking.base import Tracker
 
 _TRACKERS: dict[str, type[Tracker]] = {}
@@ -36,6 +37,15 @@ def list_trackers() -> list[str]:
     return sorted(_TRACKERS)
 
 
+def tracker_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a tracker's options, by name; `none` has none.
+
+    Raises:
+        ConfigError: There is no such tracker.
+    """
+    return {} if name == "none" else parameter_types(_find(name), without=("folder",))
+
+
 def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
     """Make a tracker.
 
@@ -47,15 +57,17 @@ def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
     Raises:
         ConfigError: There is no such tracker, it does not know an option, or its package is not installed.
     """
+    check_options(f"tracker {name!r}", "tracking.options", options, tracker_option_types(name))
+    return _find(name)(folder, **options)
+
+
+def _find(name: str) -> type[Tracker]:
     if name not in _TRACKERS:
         raise ConfigError(
             f"there is no tracker {name!r}; choose from {', '.join([*list_trackers(), 'none'])}."
             f"{did_you_mean(name, _TRACKERS)}"
         )
-    try:
-        return _TRACKERS[name](folder, **options)
-    except TypeError as error:
-        raise ConfigError(f"tracking={name}: {error}") from error
+    return _TRACKERS[name]
 
 
 def import_optional(module: str, extra: str) -> ModuleType:

@@ -13,6 +13,7 @@ from pruning import MaskTrainingOptions, Pruner, PruningError, PushPull, get_pru
 from pruning.hard_concrete import HardConcreteMask
 from pruning.selection import Scope
 from rankrl.errors import ConfigError, did_you_mean
+from rankrl.option_types import check_options, parameter_types
 
 DEFAULT_KEPT_MACS = 0.5
 Measure = Literal["params", "macs"]
@@ -113,6 +114,20 @@ def pruner_defaults(name: str) -> dict[str, Any]:
     }
 
 
+def pruner_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a pruner's options, by name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    owners = (get_pruner(name).definition, MaskTrainingOptions, NetworkSteps, PruningOptions)
+    types = {key: each for owner in reversed(owners) for key, each in parameter_types(owner).items()}
+    types["push_pull"] = tuple[int, int]  # the steps of a `PushPull`
+    if "temperature" in types:
+        types["temperature"] = parameter_types(MaskTrainingOptions)["temperature"]
+    return {key: types[key] for key in pruner_defaults(name)}
+
+
 def pruning_options(
     name: str, given: Mapping[str, Any], *, params: float | None, macs: float | None, seed: int = 0
 ) -> PruningOptions:
@@ -129,13 +144,7 @@ def pruning_options(
         ConfigError: If the name or an option is unknown or out of its range, or there are two targets.
     """
     defaults = pruner_defaults(name)
-    for option, value in given.items():
-        if option not in defaults:
-            raise ConfigError(
-                f"pruner {name!r} has no option {option!r}; it has {', '.join(defaults)}."
-                f"{did_you_mean(option, defaults)}"
-            )
-        _check_type(option, value, defaults[option])
+    check_options(f"pruner {name!r}", "pruner", given, pruner_option_types(name))
     values = {**defaults, **given}
     layers = values.pop("layers")
     measure, kept = _target(params, macs)
@@ -156,9 +165,9 @@ def pruning_options(
         mask = {key: values[key] for key in _mask_defaults(pruner)}
         pruner.definition(1, **mask)
         training = {field.name: values[field.name] for field in _fields(pruner)}
-        training["push_pull"] = PushPull(*_pair("push_pull", training["push_pull"]))
+        training["push_pull"] = PushPull(*training["push_pull"])
         if "temperature" in training:
-            training["temperature"] = _pair("temperature", training["temperature"])
+            training["temperature"] = tuple(training["temperature"])
         steps = {field.name: values[field.name] for field in dataclasses.fields(NetworkSteps)}
         return PruningOptions(
             name,
@@ -193,33 +202,3 @@ def _mask_defaults(pruner: Pruner) -> dict[str, Any]:
     """Return the options of a mask itself; the temperature is the training's, which anneals it."""
     parameters = inspect.signature(pruner.definition).parameters.values()
     return {each.name: each.default for each in parameters if each.name not in ("units", "temperature")}
-
-
-def _pair(name: str, value: list[Any]) -> tuple[Any, Any]:
-    if len(value) != 2 or any(isinstance(each, bool) or not isinstance(each, int | float) for each in value):
-        raise ConfigError(f"pruner.{name} is a list of two numbers, got {value!r}")
-    return value[0], value[1]
-
-
-def _check_type(name: str, value: Any, default: Any) -> None:
-    """Refuse a value whose type is not that of the default."""
-    if name in ("trap_threshold", "limit", "mask_lr"):
-        fits, wanted = value is None or _is_number(value), "a number or null"
-    elif name == "rewind":
-        fits, wanted = value is None or isinstance(value, bool), "true, false or null"
-    elif name == "layers":
-        fits = value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
-        wanted = "a list of layer names or null"
-    elif name == "strengths":
-        fits = isinstance(value, dict) and all(_is_number(each) for each in value.values())
-        wanted = "a mapping from layer names to numbers, such as {conv1: 2.0}"
-    elif isinstance(default, float):
-        fits, wanted = _is_number(value), "a number"
-    else:
-        fits, wanted = type(value) is type(default), f"of type {type(default).__name__}"
-    if not fits:
-        raise ConfigError(f"pruner.{name} must be {wanted}, got {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rankrl.tracking import NOT_TRACKED, Tracking
 _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
 _MISSING = "not set"
 _LONGEST_SHOWN = 60
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,37 @@ class RunFolder:
                 f"the run folder {self.path} cannot be written ({error.strerror}); "
                 "choose another one with hydra.run.dir=FOLDER"
             ) from error
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Refuse a folder that cannot be made or written; what was made to find out is removed again.
+
+    Args:
+        folder: The folder, which need not exist.
+        option: The option that names it.
+
+    Raises:
+        StorageError: It cannot be.
+    """
+    made: list[Path] = []
+    try:
+        for each in (*reversed(folder.parents), folder):
+            if not each.exists():
+                each.mkdir(exist_ok=True)
+                made.append(each)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"writable")
+        probe.unlink()
+    except OSError as error:
+        name = str(folder) if len(str(folder)) <= _LONGEST_NAME else f"{str(folder)[:_LONGEST_NAME]}..."
+        raise StorageError(
+            f"{option}={name}: that folder cannot be written ({error.strerror}); choose another one with "
+            f"{option}=FOLDER"
+        ) from error
+    finally:
+        for each in reversed(made):
+            with suppress(OSError):
+                each.rmdir()
 
 
 def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:

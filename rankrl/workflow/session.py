@@ -19,7 +19,7 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
-from rankrl.plan_search.rewards import Reward, create_reward, reward_source
+from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.run import SearchResult, best_rows, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
@@ -108,7 +108,7 @@ class SearchOptions:
             )
         if self.finalists < 1:
             raise ConfigError(f"search.finalists must be at least 1, got {self.finalists}")
-        reward_source(self.reward)
+        check_reward(self.reward, self.reward_options)
 
     @property
     def needs_budget(self) -> bool:

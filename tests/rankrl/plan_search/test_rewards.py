@@ -59,7 +59,7 @@ def test_a_reward_that_ignores_size_needs_a_budget() -> None:
     [
         ("acuracy", {}, "Did you mean 'accuracy'"),
         ("weighted", {"compression": 2}, "compression"),
-        ("weighted", {"measure": "bytes"}, "params or macs"),
+        ("weighted", {"measure": "bytes"}, "one of params, macs"),
         ("amc", {"power": 2}, "power"),
     ],
 )

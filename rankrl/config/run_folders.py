@@ -1,0 +1,79 @@
+"""Which run folders are refused before Hydra makes them: those that cannot be, and those that hold a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from rankrl.config.folder import config_folder
+from rankrl.config.overrides import longest_overrides
+from rankrl.errors import ConfigError
+from rankrl.workflow.run_folder import RunFolder, check_writable
+
+
+def check_folders(arguments: Sequence[str]) -> None:
+    """Refuse the folder that Hydra is about to make if it cannot be; leave none behind.
+
+    Args:
+        arguments: The command line; its overrides have been checked.
+
+    Raises:
+        ConfigError: The folder's name cannot be read, or a run is there already.
+        StorageError: The folder cannot be made or written.
+    """
+    flags = get_args_parser().parse_known_args(list(arguments))[0]
+    if flags.help or flags.hydra_help or flags.cfg or flags.info:
+        return
+    before = HydraConfig.instance().cfg
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        try:
+            config = compose("config", overrides=longest_overrides(flags.overrides), return_hydra_config=True)
+            HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for
+            with read_write(config.hydra), open_dict(config.hydra):
+                config.hydra.job.num, config.hydra.job.id = 0, "0"
+            if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
+                sweep = _named(config, "hydra.sweep.dir")
+                check_writable(sweep, "hydra.sweep.dir")
+                check_writable(sweep / _named(config, "hydra.sweep.subdir"), "hydra.sweep.subdir")
+            else:
+                _check_run_folder(config)
+        except (HydraException, OmegaConfBaseException) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"the name of the run folder cannot be read: {reason}") from error
+        finally:
+            HydraConfig.instance().cfg = before
+
+
+def refuse_used_folder(folder: RunFolder) -> None:
+    """Refuse a folder in which a run has got somewhere already.
+
+    Raises:
+        ConfigError: It has.
+    """
+    if folder.holds_results:
+        raise ConfigError(
+            f"{folder.path} holds a run already; `rankrl resume={folder.path}` goes on with it; for a new "
+            "run choose another folder with hydra.run.dir=FOLDER"
+        )
+
+
+def _check_run_folder(config: DictConfig) -> None:
+    folder = _named(config, "hydra.run.dir")
+    check_writable(folder, "hydra.run.dir")
+    if config.resume is None:
+        refuse_used_folder(RunFolder(folder))
+
+
+def _named(config: DictConfig, option: str) -> Path:
+    name = OmegaConf.select(config, option)
+    if name in (None, ""):
+        raise ConfigError(f"{option} is empty; name a folder")
+    return Path(str(name))

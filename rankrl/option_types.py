@@ -1,0 +1,225 @@
+"""The types of options, from the signatures of what takes them, and values checked against them.
+
+Options of a dataset, a network, a selector, ... come from YAML or a command line as plain values: null, truth
+values, numbers, text, lists and mappings. What an option may be, the annotation of the parameter that it
+becomes says; nothing is written down twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rankrl.errors import ConfigError, did_you_mean
+
+OptionTypes = Mapping[str, Any]
+"""Annotations by the name of the option."""
+
+_LARGEST = 2**63 - 1
+_LONGEST_SHOWN = 60
+_PLAIN = (bool, int, float, str)
+_LISTS = (list, tuple, Sequence, Collection)
+
+
+def parameter_types(function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the annotations of a function's or a class's named parameters; Any where there is none.
+
+    Args:
+        function: What takes the options.
+        without: Parameters that are no options.
+    """
+    return {
+        name: Any if parameter.annotation is parameter.empty else parameter.annotation
+        for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
+        if name not in without and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+
+
+def takes_any_option(function: Callable[..., Any]) -> bool:
+    """Return whether a function has `**options`."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+
+
+def check_options(owner: str, group: str, values: Mapping[str, Any], allowed: OptionTypes) -> None:
+    """Refuse unknown options, and values that are not of an option's type.
+
+    Args:
+        owner: Who has the options, for the message, such as "selector 'ddpg'".
+        group: What their names begin with, such as "selector".
+        values: Plain values by the name of the option.
+        allowed: The types of all options.
+
+    Raises:
+        ConfigError: Naming the option in full, the value and what is allowed.
+    """
+    for name, value in values.items():
+        if name not in allowed:
+            raise ConfigError(
+                f"{owner} has no option {name!r}; it has {', '.join(allowed) or 'none'}."
+                f"{did_you_mean(name, allowed)}"
+            )
+        check_option(f"{group}.{name}", value, allowed[name])
+
+
+def check_option(name: str, value: Any, wanted: Any) -> None:
+    """Refuse a value that is not of an option's type, and everything that is NaN or infinite.
+
+    Args:
+        name: The option's full name.
+        value: A plain value.
+        wanted: The annotation.
+
+    Raises:
+        ConfigError: Naming the option, the value and what is allowed.
+    """
+    if any(not math.isfinite(number) for number in _floats(value)):
+        raise ConfigError(f"{name} must be finite, got {shown(value)}; {_allowed(wanted)}")
+    if any(abs(number) > _LARGEST for number in _integers(value)):
+        raise ConfigError(f"{name} must be a whole number of at most 64 bits, got {shown(value)}")
+    if value == "" and wanted is not Any and _fits(value, wanted):
+        raise ConfigError(f"{name} is empty; {_allowed(wanted)}")
+    if not _fits(value, wanted):
+        near = did_you_mean(value, _choices(wanted)) if isinstance(value, str) else ""
+        raise ConfigError(
+            f"{name} must be {described(wanted)}, got {shown(value)}.{near}{_quoting(value, wanted)}"
+        )
+
+
+def described(wanted: Any) -> str:
+    """Return an annotation in words, as in "a list of whole numbers or null"."""
+    *members, last = _in_words(wanted)
+    return f"{', '.join(members)} or {last}" if members else last
+
+
+def shown(value: Any) -> str:
+    """Return a value as the command line writes it, shortened."""
+    text = {True: "true", False: "false", None: "null"}[value] if _is_singleton(value) else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _is_singleton(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _in_words(wanted: Any) -> list[str]:
+    """Return the words for each member of a union, null last."""
+    words = [_word(member) for member in _members(wanted) if member is not type(None)]
+    if type(None) in _members(wanted):
+        words = ["true", "false", "null"] if words == ["true or false"] else [*words, "null"]
+    return list(dict.fromkeys(words))
+
+
+def _word(wanted: Any) -> str:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in _LISTS:
+        pair = origin is tuple and Ellipsis not in arguments
+        count = f"{len(arguments)} " if pair else ""
+        return f"a list of {count}{_plural(arguments[0])}" if arguments else "a list"
+    if _is_mapping(wanted):
+        values = (
+            f" from names to {_plural(arguments[1])}"
+            if len(arguments) == 2 and arguments[1] is not Any
+            else ""
+        )
+        return f"a mapping{values}"
+    words: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return words.get(wanted, "text" if wanted is Path else "anything")
+
+
+def _plural(wanted: Any) -> str:
+    words: dict[Any, str] = {bool: "truth values", int: "whole numbers", float: "numbers", str: "text"}
+    return words.get(wanted, described(wanted))
+
+
+def _members(wanted: Any) -> tuple[Any, ...]:
+    """Return the members of a union that a plain value can be, or the annotation alone."""
+    if typing.get_origin(wanted) not in (typing.Union, types.UnionType):
+        return (wanted,)
+    return tuple(each for each in typing.get_args(wanted) if each is Path or _is_plain(each))
+
+
+def _is_plain(wanted: Any) -> bool:
+    return wanted in (*_PLAIN, type(None), Any) or typing.get_origin(wanted) is not None
+
+
+def _choices(wanted: Any) -> list[str]:
+    return [
+        str(choice)
+        for member in _members(wanted)
+        if typing.get_origin(member) is Literal
+        for choice in typing.get_args(member)
+    ]
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    members = _members(wanted)
+    if len(members) > 1:
+        return any(_fits(value, member) for member in members)
+    (wanted,) = members
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any:
+        return True
+    if wanted is type(None):
+        return value is None
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if wanted is str or wanted is Path:
+        return isinstance(value, str | Path)
+    if wanted in _LISTS or origin in _LISTS:
+        return isinstance(value, list | tuple) and _entries_fit(value, origin, arguments)
+    if _is_mapping(wanted):
+        inner = arguments[1] if len(arguments) == 2 else Any
+        return isinstance(value, Mapping) and all(_fits(each, inner) for each in value.values())
+    return isinstance(value, wanted) if isinstance(wanted, type) else True
+
+
+def _entries_fit(value: Sequence[Any], origin: Any, arguments: tuple[Any, ...]) -> bool:
+    if origin is tuple and Ellipsis not in arguments:
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    return not arguments or all(_fits(each, arguments[0]) for each in value)
+
+
+def _is_mapping(wanted: Any) -> bool:
+    kind = typing.get_origin(wanted) or wanted
+    return isinstance(kind, type) and issubclass(kind, Mapping)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _floats(value: Any) -> Iterator[float]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, float))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, int))
+
+
+def _allowed(wanted: Any) -> str:
+    return "give a finite value" if wanted is Any else f"it is {described(wanted)}"
+
+
+def _quoting(value: Any, wanted: Any) -> str:
+    """Say how a number or truth value is given as text."""
+    if str not in _members(wanted) or isinstance(value, str | Mapping | list | tuple) or value is None:
+        return ""
+    return f" If that is meant as text, quote it twice: \"'{shown(value)}'\"."
