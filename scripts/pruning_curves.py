@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from result_rows import ResultRows
 from torch import Tensor, nn
 
@@ -36,7 +35,9 @@ from rankrl.device import inference_precision, select_device
 from rankrl.files import atomic_path
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.progress import progress_bar
+from rankrl.report.axes import percent_axis
 from rankrl.training import report_accuracy
+from rankrl.wording import counted
 from rankrl.workflow.apply import without_channels
 from rankrl.workflow.choose import calibration_images
 from rankrl.workflow.prune import prune_network
@@ -253,19 +254,20 @@ class Curves:
             )
             axes.plot(*zip(*own, strict=True), "o-", markersize=4, label=label)
         dense = [float(row["accuracy"]) for row in rows if row["method"] == "dense_longer"]
-        seeds = f"{len(dense)} seeds" if len(dense) > 1 else "1 seed"
+        seeds = counted(len(dense), "seed")
         axes.axhspan(min(dense), max(dense), color="0.88", zorder=0, label=f"dense network, {seeds}")
         axes.axhline(float(np.mean(dense)), color="0.6", linewidth=1, zorder=1)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        for which in ("x", "y"):
+            percent_axis(axes, which=which, bins=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("share of the weights removed")
         axes.set_ylabel("test accuracy after fine-tuning")
         settings = self.settings
         axes.set_title(
-            f"{settings['network']} on {settings['dataset']}, {settings['images']:,} training images, "
-            f"{settings['epochs']} epochs; then masks {settings['mask_epochs']} and fine-tuning "
-            f"{settings['finetune_epochs']} epochs",
+            f"{settings['network']} on {settings['dataset']}, "
+            f"{counted(settings['images'], 'training image')}, {counted(settings['epochs'], 'epoch')}; "
+            f"then masks {settings['mask_epochs']} and "
+            f"fine-tuning {counted(settings['finetune_epochs'], 'epoch')}",
             fontsize=9,
             loc="left",
         )

@@ -11,6 +11,7 @@ from importlib import metadata
 import torch
 
 from rankrl.device import processor_name
+from rankrl.wording import counted
 
 _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
 
@@ -34,7 +35,7 @@ def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
             continue
     setup["Versions"] = ", ".join(versions)
     setup["System"] = f"{platform.system()} {platform.machine()}"
-    setup["Processor"] = f"{processor_name()}, {_usable_cores()} cores"
+    setup["Processor"] = f"{processor_name()}, {counted(_usable_cores(), 'core')}"
     if torch.cuda.is_available():
         setup["GPU"] = torch.cuda.get_device_name()
     return setup
@@ -42,7 +43,8 @@ def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
 
 def hardware_line(*packages: str) -> str:
     """Name processor, threads in use, GPU if there is one, and the versions of torch and other packages."""
-    parts = [processor_name(), f"{_usable_cores()} cores", f"{torch.get_num_threads()} thread(s) used"]
+    parts = [processor_name(), counted(_usable_cores(), "core")]
+    parts.append(f"{counted(torch.get_num_threads(), 'thread')} used")
     if torch.cuda.is_available():
         parts.append(torch.cuda.get_device_name())
     parts += [f"{package} {metadata.version(package)}" for package in ("torch", *packages)]

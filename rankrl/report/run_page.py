@@ -8,7 +8,7 @@ from typing import Any
 
 from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
-from rankrl.report.html_page import cards, facts, figure, page, section, table
+from rankrl.report.html_page import cards, facts, figure, page, section, table, warnings
 from rankrl.report.stages import (
     UNKNOWN,
     format_accuracy,
@@ -18,11 +18,13 @@ from rankrl.report.stages import (
     format_points,
     format_ratio,
     format_share,
+    heldout_note,
     number,
     ratio,
     stages,
 )
 from rankrl.report.summary import comparison_rows
+from rankrl.wording import counted
 
 
 def run_page(report: RunReport) -> str:
@@ -67,6 +69,7 @@ def _header(title: str, metrics: Mapping[str, Any]) -> str:
         [
             f'<p class="eyebrow">{escape(" · ".join(parts))}</p>' if parts else "",
             f"<h1>{escape(title)}</h1>",
+            warnings(metrics),
             cards(headline),
         ]
     ).strip()
@@ -109,7 +112,7 @@ def _latency_conditions(metrics: Mapping[str, Any]) -> str:
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
     parts = [f"per batch of {batch:.0f}"] if batch else []
     if threads:
-        parts.append(f"on {threads:.0f} thread{'s' if threads > 1 else ''}")
+        parts.append(f"on {counted(round(threads), 'thread')}")
     return f", {' '.join(parts)}" if parts else ""
 
 
@@ -118,18 +121,20 @@ def _search(report: RunReport) -> str:
         return ""
     best = max(report.episodes, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
+    plans = counted(len(report.episodes), "evaluated plan")
     caption = (
-        f"{len(report.episodes)} evaluated plans{'' if seconds is None else f' in {seconds:.0f} s'}. "
+        f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
         f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
-        f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs."
+        f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
+        f"{heldout_note(report.metrics)}"
     )
     return figure(
         reward_figure(report.episodes, WIDE),
         reward_figure(report.episodes, NARROW),
         "reward",
         f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
-        caption,
+        caption.strip(),
     )
 
 
@@ -139,9 +144,8 @@ def _layers(report: RunReport) -> str:
     dense = sum(not row.is_compressed for row in report.layers)
     reasoned = any(row.reason for row in report.layers)
     kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
-    plural = "s" if len(report.layers) > 1 else ""
     caption = (
-        f"{len(report.layers)} layer{plural}, {dense} left dense; "
+        f"{counted(len(report.layers), 'layer')}, {dense} left dense; "
         f"together they keep {format_share(kept)} of their parameters."
     )
     drawing = figure(
@@ -201,7 +205,7 @@ def _fine_tuning(report: RunReport) -> str:
         "fine-tuning",
         "Held-out accuracy and training loss per epoch of fine-tuning.",
         f"Best held-out accuracy: {format_accuracy(best.accuracy)}, after epoch {best.epoch} "
-        f"of {len(report.epochs)}.",
+        f"of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
     )
 
 

@@ -78,6 +78,22 @@ def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
     return value
 
 
+def heldout_note(metrics: Mapping[str, Any]) -> str:
+    """A sentence for readers of held-out accuracies; empty unless the network came from a checkpoint.
+
+    What a network was trained on before cannot be known; held out here is what this run does not train on.
+
+    Args:
+        metrics: The content of `metrics.json`.
+    """
+    if not metrics.get("checkpoint"):
+        return ""
+    return (
+        "The checkpoint may have been trained on these held-out images; accuracies on them can then lie "
+        "above that on the test set."
+    )
+
+
 def format_accuracy(accuracy: float | None) -> str:
     """A fraction as percent with two decimals."""
     return UNKNOWN if accuracy is None else f"{100 * accuracy:.2f}{_SPACE}%"

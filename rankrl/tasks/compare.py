@@ -55,7 +55,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     )
     rows = tested(setting.problem, results, final)
     metrics = {
-        **steps.head(config, data),
+        **steps.head(config, data, dense),
         "selector": ",".join(config.compare.selectors),
         "baseline": network_numbers(dense, data),
         "search": {
@@ -66,13 +66,14 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         },
         "compare": _numbers(rows),
     }
+    steps.add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
     folder.tracking.result({key: value for key, value in metrics.items() if key != "seed"})
     write_json(folder.metrics, metrics)
     console = Console()
     console.print(_table(rows))
-    console.print(f"report: {page}", soft_wrap=True)
+    steps.print_end(console, metrics, page)
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     plan, problem = choice.result.plan, choice.problem
     params, macs = problem.cost(plan)
     metrics = {
-        **steps.head(config, data),
+        **steps.head(config, data, dense),
         "search": steps.search_numbers(choice.result),
         "ratios": {"params": problem.params / params, "macs": problem.macs / macs},
     }

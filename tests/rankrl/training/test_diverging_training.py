@@ -100,9 +100,7 @@ def test_a_loss_that_is_not_finite_starts_again(digits: ImageData, caplog: pytes
     assert "the training loss became" in caplog.records[0].getMessage()
 
 
-def test_scores_that_are_not_finite_start_again(
-    digits: ImageData, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scores_that_are_not_finite_start_again(digits: ImageData, caplog: pytest.LogCaptureFixture) -> None:
     # One step an epoch: the loss is finite, and the weights that it leaves are not.
     recipe = TrainingRecipe(epochs=14, batch_size=10**6, lr=0.8, schedule="constant", warmup=0.0)
     assert_as_if_begun_with_its_rate(digits, lambda: Fragile(1.0), recipe)
