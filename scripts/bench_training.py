@@ -26,6 +26,7 @@ from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, train
 from rankrl.training.optimizer import build_optimizer
+from rankrl.wording import counted
 
 HELDOUT = 500
 
@@ -77,7 +78,7 @@ def report(options: argparse.Namespace) -> str:
     data = load_dataset("cifar10", heldout=HELDOUT, train_images=options.images)
     fastest = inference_precision()
     lines = [
-        f"{options.images} training images, {HELDOUT} held out, {options.epochs} epoch(s), batch "
+        f"{options.images} training images, {HELDOUT} held out, {counted(options.epochs, 'epoch')}, batch "
         f"{options.batch_size}; medians of {options.turns} turns.",
         "",
         "| model | optimizer | precision | loop, images/s | bare step, images/s | loop ÷ bare |",

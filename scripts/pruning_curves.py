@@ -25,19 +25,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-from rankrl.workflow.apply import without_channels
 from result_rows import ResultRows
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, count_parameters
+from decomposition import CompressionPlan, build_structure, count_parameters
 from pruning import untrained_copy
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision, select_device
 from rankrl.files import atomic_path
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.progress import progress_bar
+from rankrl.report.axes import percent_axis
 from rankrl.training import report_accuracy
+from rankrl.wording import counted
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options
@@ -140,7 +140,7 @@ class Curves:
         longer = chosen.mask_epochs + chosen.finetune_epochs
         plan_file = self.state / f"group_lasso-{removed}-seed{seed}.json"
         if method == "from_scratch":
-            widths, _ = without_channels(self._network(seed), CompressionPlan.load(plan_file))
+            widths = build_structure(self._network(seed), CompressionPlan.load(plan_file))
             network = untrained_copy(widths, seed + 1)
             self._initialise(network, seed + 1)
             self._fit(f"{method} {removed:.0%}", network, chosen.epochs + longer, seed)
@@ -253,19 +253,20 @@ class Curves:
             )
             axes.plot(*zip(*own, strict=True), "o-", markersize=4, label=label)
         dense = [float(row["accuracy"]) for row in rows if row["method"] == "dense_longer"]
-        seeds = f"{len(dense)} seeds" if len(dense) > 1 else "1 seed"
+        seeds = counted(len(dense), "seed")
         axes.axhspan(min(dense), max(dense), color="0.88", zorder=0, label=f"dense network, {seeds}")
         axes.axhline(float(np.mean(dense)), color="0.6", linewidth=1, zorder=1)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        for which in ("x", "y"):
+            percent_axis(axes, which=which, bins=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("share of the weights removed")
         axes.set_ylabel("test accuracy after fine-tuning")
         settings = self.settings
         axes.set_title(
-            f"{settings['network']} on {settings['dataset']}, {settings['images']:,} training images, "
-            f"{settings['epochs']} epochs; then masks {settings['mask_epochs']} and fine-tuning "
-            f"{settings['finetune_epochs']} epochs",
+            f"{settings['network']} on {settings['dataset']}, "
+            f"{counted(settings['images'], 'training image')}, {counted(settings['epochs'], 'epoch')}; "
+            f"then masks {settings['mask_epochs']} and "
+            f"fine-tuning {counted(settings['finetune_epochs'], 'epoch')}",
             fontsize=9,
             loc="left",
         )

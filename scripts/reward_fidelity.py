@@ -45,6 +45,7 @@ from rankrl.plan_search.problem import RanksKey, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, accuracy, train
+from rankrl.wording import counted
 from rankrl.workflow.measure import test_accuracy
 
 FITS: dict[str, Statistics] = {
@@ -196,7 +197,7 @@ def report(rows: Sequence[Row], epochs: int) -> str:
     before = [100 * row["test_compressed"] for row in rows]
     lines = [
         f"{len(rows)} plans; test accuracy {min(before):.1f} to {max(before):.1f} % after the sequential "
-        f"refit, {min(tuned):.1f} to {max(tuned):.1f} % after {epochs} epochs of fine-tuning.",
+        f"refit, {min(tuned):.1f} to {max(tuned):.1f} % after {counted(epochs, 'epoch')} of fine-tuning.",
         "",
         "Spearman correlation of reward and accuracy after fine-tuning (best quarter: by that accuracy):",
         "",

@@ -10,10 +10,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from decomposition import LayerSpec
 from rankrl.export import Latency
+from rankrl.report.axes import percent_axis, plain_numbers, whole_axis
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Positions and heights of the points of a line."""
@@ -69,7 +69,7 @@ def shares_figure(layers: Sequence[LayerSpec], params: int, macs: int) -> Figure
     axes.bar(left, [layer.params / params for layer in layers], 0.4, color=_BLUE, label="parameters")
     axes.bar(right, [layer.macs / macs for layer in layers], 0.4, color=_ORANGE, label="MACs")
     axes.set_xticks(places, [layer.name for layer in layers], rotation=90)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    percent_axis(axes, low=0.0)
     return figure
 
 
@@ -88,12 +88,13 @@ def kept_figure(panels: Mapping[str, Mapping[str, Curve]], y: str, *, dense: flo
         if dense is not None:
             axes.axhline(dense, color=_GREY, linestyle="--", label="dense")
         axes.set_title(title, fontsize=10)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=3 if len(panels) > 2 else 6))
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    found[0].set_xlim(left=0)
-    found[0].set_ylim(bottom=0)
-    if dense is not None:
-        found[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axes in found:
+        percent_axis(axes, which="x", bins=3 if len(panels) > 2 else 6, low=0.0)
+    if dense is None:
+        found[0].set_ylim(bottom=0)
+        plain_numbers(found[0].yaxis)
+    else:
+        percent_axis(found[0], low=0.0)
     return figure
 
 
@@ -105,8 +106,8 @@ def search_figure(rewards: Sequence[float], others: Mapping[str, float]) -> Figu
     axes.step(episodes, [*accumulate(rewards, max)], where="post", color=_BLUE, label="agent, best so far")
     for (label, reward), colour in zip(others.items(), (_ORANGE, _GREY), strict=True):
         axes.axhline(reward, color=colour, linestyle="--", label=label, zorder=1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    whole_axis(axes)
+    percent_axis(axes)
     return figure
 
 
@@ -115,8 +116,8 @@ def epochs_figure(accuracies: Sequence[float], dense: float) -> Figure:
     figure, (axes,) = _panels(1, "epoch", "held-out accuracy", height=2.6)
     axes.plot(range(len(accuracies)), accuracies, ".-", color=_BLUE, label="decomposed")
     axes.axhline(dense, color=_GREY, linestyle="--", label="dense")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    whole_axis(axes)
+    percent_axis(axes)
     return figure
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
+from torch import nn
 
 from decomposition import FitOptions
 from decomposition.apply import BatchNormCorrection
@@ -14,6 +14,7 @@ from rankrl.config.folder import config_folder
 from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
+from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.selectors import check_selector, list_selectors
 from rankrl.training import TrainingRecipe
@@ -32,6 +33,8 @@ AUTO = "auto"
 # Where optim.lr is null; configs/optim/onnx_adam.yaml holds the figures.
 _LR_AFTER_DECOMPOSITION = {"onnx_adam": 1e-4}
 _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
+# Where train.optim.lr is null; the rate of sgd is the network's own, that of the others hardly depends on it.
+_LR_FROM_SCRATCH = {"onnx_adam": 1e-3, "onnx_adagrad": 1e-2}
 
 
 def dataset(config: AppConfig) -> ImageData:
@@ -101,7 +104,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     selector(config)
     if finetuning:
         finetuning_recipe(config)
-    training_recipe(config)
+    training_recipe(config, None)
     export_options(config)
 
 
@@ -201,12 +204,22 @@ def finetuning_recipe(config: AppConfig, *, after_removal: bool = False) -> Trai
         after_removal: Whether channels were removed and nothing decomposed, which asks for larger steps.
     """
     default = _LR_AFTER_REMOVAL if after_removal else _LR_AFTER_DECOMPOSITION
-    return _recipe(config.finetune, config.optim, config.seed, default)
+    return _recipe(config.finetune, config.optim, "optim", config.seed, default.get(config.optim.name))
 
 
-def training_recipe(config: AppConfig) -> TrainingRecipe:
-    """Return the recipe of training from scratch."""
-    return _recipe(config.train, config.train.optim, config.seed, {})
+def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRecipe:
+    """Return the recipe of training from scratch.
+
+    Args:
+        config: The configuration.
+        network: The network to train, whose own learning rate is taken where none is set; None checks the
+            other options before there is a network.
+    """
+    name = config.train.optim.name
+    default = _LR_FROM_SCRATCH.get(name)
+    if name == "sgd":
+        default = 1.0 if network is None else default_lr(config.model["architecture"], network)
+    return _recipe(config.train, config.train.optim, "train.optim", config.seed, default)
 
 
 def comparison_recipe(config: AppConfig) -> TrainingRecipe | None:
@@ -255,18 +268,19 @@ def export_options(config: AppConfig) -> ExportOptions:
 
 
 def _recipe(
-    recipe: RecipeConfig, optim: OptimConfig, seed: int, default_lr: Mapping[str, float]
+    recipe: RecipeConfig, optim: OptimConfig, group: str, seed: int, default: float | None
 ) -> TrainingRecipe:
-    lr = default_lr.get(optim.name) if optim.lr is None else optim.lr
+    lr = default if optim.lr is None else optim.lr
     if lr is None:
         raise ConfigError(
-            f"the learning rate of {optim.name} is null, which only fine-tuning with onnx_adam allows; set a "
-            "number, such as optim.lr=0.01"
+            f"the learning rate of {optim.name} is null, and none is known that suits it here; set a number, "
+            f"such as {group}.lr=0.01"
         )
     return TrainingRecipe(
         epochs=recipe.epochs,
         batch_size=recipe.batch_size,
         lr=lr,
+        halvings=recipe.halvings,
         optimizer=optim.name,
         optimizer_options=optim.options,
         schedule=recipe.schedule,

@@ -105,6 +105,7 @@ class RecipeConfig:
 
     epochs: int = 10
     batch_size: int = 128
+    halvings: int = 4
     schedule: str = "cosine"
     warmup: float = 0.05
     label_smoothing: float = 0.0

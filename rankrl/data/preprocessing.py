@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rankrl.errors import DataError
-from rankrl.plurals import counted
+from rankrl.wording import counted
 
 SCALE = 1 / 255
 """From a byte to the range [0, 1]."""

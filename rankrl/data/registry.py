@@ -17,7 +17,7 @@ from rankrl.data.images import ImageData, Images, TestImages
 from rankrl.data.split import stratified_split
 from rankrl.errors import ConfigError, DataError, did_you_mean
 from rankrl.option_types import parameter_types
-from rankrl.plurals import counted
+from rankrl.wording import counted
 
 DEFAULT_HELDOUT = 5000
 """Held-out images of a large dataset; a small one holds out a fifth of its training file."""

@@ -19,7 +19,7 @@ import onnxruntime
 from rankrl.device import usable_cores
 from rankrl.export.errors import ExportError
 from rankrl.export.session import fixed_batch, input_dtype, open_session, run
-from rankrl.plurals import counted
+from rankrl.wording import counted
 
 Clock = Literal["processor", "wall"]
 

@@ -43,7 +43,9 @@ class Conv4(nn.Module):
         return self.fc2(self.relu5(self.fc1(x)))
 
 
-@register_model("conv4", "four 3x3 convolutions, dropout, two dense layers (Frankle & Carbin's Conv-4)")
+@register_model(
+    "conv4", "four 3x3 convolutions, dropout, two dense layers (Frankle & Carbin's Conv-4)", lr=0.05
+)
 def conv4(input_shape: tuple[int, int, int], num_classes: int) -> Conv4:
     """Build a Conv4 for images of at least 4x4."""
     return Conv4(input_shape, num_classes)

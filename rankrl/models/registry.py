@@ -26,22 +26,25 @@ class ModelSource:
         name: How it is asked for.
         description: One line for listings.
         build: Makes the network.
+        lr: Learning rate that suits its training from scratch, or None where `default_lr` decides.
     """
 
     name: str
     description: str
     build: Builder
+    lr: float | None = None
 
 
 _MODELS: dict[str, ModelSource] = {}
 
 
-def register_model(name: str, description: str) -> Callable[[Builder], Builder]:
+def register_model(name: str, description: str, *, lr: float | None = None) -> Callable[[Builder], Builder]:
     """Register the decorated function `build(input_shape, num_classes, **options)` as the model `name`.
 
     Args:
         name: The name users ask for; must be new.
         description: One line for listings.
+        lr: Learning rate of SGD with momentum 0.9 that suits its training from scratch, where it is known.
 
     Raises:
         ValueError: The name is taken.
@@ -50,7 +53,7 @@ def register_model(name: str, description: str) -> Callable[[Builder], Builder]:
     def register(build: Builder) -> Builder:
         if name in _MODELS:
             raise ValueError(f"a model named {name!r} is registered already")
-        _MODELS[name] = ModelSource(name, description, build)
+        _MODELS[name] = ModelSource(name, description, build, lr)
         return build
 
     return register
@@ -83,6 +86,26 @@ def model_option_types(name: str) -> tuple[dict[str, Any], bool]:
     build = model_source(name).build
     shape_and_classes = list(inspect.signature(build).parameters)[:2]
     return parameter_types(build, without=shape_and_classes), takes_any_option(build)
+
+
+def default_lr(name: str, network: nn.Module) -> float:
+    """Return the learning rate of SGD with momentum 0.9 at which a network is trained from scratch.
+
+    It is what the model states at its registration; for one that states none, 0.1 for a network with batch
+    normalisation and 0.01 for one without, in which larger steps soon let ReLUs die.
+
+    Args:
+        name: A registered name.
+        network: A network of that name.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    stated = model_source(name).lr
+    if stated is not None:
+        return stated
+    normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
+    return 0.1 if normalised else 0.01
 
 
 def create_model(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from rankrl.report.axes import number_axis, percent_axis, whole_axis
 from rankrl.report.comparison import ComparisonRow, summarise
 from rankrl.report.figures import NARROW, PALETTE, WIDE, style_axes, upper_legend
 
@@ -33,7 +33,8 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
     for axes in panels:
         style_axes(axes, "episode", "best reward so far")
         _draw_rewards(axes, rows)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        number_axis(axes)
+        whole_axis(axes, bins=6)
     # A search's first plans may be poor and flatten the rest.
     _look_closer(panels, [row.best_rewards[len(row.best_rewards) // 4] for row in leaders], leaders)
     upper_legend(figure, columns=8 if size[0] > NARROW[0] else 3)
@@ -56,12 +57,12 @@ def accuracies_figure(
     figure, panels = _panels(rows, size)
     for axes, shown in zip(panels, (rows, _leaders(rows)), strict=False):
         style_axes(axes, "", "test accuracy")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         _draw_accuracies(axes, shown)
         if baseline is not None:
             axes.axhline(
                 baseline, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (5, 3)), label="dense"
             )
+        percent_axis(axes)
     upper_legend(figure, columns=3)
     return figure
 

@@ -11,9 +11,9 @@ from rankrl.files import write_atomically
 from rankrl.report.comparison import ComparisonRow, comparison_cells, comparison_csv, comparison_markdown
 from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
 from rankrl.report.figures import NARROW, WIDE
-from rankrl.report.html_page import facts, figure, page, section, table
+from rankrl.report.html_page import facts, figure, page, section, table, warnings
 from rankrl.report.run_page import run_title
-from rankrl.report.stages import number
+from rankrl.report.stages import heldout_note, number
 from rankrl.report.write import save_figure
 
 _CAPTION = (
@@ -36,7 +36,7 @@ def comparison_page(
     baseline = number(metrics, "baseline", "accuracy")
     columns, cells = comparison_cells(rows)
     sections = [
-        section("Result", table(_CAPTION, columns, cells)),
+        section("Result", table(f"{_CAPTION} {heldout_note(metrics)}".strip(), columns, cells)),
         section(
             "Search",
             figure(
@@ -59,7 +59,7 @@ def comparison_page(
         ),
         section("Setup", facts(setup)),
     ]
-    return page(title, f"<h1>{escape(title)}</h1>", sections)
+    return page(title, f"<h1>{escape(title)}</h1>\n{warnings(metrics)}", sections)
 
 
 def write_comparison(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rankrl.plan_search.history import EpisodeRow
+from rankrl.report.axes import number_axis, percent_axis, whole_axis
 from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, LayerRow
 from rankrl.training import EpochRow
 
@@ -87,7 +87,8 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
         axes.axhline(
             row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label="greedy's plan"
         )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if size[0] > NARROW[0] else 5))
+    number_axis(axes)
+    whole_axis(axes, bins=8 if size[0] > NARROW[0] else 5)
     upper_legend(figure, columns=6 if size[0] > NARROW[0] else 3)
     return figure
 
@@ -111,7 +112,6 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     shares, ranks = panels[0, 0], panels[-1, 0]
     positions = np.arange(len(layers))
     style_axes(shares, "", "parameters kept")
-    shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     for name, colour, compressed in (("compressed", "accent", True), ("left dense", "soft", False)):
         chosen = [index for index, row in enumerate(layers) if row.is_compressed == compressed]
         if chosen:
@@ -121,6 +121,7 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     shares.axhline(
         total, color=PALETTE["second"], linewidth=1.2, linestyle=(0, (4, 3)), label="all layers together"
     )
+    percent_axis(shares, low=0.0)
     if ranked:
         _draw_ranks(ranks, layers)
     step = max(1, int(np.ceil(len(layers) / (width * 4.2))))
@@ -137,8 +138,8 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
     spans = [(index, min(row.ranks), max(row.ranks)) for index, row in enumerate(layers) if row.ranks]
     axes.vlines(*zip(*spans, strict=True), color=PALETTE["soft"], linewidth=2.4)
     axes.plot(*zip(*points, strict=True), "o", color=PALETTE["accent"], markersize=3.4)
+    whole_axis(axes, which="y", bins=5)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
 
 
 def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE) -> Figure:
@@ -162,8 +163,9 @@ def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = W
         style_axes(axes, "epoch", label)
         marker = "o" if len(epochs) <= 40 else None
         axes.plot(numbers, values, marker=marker, markersize=4, color=PALETTE[colour], linewidth=1.6)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    left.yaxis.set_major_formatter(PercentFormatter(1.0))
+        whole_axis(axes)
+    percent_axis(left)
+    number_axis(right, low=0.0)
     return figure
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -171,6 +172,12 @@ def cards(values: Sequence[tuple[str, str, str]]) -> str:
         for name, value, note in values
     )
     return f'<dl class="cards">\n{items}\n</dl>' if values else ""
+
+
+def warnings(metrics: Mapping[str, Any]) -> str:
+    """The warnings of `metrics.json`, for the top of a page; empty where there are none."""
+    items = "\n".join(f"<li>{escape(str(text))}</li>" for text in metrics.get("warnings") or ())
+    return f'<ul class="warnings" aria-label="Warnings">\n{items}\n</ul>' if items else ""
 
 
 def facts(values: Mapping[str, str]) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from rankrl.report.axes import percent_axis
 from rankrl.report.figures import FONT, NARROW, PALETTE, style_axes, upper_legend
 from rankrl.report.gather import GatheredRun
 from rankrl.report.stages import Stage, ratio
@@ -92,6 +93,8 @@ def pareto_figure(runs: Sequence[GatheredRun], *, narrow: bool) -> Figure:
     styles = method_styles([run.method for run in runs])
     for index, (axes, cost) in enumerate(zip(panels.flat, costs, strict=True)):
         _draw(axes, runs, cost, styles, labelled=narrow or index == 0)
+    for axes in panels.flat:
+        percent_axis(axes)
     upper_legend(figure, columns=3 if narrow else 7)
     return figure
 
@@ -135,10 +138,7 @@ def _draw(
         0, 1.05 * max(value for value, _ in [*dense.values(), *((value, 0) for _, value, _ in points)])
     )
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    spread = axes.get_ylim()[1] - axes.get_ylim()[0]
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if spread > 0.03 else 1))
     axes.tick_params(labelsize=FONT)
 
 

@@ -10,7 +10,7 @@ from importlib import metadata
 import torch
 
 from rankrl.device import processor_name, usable_cores
-from rankrl.plurals import counted
+from rankrl.wording import counted
 
 _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from rankrl.plurals import counted
 from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
-from rankrl.report.html_page import cards, facts, figure, page, section, table
+from rankrl.report.html_page import cards, facts, figure, page, section, table, warnings
 from rankrl.report.stages import (
     UNKNOWN,
     format_accuracy,
@@ -19,6 +18,7 @@ from rankrl.report.stages import (
     format_points,
     format_ratio,
     format_share,
+    heldout_note,
     latency_change,
     latency_note,
     number,
@@ -26,6 +26,7 @@ from rankrl.report.stages import (
     stages,
 )
 from rankrl.report.summary import comparison_rows
+from rankrl.wording import counted
 
 
 def run_page(report: RunReport) -> str:
@@ -70,6 +71,7 @@ def _header(title: str, metrics: Mapping[str, Any]) -> str:
         [
             f'<p class="eyebrow">{escape(" · ".join(parts))}</p>' if parts else "",
             f"<h1>{escape(title)}</h1>",
+            warnings(metrics),
             cards(headline),
         ]
     ).strip()
@@ -119,14 +121,15 @@ def _search(report: RunReport) -> str:
         f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
         f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
-        f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs."
+        f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
+        f"{heldout_note(report.metrics)}"
     )
     return figure(
         reward_figure(report.episodes, WIDE),
         reward_figure(report.episodes, NARROW),
         "reward",
         f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
-        caption,
+        caption.strip(),
     )
 
 
@@ -197,7 +200,7 @@ def _fine_tuning(report: RunReport) -> str:
         "fine-tuning",
         "Held-out accuracy and training loss per epoch of fine-tuning.",
         f"Best held-out accuracy: {format_accuracy(best.accuracy)}, after epoch {best.epoch} "
-        f"of {len(report.epochs)}.",
+        f"of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
     )
 
 

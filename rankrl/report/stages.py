@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankrl.export import is_unchanged
-from rankrl.plurals import counted
 from rankrl.report.errors import ReportError
+from rankrl.wording import counted
 
 _SPACE = "\N{NO-BREAK SPACE}"
 
@@ -83,6 +83,22 @@ def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ReportError(f"metrics.json: {section}.{key} is {value!r}; it must be a finite number.")
     return value
+
+
+def heldout_note(metrics: Mapping[str, Any]) -> str:
+    """A sentence for readers of held-out accuracies; empty unless the network came from a checkpoint.
+
+    What a network was trained on before cannot be known; held out here is what this run does not train on.
+
+    Args:
+        metrics: The content of `metrics.json`.
+    """
+    if not metrics.get("checkpoint"):
+        return ""
+    return (
+        "The checkpoint may have been trained on these held-out images; accuracies on them can then lie "
+        "above that on the test set."
+    )
 
 
 def format_accuracy(accuracy: float | None) -> str:

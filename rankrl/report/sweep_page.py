@@ -53,6 +53,7 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path) -> str:
     sections = [
         section("Accuracy and cost", _pareto(finished)),
         section("Runs", _table(finished)),
+        section("Warnings", _warnings(finished)),
         section("Failed and unfinished", _others(runs)),
         section("The same in all runs", facts(shared_values(finished))),
     ]
@@ -142,6 +143,14 @@ def _table(runs: Sequence[GatheredRun]) -> str:
         table_rows(runs, columns),
         text_columns=[index for index, column in enumerate(columns) if column.is_text],
     )
+
+
+def _warnings(runs: Sequence[GatheredRun]) -> str:
+    rows = [[str(run.folder), str(text)] for run in runs for text in run.metrics.get("warnings") or ()]
+    if not rows:
+        return ""
+    caption = "What these runs warn of; their numbers may mean little."
+    return table(caption, ["Folder", "Warning"], rows, text_columns=(0, 1))
 
 
 def _others(runs: Sequence[GatheredRun]) -> str:

@@ -78,9 +78,7 @@ class Selector(ABC):
         return parameter_types(cls, without=("problem", "seed", "episodes"))
 
     @classmethod
-    def check_ranges(
-        cls, options: Mapping[str, Any]
-    ) -> None:
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options that no problem could go with, before there is a problem.
 
         Args:

@@ -51,7 +51,9 @@ class BayesDDPGSelector(BayesSelector):
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes, **options)
         self.policy_share = policy_share
-        shared = {name: options[name] for name in ("action", "importance_scale") if name in options}
+        shared: dict[str, Any] = {
+            name: options[name] for name in ("action", "importance_scale") if name in options
+        }
         own = {"features": features, "hidden": hidden, "learning_rate": learning_rate}
         chosen = agent_options({**shared, **own})
         self.agent = PolicyAgent(problem, "ddpg", chosen, seed=seed, episodes=episodes)

@@ -11,8 +11,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from rankrl.files import write_json
-from rankrl.plurals import counted
 from rankrl.sweeps.failures import SWEEP_FILE, failures
+from rankrl.wording import counted
 
 FAILED_JOBS = 1
 """Exit code of a sweep of which a job failed."""

@@ -26,7 +26,12 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
     ratios = cost_ratios(before, after)
-    metrics = {**steps.head(config, data), "baseline": before, "compressed": after, "ratios": ratios}
+    metrics = {
+        **steps.head(config, data, dense),
+        "baseline": before,
+        "compressed": after,
+        "ratios": ratios,
+    }
     remaining = plan.specs(dense)
     rows = layer_rows(plan, inspect_layers(dense, data.input_shape), compressed, remaining=remaining)
     steps.finish(folder, metrics, seed=config.seed, layers=rows)

@@ -40,7 +40,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     final = FinalTest(data, dense, session.apply, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)
     metrics = {
-        **steps.head(config, data),
+        **steps.head(config, data, dense),
         "selector": ",".join(config.compare.selectors),
         "baseline": network_numbers(dense, data),
         "search": {
@@ -51,13 +51,14 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         },
         "compare": _numbers(rows),
     }
+    steps.add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
     steps.track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
     console.print(_table(rows))
-    console.print(f"report: {page}", soft_wrap=True)
+    steps.print_end(console, metrics, page)
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:

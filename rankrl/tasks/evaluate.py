@@ -21,9 +21,10 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
             "or both"
         )
     data = options.dataset(config)
-    metrics = steps.head(config, data)
+    dense = build_network(config.model, data, seed=config.seed)
+    metrics = steps.head(config, data, dense)
     if config.model.get("checkpoint"):
-        metrics["baseline"] = network_numbers(build_network(config.model, data, seed=config.seed), data)
+        metrics["baseline"] = network_numbers(dense, data)
     if config.weights:
         network, _, _ = steps.compressed_from(config, data)
         metrics["compressed"] = network_numbers(network, data)

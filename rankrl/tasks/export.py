@@ -16,7 +16,7 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     export_options = options.export_options(config)
     data = options.dataset(config)
     network, dense, plan = steps.compressed_from(config, data)
-    metrics = {**steps.head(config, data), "compressed": network_numbers(network, data)}
+    metrics = {**steps.head(config, data, dense), "compressed": network_numbers(network, data)}
     metadata = steps.file_metadata(plan, metrics)
     baseline = export_dense(dense, data, folder.state, export_options)
     metrics["onnx"], latency = export_numbers(

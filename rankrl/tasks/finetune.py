@@ -30,5 +30,9 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     save_compressed(network, plan, folder.model)
     plan.save(folder.plan)
     accuracy = test_accuracy(network, data)
-    metrics = {**steps.head(config, data), "compressed": compressed, "finetuned": {"accuracy": accuracy}}
+    metrics = {
+        **steps.head(config, data, dense),
+        "compressed": compressed,
+        "finetuned": {"accuracy": accuracy},
+    }
     steps.finish(folder, metrics, seed=config.seed, epochs=epochs)

@@ -10,7 +10,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.network import build_network
+from rankrl.workflow.network import build_network, model_title
 from rankrl.workflow.run_folder import RunFolder
 
 _SHOWN_RANKS = 3
@@ -25,7 +25,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     library = steps.candidate_fits(config, network, steps.calibration(config, data, network))
     specs = inspect_layers(network, data.input_shape)
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
-    table = Table(title=f"{config.model['architecture']} as {options.decomposition_name(config)}")
+    table = Table(title=f"{model_title(config.model, network)} as {options.decomposition_name(config)}")
     table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
     table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share", "ranks"):

@@ -38,7 +38,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     save_compressed(finetuned, plan, folder.model)
 
     metrics = {
-        **steps.head(config, data),
+        **steps.head(config, data, dense),
         "baseline": network_numbers(dense, data),
         "compressed": network_numbers(compressed, data),
         "finetuned": {"accuracy": test_accuracy(finetuned, data)},

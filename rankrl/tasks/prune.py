@@ -50,7 +50,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         state = folder.state / "pruned.safetensors"
         pruned = prune_network(dense, data, chosen, images, state_file=state)
     metrics: dict[str, Any] = {
-        **_head(config, data, decomposing),
+        **_head(config, data, dense, decomposing),
         "baseline": network_numbers(dense, data),
         "pruning": _pruning_numbers(chosen, pruned, dense, data),
     }
@@ -105,9 +105,11 @@ def _decomposed(
     return network, plan, steps.search_numbers(result)
 
 
-def _head(config: AppConfig, data: ImageData, decomposing: AppConfig | None) -> dict[str, Any]:
+def _head(
+    config: AppConfig, data: ImageData, dense: nn.Module, decomposing: AppConfig | None
+) -> dict[str, Any]:
     """Return what metrics.json says of the run itself; what took no part in it is null."""
-    found = {**steps.head(config, data), "pruner": config.pruner["name"]}
+    found = {**steps.head(config, data, dense), "pruner": config.pruner["name"]}
     return found if decomposing is not None else {**found, "decomposition": None, "selector": None}
 
 

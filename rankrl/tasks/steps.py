@@ -23,11 +23,12 @@ from rankrl.files import write_json
 from rankrl.models import save_checkpoint
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
-from rankrl.report import LayerRow, collect_setup, summary_table, write_report
-from rankrl.training import EpochRow
+from rankrl.report import LayerRow, collect_setup, heldout_note, summary_table, write_report
+from rankrl.training import EpochRow, TrainingRecipe, TrainingResult
+from rankrl.wording import counted
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.measure import with_preprocessing
-from rankrl.workflow.network import build_network, run_training
+from rankrl.workflow.network import build_network, guessing_warning, model_title, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library
 from rankrl.workflow.training_step import write_training_step
@@ -36,14 +37,35 @@ log = logging.getLogger(__name__)
 
 
 def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.Module:
-    """Return the dense network: from its checkpoint, or trained here."""
-    recipe = options.training_recipe(config)
+    """Return the dense network: from its checkpoint, or trained here; warn if it has learned nothing."""
     network = build_network(config.model, data, seed=config.seed)
     if not config.model.get("checkpoint"):
-        state, track = folder.state / "train.safetensors", folder.tracking.epochs("train")
-        run_training("train", network, data, recipe, state_file=state, on_epoch=track)
-        save_checkpoint(network, folder.dense)
+        dense_training(config, data, network, folder)
+        return network
+    warning = guessing_warning(network, data)
+    if warning is not None:
+        folder.warn(
+            f"{warning}. Check that model.checkpoint={config.model['checkpoint']} was trained on this "
+            "dataset, with its classes in this order and with its normalisation."
+        )
     return network
+
+
+def dense_training(
+    config: AppConfig, data: ImageData, network: nn.Module, folder: RunFolder
+) -> TrainingResult:
+    """Train the dense network in place and save it; warn if it has learned nothing."""
+    recipe = options.training_recipe(config, network)
+    result = _trained("train", network, data, recipe, folder, stage="train")
+    save_checkpoint(network, folder.dense)
+    warning = guessing_warning(network, data)
+    if warning is not None:
+        folder.warn(
+            f"{warning}. It was trained for {counted(recipe.epochs, 'epoch')} (train.epochs) at the learning "
+            f"rate {result.lr:.3g} (train.optim.lr). Train it longer or at another rate, or give trained "
+            "weights with model.checkpoint=PATH."
+        )
+    return result
 
 
 def calibration(config: AppConfig, data: ImageData, network: nn.Module) -> Tensor:
@@ -131,10 +153,40 @@ def finetuned(
 ) -> Sequence[EpochRow]:
     """Fine-tune a compressed network in place with the dense one as teacher; return the epochs."""
     recipe = options.finetuning_recipe(config, after_removal=after_removal)
-    state, track = folder.state / f"{stage}.safetensors", folder.tracking.epochs(stage)
-    return run_training(
-        "fine-tune", network, data, recipe, state_file=state, teacher=dense, on_epoch=track
-    ).history
+    return _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=dense).history
+
+
+def _trained(
+    title: str,
+    network: nn.Module,
+    data: ImageData,
+    recipe: TrainingRecipe,
+    folder: RunFolder,
+    *,
+    stage: str,
+    teacher: nn.Module | None = None,
+) -> TrainingResult:
+    """Train a network in place, tracked; note the learning rate that was used."""
+    result = run_training(
+        title,
+        network,
+        data,
+        recipe,
+        state_file=folder.state / f"{stage}.safetensors",
+        teacher=teacher,
+        on_epoch=folder.tracking.epochs(stage),
+    )
+    folder.notes.trainings[stage] = {
+        "lr": result.lr,
+        "halvings": result.halvings,
+        "epochs": len(result.history),
+    }
+    if result.halvings:
+        folder.warn(
+            f"{title}: the training diverged at the learning rate {recipe.lr:.3g}; after "
+            f"{counted(result.halvings, 'halving')} it was followed to the end at {result.lr:.3g}."
+        )
+    return result
 
 
 def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
@@ -178,11 +230,13 @@ def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> N
         write_training_step(network, options.finetuning_recipe(config), folder.optimizer_step)
 
 
-def head(config: AppConfig, data: ImageData) -> dict[str, Any]:
-    """Return what metrics.json says of the run itself."""
+def head(config: AppConfig, data: ImageData, network: nn.Module) -> dict[str, Any]:
+    """Return what metrics.json says of the run itself; `network` is the dense one, as it was built."""
+    checkpoint = config.model.get("checkpoint")
     return {
         "task": config.task,
-        "model": config.model.get("name") or config.model.get("_target_") or config.model["architecture"],
+        "model": model_title(config.model, network),
+        "checkpoint": Path(checkpoint).name if checkpoint else None,
         "dataset": data.name,
         "decomposition": options.decomposition_name(config),
         "selector": config.selector["name"],
@@ -225,6 +279,7 @@ def finish(
     """Write the report and, last, metrics.json, which marks the run as finished; print the final table."""
     if epochs:
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
+    add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
     page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
     track_result(folder, metrics)
@@ -233,4 +288,22 @@ def finish(
     table = summary_table(metrics)
     if table.row_count:
         console.print(table)
+    print_end(console, metrics, page)
+
+
+def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
+    """Add what the steps of the run noted: its trainings and warnings."""
+    if folder.notes.trainings:
+        metrics["trainings"] = folder.notes.trainings
+    metrics["warnings"] = folder.notes.warnings
+
+
+def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
+    """Print below the final table what its reader must know, and where the report is."""
+    if any(metrics.get(key) for key in ("search", "epochs")) and heldout_note(metrics):
+        console.print(heldout_note(metrics), soft_wrap=True, markup=False, highlight=False)
+    for warning in metrics["warnings"]:
+        console.print(
+            f"warning: {warning}", style="bold yellow", soft_wrap=True, markup=False, highlight=False
+        )
     console.print(f"report: {page}", soft_wrap=True)

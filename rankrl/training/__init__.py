@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rankrl.training.accuracy import accuracy, predict_logits, report_accuracy
+from rankrl.training.chance import guessing_share, near_guessing
 from rankrl.training.loop import TrainingProgress, TrainingResult, train
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import list_schedules
@@ -14,7 +15,9 @@ __all__ = [
     "TrainingRecipe",
     "TrainingResult",
     "accuracy",
+    "guessing_share",
     "list_schedules",
+    "near_guessing",
     "predict_logits",
     "report_accuracy",
     "train",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rankrl.data.batches import batches
@@ -24,13 +26,17 @@ from rankrl.device import (
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.models.classifier import check_classifier
 from rankrl.training.accuracy import accuracy
-from rankrl.training.average import WeightAverage
+from rankrl.training.chance import is_guessing
 from rankrl.training.loss import training_loss
-from rankrl.training.optimizer import build_optimizer
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import learning_rate_factor
 from rankrl.training.state import EpochRow, TrainingState
 
+log = logging.getLogger(__name__)
+
+# Fewer steps show nothing of a network that never learned anything.
+_FEWEST_STEPS_JUDGED = 100
+_ADVICE = "Lower the learning rate, lengthen the warm-up, or set gradient_clip."
 # Reading a loss makes the host wait for a GPU; doing so rarely keeps the GPU busy.
 _STEPS_BETWEEN_CHECKS = 25
 
@@ -69,12 +75,16 @@ class TrainingResult:
         epoch: The epoch whose weights the network has now.
         accuracy: Held-out accuracy of that epoch, 0 to 1.
         stopped_early: Whether the held-out accuracy stopped rising before the last epoch.
+        lr: Highest learning rate of the schedule that was followed to the end.
+        halvings: How often the training started again with half the rate before.
     """
 
     history: tuple[EpochRow, ...]
     epoch: int
     accuracy: float
     stopped_early: bool
+    lr: float
+    halvings: int
 
 
 def train(
@@ -94,6 +104,11 @@ def train(
     training file score every epoch; the test set is never read. Equal arguments give equal weights on the
     same machine with the same number of threads.
 
+    A training that diverges starts again from its first weights with half the learning rate, at most
+    `recipe.halvings` times, and is then that of a recipe with this rate. It diverges when a loss or a score
+    is no finite number; when an epoch falls back to guessing (`rankrl.training.chance`) after one that did
+    better; and when the warm-up is over, or 100 steps done if that is later, and no epoch did better.
+
     Args:
         model: The network; it is moved to the device and left there, in evaluation mode.
         data: The dataset.
@@ -112,7 +127,7 @@ def train(
         ConfigError: The recipe needs a teacher and has none, or the optimizer refuses its options.
         ModelError: The network does not fit the images or classes.
         CheckpointError: `state_file` cannot be resumed from.
-        NonFiniteError: The loss or a class score became NaN or infinite.
+        NonFiniteError: The loss or a class score became NaN or infinite, at the last of the rates too.
         StorageError: `state_file` cannot be written.
     """
     precision = inference_precision() if precision is None else precision
@@ -129,8 +144,7 @@ def train(
         layouts.add(to_fastest_layout(network, example))
     layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
-    average = None if recipe.ema_decay is None else WeightAverage(model, recipe.ema_decay)
-    state = TrainingState(model, build_optimizer(model, recipe), average, _setup(data, recipe))
+    state = TrainingState(model, recipe, _setup(data, recipe))
     if resume and path is not None:
         state.restore(path)
 
@@ -139,7 +153,19 @@ def train(
         teacher = networks[1] if len(networks) == 2 else None
         epochs = _Epochs(data, recipe, precision, layout, teacher, on_step)
         while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
-            epochs.run(state)
+            try:
+                epochs.run(state)
+            except _DivergedError as error:
+                if state.halvings == recipe.halvings:
+                    raise NonFiniteError(f"{error}. {_ADVICE}") from error
+                state.start_again()
+                log.warning(
+                    "%s; the training starts again with half the highest rate, %.3g (halving %d of %d)",
+                    error,
+                    state.lr,
+                    state.halvings,
+                    recipe.halvings,
+                )
             if path is not None:
                 state.save(path)
 
@@ -151,7 +177,33 @@ def train(
     for network in networks:
         network.to(memory_format=torch.contiguous_format)
         network.eval()
-    return TrainingResult(tuple(state.history), row.epoch, row.accuracy, len(state.history) < recipe.epochs)
+    return TrainingResult(
+        tuple(state.history),
+        row.epoch,
+        row.accuracy,
+        len(state.history) < recipe.epochs,
+        state.lr,
+        state.halvings,
+    )
+
+
+class _DivergedError(Exception):
+    """The training diverged; the message says where and at which rate."""
+
+
+@dataclass(frozen=True)
+class _TrainedEpoch:
+    """What the steps of an epoch brought.
+
+    Attributes:
+        loss: Mean loss.
+        lr: Learning rate of the last step.
+        guessing: Whether its answers were no better than guessing.
+    """
+
+    loss: float
+    lr: float
+    guessing: bool
 
 
 class _Epochs:
@@ -181,7 +233,8 @@ class _Epochs:
         """Train for one epoch, score it, and add it to the history."""
         started = time.perf_counter()
         epoch = len(state.history) + 1
-        loss, lr = self._train_epoch(state, epoch)
+        trained = self._train_epoch(state, epoch)
+        self._judge(state, epoch, trained)
         try:
             score = accuracy(
                 state.scored_model,
@@ -191,20 +244,35 @@ class _Epochs:
                 precision=self.precision,
             )
         except NonFiniteError as error:
-            raise NonFiniteError(
-                f"after epoch {epoch} of training (learning rate {lr:.3g}): {error}"
+            raise _DivergedError(
+                f"after epoch {epoch} of training (learning rate {trained.lr:.3g}): {error}"
             ) from error
-        row = EpochRow(epoch, lr, loss, score, time.perf_counter() - started)
+        row = EpochRow(epoch, trained.lr, trained.loss, score, time.perf_counter() - started)
         state.finish_epoch(row)
-        self._report(state, epoch, epoch * self.steps, lr, loss, row)
+        self._report(state, epoch, epoch * self.steps, trained.lr, trained.loss, row)
 
-    def _train_epoch(self, state: TrainingState, epoch: int) -> tuple[float, float]:
-        """Return the mean loss and the last learning rate."""
+    def _judge(self, state: TrainingState, epoch: int, trained: _TrainedEpoch) -> None:
+        """Raise `_DivergedError` for an epoch of guessing while the rate can still be halved."""
+        if not trained.guessing:
+            state.learned = True
+            return
+        recipe, done = self.recipe, epoch * self.steps
+        over = done >= max(recipe.warmup * recipe.epochs * self.steps, _FEWEST_STEPS_JUDGED)
+        if state.halvings < recipe.halvings and (state.learned or over):
+            what = "fell back to guessing" if state.learned else "had learned nothing"
+            raise _DivergedError(
+                f"the network {what} by the end of epoch {epoch} (training loss {trained.loss:.3g}, highest "
+                f"learning rate {state.lr:.3g})"
+            )
+
+    def _train_epoch(self, state: TrainingState, epoch: int) -> _TrainedEpoch:
+        """Take the steps of an epoch."""
         # Order, augmentation and dropout follow from the seed and the epoch alone: nothing to save.
         seed = int(np.random.SeedSequence((self.recipe.seed, epoch)).generate_state(1)[0])
         torch.manual_seed(seed)
         state.model.train()
-        losses = torch.zeros(self.steps, device=self.precision.device)
+        losses, entropies = torch.zeros(2, self.steps, device=self.precision.device)
+        right = torch.zeros((), dtype=torch.int64, device=self.precision.device)
         lr = 0.0
         checked = 0
         walk = batches(
@@ -221,17 +289,21 @@ class _Epochs:
         for step, (x, y) in enumerate(walk):
             done = (epoch - 1) * self.steps + step
             total = self.recipe.epochs * self.steps
-            lr = self.recipe.lr * learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
-            losses[step] = self._step(state, in_layout(x, self.layout), y, lr)
+            lr = state.lr * learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
+            losses[step], scores = self._step(state, in_layout(x, self.layout), y, lr)
+            entropies[step] = F.cross_entropy(scores, y)
+            right += (scores.argmax(1) == y).sum()
             if step + 1 - checked >= _STEPS_BETWEEN_CHECKS or step + 1 == self.steps:
-                mean_loss = self._check(losses, checked, step + 1, epoch)
+                mean_loss = self._check(losses, checked, step + 1, epoch, state.lr)
                 checked = step + 1
                 if checked < self.steps:
                     self._report(state, epoch, done + 1, lr, mean_loss)
-        return float(losses.mean()), lr
+        images = self.steps * self.batch_size
+        guessing = is_guessing(int(right) / images, float(entropies.mean()), self.train_images.y, images)
+        return _TrainedEpoch(float(losses.mean()), lr, guessing)
 
-    def _step(self, state: TrainingState, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """Return the loss of one step, which has been taken."""
+    def _step(self, state: TrainingState, x: Tensor, y: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+        """Return the loss and the class scores of one step, which has been taken."""
         recipe = self.recipe
         with self.precision.autocast():
             scores = state.model(x)
@@ -256,19 +328,18 @@ class _Epochs:
         state.optimizer.step()
         if state.average is not None:
             state.average.update(state.model)
-        return loss.detach()
+        return loss.detach(), scores.detach().float()
 
-    def _check(self, losses: Tensor, start: int, stop: int, epoch: int) -> float:
+    def _check(self, losses: Tensor, start: int, stop: int, epoch: int, highest: float) -> float:
         """Return the mean loss of steps `start` to `stop` (excluded), all of which must be finite."""
         recent = losses[start:stop].tolist()
         for step, loss in enumerate(recent, start):
             if not np.isfinite(loss):
                 done, total = (epoch - 1) * self.steps + step, self.recipe.epochs * self.steps
                 factor = learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
-                raise NonFiniteError(
+                raise _DivergedError(
                     f"the training loss became {loss} in epoch {epoch}, step {step + 1} of {self.steps}, at "
-                    f"learning rate {self.recipe.lr * factor:.3g}. Lower the learning rate, lengthen the "
-                    "warm-up, or set gradient_clip."
+                    f"learning rate {highest * factor:.3g}"
                 )
         return sum(recent) / len(recent)
 

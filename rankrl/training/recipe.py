@@ -22,6 +22,8 @@ class TrainingRecipe:
         epochs: Passes through the training images, at least 1.
         batch_size: Images in a step, at least 1; a smaller training set makes one batch.
         lr: Highest learning rate of the schedule, positive.
+        halvings: How often a training that diverges starts again from its first weights with half the
+            learning rate; 0 never.
         optimizer: A name of `optim.list_optimizers()`.
         optimizer_options: Its options beside the learning rate, such as momentum or weight decay.
         decay_vectors: Whether weight decay (`weight_decay`, `norm_coefficient`) also applies to biases and
@@ -45,6 +47,7 @@ class TrainingRecipe:
     epochs: int = 10
     batch_size: int = 128
     lr: float = 1e-3
+    halvings: int = 4
     optimizer: str = "onnx_adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     decay_vectors: bool = False
@@ -63,7 +66,8 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             _require_whole(name, getattr(self, name), 1)
-        _require_whole("seed", self.seed, 0)
+        for name in ("seed", "halvings"):
+            _require_whole(name, getattr(self, name), 0)
         if self.early_stop_patience is not None:
             _require_whole("early_stop_patience", self.early_stop_patience, 1)
         _require(self, "lr", "positive", lambda value: 0 < value < float("inf"))

@@ -1,9 +1,9 @@
 """The state of a training between two epochs, in one file, so that a killed run goes on exactly.
 
 Everything random in an epoch follows from the recipe's seed and the epoch's number, and the learning rate
-from the step; so the state is the tensors (network, average, optimizer, best weights) and the history. One
-.safetensors file, whose metadata holds the rest as JSON, is replaced atomically: it is never half of one
-epoch and half of the next.
+from the step and the number of halvings; so the state is the tensors (network, average, optimizer, best and
+first weights), the history and that number. One .safetensors file, whose metadata holds the rest as JSON, is
+replaced atomically: it is never half of one epoch and half of the next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from rankrl.errors import CheckpointError
 from rankrl.state_file import read_state, write_state
 from rankrl.training.average import WeightAverage
+from rankrl.training.optimizer import build_optimizer
+from rankrl.training.recipe import TrainingRecipe
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,42 @@ class TrainingState:
 
     Attributes:
         model: The network in training.
+        recipe: How it is trained.
+        setup: Plain values that must be equal for a resumed run to be the same run.
         optimizer: Its optimizer.
         average: The moving average of its weights, or None.
-        setup: Plain values that must be equal for a resumed run to be the same run.
         history: One row per finished epoch.
         best: Weights of the epoch with the best held-out accuracy, or None before the first.
+        halvings: How often the training started again with half the learning rate.
+        learned: Whether an epoch since then did better than guessing.
     """
 
     model: nn.Module
-    optimizer: Optimizer
-    average: WeightAverage | None
+    recipe: TrainingRecipe
     setup: Mapping[str, Any]
-    history: list[EpochRow] = field(default_factory=list)
-    best: dict[str, Tensor] | None = None
+    optimizer: Optimizer = field(init=False)
+    average: WeightAverage | None = field(init=False)
+    history: list[EpochRow] = field(init=False)
+    best: dict[str, Tensor] | None = field(init=False)
+    halvings: int = field(init=False, default=0)
+    learned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._first = _copied(self.model) if self.recipe.halvings else {}
+        self._begin()
+
+    def _begin(self) -> None:
+        decay = self.recipe.ema_decay
+        self.average = None if decay is None else WeightAverage(self.model, decay)
+        self.optimizer = build_optimizer(self.model, self.recipe)
+        self.history = []
+        self.best = None
+        self.learned = False
+
+    @property
+    def lr(self) -> float:
+        """Highest learning rate of the schedule, after the halvings."""
+        return self.recipe.lr / 2**self.halvings
 
     @property
     def scored_model(self) -> nn.Module:
@@ -78,7 +103,14 @@ class TrainingState:
         """Add an epoch to the history and keep its weights when they are the best so far."""
         self.history.append(row)
         if self.best_row is row:
-            self.best = {key: value.clone() for key, value in self.scored_model.state_dict().items()}
+            self.best = _copied(self.scored_model)
+
+    def start_again(self) -> None:
+        """Go back to the first weights and halve the learning rate."""
+        self.model.load_state_dict(self._first)
+        self.model.zero_grad(set_to_none=True)
+        self.halvings += 1
+        self._begin()
 
     def save(self, path: Path) -> None:
         """Write the state to `path`, atomically.
@@ -91,6 +123,7 @@ class TrainingState:
         if self.average is not None:
             tensors |= {f"average.{key}": value for key, value in self.average.model.state_dict().items()}
         tensors |= {f"best.{key}": value for key, value in (self.best or {}).items()}
+        tensors |= {f"first.{key}": value for key, value in self._first.items()}
         scalars: dict[str, dict[str, Any]] = {}
         for index, entries in optimizer["state"].items():
             for key, value in entries.items():
@@ -101,6 +134,8 @@ class TrainingState:
         content = {
             "setup": self.setup,
             "history": [asdict(row) for row in self.history],
+            "halvings": self.halvings,
+            "learned": self.learned,
             "updates": 0 if self.average is None else self.average.updates,
             "optimizer_groups": optimizer["param_groups"],
             "optimizer_scalars": scalars,
@@ -128,14 +163,17 @@ class TrainingState:
                 self.average.updates = content["updates"]
             self._restore_optimizer(tensors, content)
             self.history = [EpochRow(**row) for row in content["history"]]
+            self.halvings, self.learned = content["halvings"], content["learned"]
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} does not fit this network and optimizer: {error}. Start without resuming."
             ) from error
-        current = self.scored_model.state_dict()
-        self.best = {
-            key: value.to(current[key].device) for key, value in _part(tensors, "best.").items()
-        } or None
+        self.best = self._placed(_part(tensors, "best.")) or None
+        self._first = self._placed(_part(tensors, "first."))
+
+    def _placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        current = self.model.state_dict()
+        return {key: value.to(current[key].device) for key, value in tensors.items()}
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         entries: dict[int, dict[str, Any]] = {
@@ -150,6 +188,10 @@ class TrainingState:
                 # As in the undisturbed run, moments lie in memory like their parameter: the same kernels run.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -11,11 +11,27 @@ import torch
 from torch import nn
 
 from rankrl.data import ImageData
+from rankrl.device import inference_precision
 from rankrl.models import build_model, load_checkpoint
 from rankrl.progress import progress_bar
-from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, TrainingResult, train
+from rankrl.training import (
+    EpochRow,
+    TrainingProgress,
+    TrainingRecipe,
+    TrainingResult,
+    accuracy,
+    guessing_share,
+    near_guessing,
+    train,
+)
+from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
+
+JUDGED_IMAGES = 1000
+"""Held-out images that tell whether a network has learned anything."""
+# Options by which functions that build many networks are told which.
+_NAMING_OPTIONS = ("name", "model_name", "arch")
 
 
 def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn.Module:
@@ -38,6 +54,54 @@ def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn
     return network.eval()
 
 
+def model_title(model: Mapping[str, Any], network: nn.Module) -> str:
+    """Return what a network is called: `resnet20`, `resnet10t (timm.create_model)`, `my_models.SmallNet`.
+
+    A custom network is called by the option that names it, else by its class, and by the function that built
+    it; a class of torch says nothing.
+
+    Args:
+        model: The configuration that `build_network` takes.
+        network: The network that was built.
+    """
+    named = next((str(model[option]) for option in _NAMING_OPTIONS if model.get(option)), None)
+    target = model.get("_target_")
+    if target is None:
+        return named or str(model["architecture"])
+    if named is None and not type(network).__module__.startswith("torch."):
+        named = type(network).__name__
+    if named is None or str(target).rpartition(".")[2] == named:
+        return str(target)
+    return f"{named} ({target})"
+
+
+def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
+    """Return a warning about a network that is hardly better than guessing on held-out images, or None.
+
+    Args:
+        network: The network, on the CPU, where it is returned to.
+        data: The dataset; its test images are not read.
+
+    Raises:
+        NonFiniteError: A class score is NaN or infinite.
+    """
+    heldout = data.heldout.subset(torch.arange(0, len(data.heldout), -(-len(data.heldout) // JUDGED_IMAGES)))
+    precision = inference_precision()
+    try:
+        found = accuracy(
+            network.to(precision.device), heldout, mean=data.mean, std=data.std, precision=precision
+        )
+    finally:
+        network.to("cpu")
+    share = guessing_share(heldout.y)
+    if not near_guessing(found, share, len(heldout)):
+        return None
+    return (
+        f"The network is hardly better than guessing: it answers {found:.1%} of "
+        f"{counted(len(heldout), 'held-out image')} right, one answer to all of them {share:.1%}"
+    )
+
+
 def run_training(
     description: str,
     network: nn.Module,
@@ -52,6 +116,13 @@ def run_training(
 
     The network is returned to the CPU; `on_epoch` is called with the row of every new epoch.
     """
+    log.info(
+        "%s: %s, %s, learning rate %.3g",
+        description,
+        counted(recipe.epochs, "epoch"),
+        recipe.optimizer,
+        recipe.lr,
+    )
     steps = recipe.epochs * max(1, len(data.train) // min(recipe.batch_size, len(data.train)))
     with progress_bar(description, total=steps) as bar:
 
@@ -72,5 +143,11 @@ def run_training(
     network.cpu()
     if teacher is not None:
         teacher.cpu()
-    log.info("%s: held-out accuracy %.4f after epoch %d", description, result.accuracy, result.epoch)
+    log.info(
+        "%s: held-out accuracy %.4f after epoch %d, learning rate %.3g",
+        description,
+        result.accuracy,
+        result.epoch,
+        result.lr,
+    )
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +15,26 @@ from rankrl.errors import ConfigError, StorageError
 from rankrl.files import write_json
 from rankrl.tracking import NOT_TRACKED, Tracking
 
+log = logging.getLogger(__name__)
+
 _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
 _MISSING = "not set"
 _LONGEST_SHOWN = 60
 _LONGEST_NAME = 200
+
+
+@dataclass
+class RunNotes:
+    """What the steps of a run leave for its `metrics.json`.
+
+    Attributes:
+        warnings: What a reader must know before trusting the numbers.
+        trainings: The learning rate that each training followed to its end, how often it was halved before,
+            and the epochs, by stage: `train`, `finetune`, ...
+    """
+
+    warnings: list[str] = field(default_factory=list)
+    trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -27,10 +44,17 @@ class RunFolder:
     Attributes:
         path: The folder.
         tracking: What the run reports to while it goes on.
+        notes: What its steps leave for its end.
     """
 
     path: Path
     tracking: Tracking = field(default=NOT_TRACKED, compare=False)
+    notes: RunNotes = field(default_factory=RunNotes, compare=False)
+
+    def warn(self, text: str) -> None:
+        """Log a warning at once, and keep it for `metrics.json`, the report and the end of the run."""
+        log.warning(text)
+        self.notes.warnings.append(text)
 
     @property
     def plan(self) -> Path:

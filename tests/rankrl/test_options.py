@@ -12,6 +12,7 @@ from rankrl.config import options
 from rankrl.config.folder import config_folder
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
+from rankrl.models import build_model
 
 
 def settings(*overrides: str) -> AppConfig:
@@ -73,6 +74,35 @@ def test_weighed_outputs_can_be_switched_off() -> None:
 )
 def test_fine_tuning_takes_larger_steps_after_a_removal(overrides, after_removal, lr) -> None:
     assert options.finetuning_recipe(settings(*overrides), after_removal=after_removal).lr == lr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape", "lr"),
+    [
+        (("model=resnet20",), (1, 8, 8), 0.1),
+        (("model=lenet5",), (1, 28, 28), 0.01),
+        (("model=conv4",), (1, 8, 8), 0.05),
+        (("model=torchvision", "model.name=resnet18"), (3, 32, 32), 0.1),
+        (("model=torchvision", "model.name=squeezenet1_1"), (3, 32, 32), 0.01),
+        (("model=custom", "model._target_=rankrl.models.lenet5.LeNet5"), (1, 28, 28), 0.01),
+        (("model=custom", "model._target_=rankrl.models.resnet.resnet20"), (1, 28, 28), 0.1),
+        (("model=lenet5", "train.optim.lr=0.3"), (1, 28, 28), 0.3),
+        (("model=lenet5", "train.optim.name=onnx_adam"), (1, 28, 28), 1e-3),
+    ],
+)
+def test_training_from_scratch_takes_the_networks_own_rate(overrides, shape, lr) -> None:
+    config = settings(*overrides)
+    given = {key: value for key, value in config.model.items() if key not in ("architecture", "checkpoint")}
+    network = build_model(config.model["architecture"], shape, 10, given)
+    assert options.training_recipe(config, network).lr == lr
+
+
+def test_halvings_reach_both_recipes() -> None:
+    config = settings("train.halvings=1", "finetune.halvings=0")
+    assert options.training_recipe(config, None).halvings == 1
+    assert options.finetuning_recipe(config).halvings == 0
+    with pytest.raises(ConfigError, match="halvings must be a whole number >= 0, got -1"):
+        options.check(settings("train.halvings=-1"))
 
 
 def test_other_optimizers_need_a_rate() -> None:

@@ -150,6 +150,33 @@ def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str,
     assert {"Outputs stay because", stays} <= set(outline(page).cells)
 
 
+def test_warnings_stand_above_the_numbers(metrics: dict[str, Any]) -> None:
+    page = run_page(RunReport({**metrics, "warnings": ["nothing was <learned>", "and more"]}))
+    assert page.index("<li>nothing was &lt;learned&gt;</li>\n<li>and more</li>") < page.index("Test accuracy")
+    assert 'class="warnings"' not in run_page(RunReport({**metrics, "warnings": []}))
+
+
+def test_held_out_accuracies_of_a_checkpoint_have_their_note(
+    metrics: dict[str, Any], episodes: Sequence[EpisodeRow], epochs: Sequence[EpochRow]
+) -> None:
+    report = RunReport(metrics, episodes=episodes, epochs=epochs)
+    note = "may have been trained on these held-out images"
+    assert note not in run_page(report)
+    noted = run_page(dataclasses.replace(report, metrics={**metrics, "checkpoint": "resnet20.th"}))
+    assert noted.count(note) == 2  # below the search and below the fine-tuning
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_thing_is_not_called_several(
+    count: int, metrics: dict[str, Any], episodes: Sequence[EpisodeRow]
+) -> None:
+    metrics["onnx"]["threads"] = count
+    row = LayerRow("conv", (8, 3, 3, 3), (), 216, 108, 9000, 4500)
+    page = run_page(RunReport(metrics, [row] * count, episodes[:count]))
+    for noun in ("layer", "thread", "evaluated plan"):
+        assert re.search(rf"\b{count} {noun}{'' if count == 1 else 's'}\b", page), noun
+
+
 def test_a_slower_model_is_called_slower(metrics: dict[str, Any]) -> None:
     metrics["ratios"]["latency"] = 0.8
     assert "1.25× slower" in run_page(RunReport(metrics))

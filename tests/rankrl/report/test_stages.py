@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rankrl.plurals import counted
 from rankrl.report import collect_setup, summary_table
 from rankrl.report.provenance import hardware_line
 from rankrl.report.stages import (
@@ -22,6 +21,7 @@ from rankrl.report.stages import (
     latency_note,
     stages,
 )
+from rankrl.wording import counted
 
 
 def plain(text: str) -> str:

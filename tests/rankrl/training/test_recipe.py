@@ -15,6 +15,7 @@ from rankrl.training import TrainingRecipe
         ({"epochs": 1.5}, "epochs"),
         ({"batch_size": True}, "batch_size"),
         ({"seed": -1}, "seed"),
+        ({"halvings": -1}, "halvings must be a whole number >= 0"),
         ({"lr": 0}, "lr must be positive"),
         ({"lr": float("nan")}, "lr must be positive, got nan"),
         ({"lr": float("inf")}, "lr"),

@@ -1,0 +1,120 @@
+"""What a run says of a network that has learned nothing, of its learning rates, and of its checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from rankrl.data import load_dataset
+from rankrl.models import create_model, save_checkpoint
+from rankrl.training import TrainingRecipe, train
+
+_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_conftest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_conftest)
+QUICK, read_json = _conftest.QUICK, _conftest.read_json
+
+Command = Callable[..., None]
+SHORT = (*QUICK, "selector=greedy", "search.episodes=1", "compare.selectors=[greedy]", "compare.seeds=[0]")
+NOTE = "The checkpoint may have been trained on these held-out images"
+
+
+def network() -> nn.Module:
+    return create_model("conv4", input_shape=(1, 8, 8), num_classes=10)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that is far better than guessing."""
+    path, model = tmp_path_factory.mktemp("weights") / "trained.safetensors", network()
+    train(model, load_dataset("digits"), TrainingRecipe(epochs=5, lr=3e-3, batch_size=64))
+    save_checkpoint(model, path)
+    return path
+
+
+@pytest.mark.parametrize("task", ["pipeline", "search", "prune", "compare"])
+def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
+    rankrl: Command,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    task: str,
+) -> None:
+    save_checkpoint(network(), tmp_path / "fresh.safetensors")
+    folder = tmp_path / "run"
+    arguments = (f"task={task}", f"model.checkpoint={tmp_path / 'fresh.safetensors'}", "pruner=magnitude")
+    rankrl(*SHORT, *arguments, f"hydra.run.dir={folder}")
+    (warning,) = read_json(folder / "metrics.json")["warnings"]
+    assert re.match(
+        r"The network is hardly better than guessing: it answers [\d.]+% of 287 held-out", warning
+    )
+    assert "fresh.safetensors was trained on this dataset" in warning
+    assert warning in [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    page = (folder / "report.html").read_text()
+    assert page.index("hardly better than guessing") < page.index("<main>")
+    assert f"warning: {warning}" in capsys.readouterr().out
+
+
+def test_a_training_that_learns_nothing_is_warned_of_with_its_rate(rankrl: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    rankrl("task=train", "model=conv4", "train.epochs=1", "train.optim.lr=1e-6", f"hydra.run.dir={folder}")
+    (warning,) = read_json(folder / "metrics.json")["warnings"]
+    assert "trained for 1 epoch (train.epochs) at the learning rate 1e-06 (train.optim.lr)" in warning
+
+
+def test_the_judgement_reads_no_test_image(
+    rankrl: Command, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankrl.data.images.TestImages.for_report", lambda _: pytest.fail("test images read"))
+    rankrl(*SHORT, "task=search", f"model.checkpoint={trained}", f"hydra.run.dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize("task", ["pipeline", "search", "compare"])
+def test_a_checkpoint_is_noted_beside_held_out_accuracies(
+    rankrl: Command, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    folder = tmp_path / "run"
+    rankrl(*SHORT, f"task={task}", f"model.checkpoint={trained}", f"hydra.run.dir={folder}")
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["warnings"] == []
+    assert metrics["checkpoint"] == "trained.safetensors"
+    assert NOTE in capsys.readouterr().out
+    assert NOTE in (folder / "report.html").read_text()
+
+
+def test_a_network_trained_here_has_not_seen_the_held_out_images(
+    rankrl: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    rankrl(*SHORT, f"hydra.run.dir={folder}")
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["checkpoint"] is None
+    assert NOTE not in capsys.readouterr().out + (folder / "report.html").read_text()
+    assert metrics["trainings"] == {
+        "train": {"lr": 0.02, "halvings": 0, "epochs": 2},
+        "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1},
+    }
+
+
+def test_a_rate_that_diverges_is_halved_and_both_are_told(
+    rankrl: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    rankrl(
+        *("task=train", "model=conv4", "train.batch_size=16", "train.epochs=2", "train.optim.lr=0.8"),
+        f"hydra.run.dir={folder}",
+    )
+    metrics = read_json(folder / "metrics.json")
+    training = metrics["trainings"]["train"]
+    assert training["halvings"] > 0
+    assert training["lr"] == 0.8 / 2 ** training["halvings"]
+    assert "diverged at the learning rate 0.8; after" in metrics["warnings"][0]
+    assert f"it was followed to the end at {training['lr']:.3g}" in metrics["warnings"][0]
+    assert any("half the highest rate, 0.4 (halving 1 of 4)" in each.getMessage() for each in caplog.records)
