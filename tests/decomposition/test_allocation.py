@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,15 +18,16 @@ from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 
 
-def made_up(costs: list[int], errors: list[float]) -> CandidateSet:
+def made_up(costs: list[int], errors: list[float], generators: Sequence[str] = ()) -> CandidateSet:
     """A site of made-up costs, in parameters and (twice as many) MACs, and errors."""
     spec = LayerSpec("layer", 0, "linear", 1, 1, (), (), 1, False)
     operations = [*((Factorise("tucker", (j + 1,)),) for j in range(len(costs) - 1)), ()]
+    names = [*(generators or ["tucker"] * (len(costs) - 1)), ""]
     return CandidateSet(
         spec,
         tuple(
-            Candidate(done, Cost(cost, 2 * cost, 4 * cost), error)
-            for done, cost, error in zip(operations, costs, errors, strict=True)
+            Candidate(done, Cost(cost, 2 * cost, 4 * cost), error, name)
+            for done, cost, error, name in zip(operations, costs, errors, names, strict=True)
         ),
     )
 
@@ -177,3 +179,77 @@ def test_an_unreachable_budget_names_the_least_that_can_be_reached() -> None:
 def test_fractions_that_are_none_are_refused(fraction: float) -> None:
     with pytest.raises(DecompositionError, match=r"budget\.macs=.*\(0, 1\]"):
         Budget(fraction, "macs", 100, 0)
+
+
+GENERATORS = ("cp", "tucker", "tensor_ring")
+
+
+@st.composite
+def mixed_lists(draw: st.DrawFn) -> list[CandidateSet]:
+    """Sites where each generator proposes a grid of its own, as a library of several formats has them."""
+    sites = []
+    for _ in range(draw(st.integers(1, 3))):
+        costs, errors, names = list[int](), list[float](), list[str]()
+        for generator in GENERATORS:
+            count = draw(st.integers(0, 3))
+            costs += sorted(draw(st.sets(st.integers(1, 999), min_size=count, max_size=count)))
+            losses = draw(st.lists(st.floats(0.01, 0.99), min_size=count, max_size=count))
+            errors += sorted(losses, reverse=True)
+            names += [generator] * count
+        sites.append(made_up([*costs, 1000], [*errors, 0.0], names))
+    return sites
+
+
+def only(sites: Sequence[CandidateSet], generator: str) -> list[CandidateSet]:
+    """The sites with the candidates of one generator alone."""
+    return [
+        site.subset([j for j, each in enumerate(site.candidates) if each.generator in (generator, "")])
+        for site in sites
+    ]
+
+
+def within(sites: list[CandidateSet], available: float) -> float | None:
+    """The loss of an allocation, or None where nothing keeps the budget."""
+    try:
+        return loss(sites, allocate(sites, budget_of(sites, available)))
+    except DecompositionError:
+        return None
+
+
+@given(sites=mixed_lists(), share=st.floats(0, 1))
+def test_with_several_generators_no_more_is_lost_than_with_the_best_of_them_up_to_one_step(
+    sites: list[CandidateSet], share: float
+) -> None:
+    efficient = [site.efficient("params") for site in sites]
+    least, most = spent(efficient, np.zeros(len(sites), int)), 1000 * len(sites)
+    available = least + share * (most - least) + 1e-6
+    step = max((fall for site in efficient for fall in hull_steps(site)), default=0.0)
+    found = within(efficient, available)
+    assert found is not None
+    for generator in GENERATORS:
+        alone = within(only(sites, generator), available)
+        assert alone is None or found <= alone + step + 1e-12
+
+
+@given(sites=mixed_lists(), log_price=st.floats(-12, 0))
+def test_on_the_convex_hull_several_generators_lose_no_more_than_any_of_them(
+    sites: list[CandidateSet], log_price: float
+) -> None:
+    efficient = [site.efficient("params") for site in sites]
+    on_hull = [int(np.argmin(site.errors**2 + np.exp(log_price) * site.params)) for site in efficient]
+    available = spent(efficient, np.array(on_hull)) + 1e-6
+    found = within(efficient, available)
+    assert found is not None
+    assert found == pytest.approx(best_loss(sites, available), rel=1e-9, abs=1e-12)
+    for generator in GENERATORS:
+        alone = within(only(sites, generator), available)
+        assert alone is None or found <= alone + 1e-12
+
+
+@given(sites=mixed_lists(), share=st.floats(0, 1))
+def test_candidates_that_others_beat_are_never_missed(sites: list[CandidateSet], share: float) -> None:
+    efficient = [site.efficient("params") for site in sites]
+    available = 1000 * len(sites) * share
+    if spent(efficient, np.zeros(len(sites), int)) > available:
+        return
+    assert best_loss(efficient, available) == pytest.approx(best_loss(sites, available), abs=1e-15)

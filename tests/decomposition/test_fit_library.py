@@ -29,7 +29,9 @@ QUICK = FitOptions(iterations=5)
 AT_3_2 = Factorise("tucker", (3, 2))
 
 
-def library_of(model: nn.Module, name: str = "tucker", *, data: bool = False, **options: Any) -> FitLibrary:
+def library_of(
+    model: nn.Module, name: str | tuple[str, ...] = "tucker", *, data: bool = False, **options: Any
+) -> FitLibrary:
     specs = compressible_layers(model, SHAPE)
     moments = None
     if data:
@@ -280,3 +282,56 @@ def test_the_library_keeps_the_weights_it_was_made_with(small_net: nn.Module) ->
     before = library.weights["3"].clone()
     nn.init.zeros_(small_net[3].weight)  # type: ignore[index, union-attr, arg-type]
     assert torch.equal(library.weights["3"], before)
+
+
+@pytest.mark.parametrize("names", [("tucker", "cp"), tuple(list_formats())], ids=["two", "all"])
+@pytest.mark.parametrize("data", [False, True])
+def test_several_formats_feed_one_set_each_with_what_it_proposes_alone(
+    small_net: nn.Module, names: tuple[str, ...], data: bool
+) -> None:
+    together = library_of(small_net, names, data=data)
+    alone = {name: library_of(small_net, name, data=data) for name in names}
+    assert [each.name for each in together.formats] == list(names)
+    for site in together.all_candidates(limit=3):
+        own = [alone[name].candidates(site.name, limit=3) for name in names]
+        assert site.candidates[:-1] == tuple(each for one in own for each in one.candidates[:-1])
+        assert len(site) > len(own[0])
+        assert site.mixed
+        assert not any(one.mixed for one in own)
+        assert {one.importance for one in own} == {site.importance}
+        assert all(one.candidates[-1] == site.candidates[-1] for one in own)
+        for each in site.candidates:
+            expected = alone[each.generator or names[0]].weight(site.name, each.operations)
+            assert torch.equal(together.weight(site.name, each.operations), expected)
+
+
+def test_several_formats_share_the_fits_on_disk_with_each_alone(
+    small_net: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("tensor_ring", "cp")
+    wanted = [
+        each
+        for name in names
+        for each in library_of(small_net, name, folder=tmp_path).all_candidates(limit=2)
+    ]
+    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    found = library_of(small_net, names, folder=tmp_path).all_candidates(limit=2)
+    errors = {error for site in wanted for error in site.errors}
+    assert {error for site in found for error in site.errors} == errors
+
+
+def test_formats_that_there_are_not_are_refused(small_net: nn.Module) -> None:
+    with pytest.raises(DecompositionError, match=r"no tensor format was given; choose from cp, .*tucker"):
+        library_of(small_net, ())
+    with pytest.raises(DecompositionError, match=r"there is no format 'tuckr'.*Did you mean 'tucker'"):
+        library_of(small_net, ("cp", "tuckr"))
+    with pytest.raises(DecompositionError, match="format 'cp' has no tensorised form"):
+        library_of(small_net, ("tensor_ring", "cp"), tensorised=True)
+
+
+def test_operations_without_fits_are_refused(small_net: nn.Module) -> None:
+    class Nothing:
+        kind = "nothing"
+
+    with pytest.raises(DecompositionError, match="layer '3': a library of fits knows nothing of 'nothing'"):
+        library_of(small_net).weight("3", [Nothing()])  # type: ignore[list-item]

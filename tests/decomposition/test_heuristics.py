@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,16 +31,17 @@ from decomposition.heuristics import (
 )
 from decomposition.layers import compressible_layers, inspect_layers
 from decomposition.library import FitLibrary
-from decomposition.operations import Factorise
+from decomposition.operations import Factorise, dense_cost
 from decomposition.plan import CompressionPlan
 
 SHAPE = (4, 9, 9)
 QUICK = FitOptions(iterations=3)
-FORMATS = ["tucker", "tensor_ring"]
+SEVERAL = ("tucker", "tensor_ring", "cp")
+FORMATS = ["tucker", "tensor_ring", SEVERAL]
 
 
 @functools.cache
-def fitted(name: str) -> tuple[FitLibrary, tuple[CandidateSet, ...], int, int]:
+def fitted(name: str | tuple[str, ...]) -> tuple[FitLibrary, tuple[CandidateSet, ...], int, int]:
     """A library of a network with unequal layers, its sites, all parameters and those of no site."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -50,7 +52,8 @@ def fitted(name: str) -> tuple[FitLibrary, tuple[CandidateSet, ...], int, int]:
     specs = compressible_layers(model, SHAPE)
     library = FitLibrary(model, specs, name, options=QUICK)
     total = count_parameters(model)
-    return library, tuple(library.all_candidates()), total, total - sum(spec.params for spec in specs)
+    sites = tuple(site.efficient("params") for site in library.all_candidates())
+    return library, sites, total, total - sum(spec.params for spec in specs)
 
 
 def costs(sites: tuple[CandidateSet, ...], choices: np.ndarray, measure: str = "params") -> int:
@@ -68,17 +71,17 @@ def with_times(site: CandidateSet, times: list[float]) -> CandidateSet:
     )
 
 
-def budget_for(name: str, share: float) -> Budget:
+def budget_for(name: str | tuple[str, ...], share: float) -> Budget:
     """A budget between the least that can be reached (0) and the dense network (1)."""
     _, sites, total, fixed = fitted(name)
     least = costs(sites, np.zeros(len(sites), int)) + fixed
     return Budget(min(1.0, (least + share * (total - least) + 1e-6) / total), "params", total, fixed)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS, ids=str)
 @pytest.mark.parametrize("heuristic", list_heuristics())
 @given(share=st.floats(0, 1))
-def test_every_heuristic_keeps_the_budget(heuristic: str, name: str, share: float) -> None:
+def test_every_heuristic_keeps_the_budget(heuristic: str, name: str | tuple[str, ...], share: float) -> None:
     library, sites, _, _ = fitted(name)
     budget = budget_for(name, share)
     choices = get_heuristic(heuristic).choose(library, sites, budget)
@@ -138,9 +141,9 @@ def test_a_budget_of_measured_latency_holds(heuristic: str, data: st.DataObject,
     assert sum(times[j] for times, j in zip(seconds, choices, strict=True)) <= budget.available + 1e-12
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS, ids=str)
 @given(share=st.floats(0, 1))
-def test_uniform_keeps_equal_shares_up_to_the_last_step(name: str, share: float) -> None:
+def test_uniform_keeps_equal_shares_up_to_the_last_step(name: str | tuple[str, ...], share: float) -> None:
     library, sites, _, _ = fitted(name)
     choices = uniform(library, sites, budget_for(name, share))
     shares = [site.params / site.params[-1] for site in sites]
@@ -149,9 +152,9 @@ def test_uniform_keeps_equal_shares_up_to_the_last_step(name: str, share: float)
         assert j + 1 == len(kept) or kept[j + 1] >= largest
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMATS, ids=str)
 @given(share=st.floats(0, 1))
-def test_energy_lifts_the_worst_layer_highest(name: str, share: float) -> None:
+def test_energy_lifts_the_worst_layer_highest(name: str | tuple[str, ...], share: float) -> None:
     library, sites, _, _ = fitted(name)
     budget = budget_for(name, share)
 
@@ -214,17 +217,62 @@ def test_the_registry_lists_describes_and_refuses() -> None:
         register_heuristic("greedy", "again")(greedy)
 
 
+def additive_loss(model: nn.Module, plan: CompressionPlan, sites: Sequence[CandidateSet]) -> float:
+    """What a plan loses by the sum over its layers, and a check that all it does was a candidate."""
+    total = 0.0
+    for site in sites:
+        (loss,) = {
+            float(site.losses[j])
+            for j, each in enumerate(site.candidates)
+            if each.operations == plan[site.name].operations
+        }
+        total += loss
+    return total
+
+
+@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
+def test_of_several_formats_each_layer_takes_what_serves_it_best(small_net: nn.Module, measure: str) -> None:
+    shape = (3, 10, 10)
+    images = torch.randn(32, *shape, generator=torch.Generator().manual_seed(0))
+    library = FitLibrary.calibrated(small_net, shape, SEVERAL, images, options=QUICK)
+    sites = library.all_candidates()
+    efficient = [site.efficient(measure) for site in sites]
+    step = max(float(-np.diff(site.losses).min()) for site in efficient)
+    used = set[str]()
+    for fraction in (0.5, 0.6, 0.7, 0.8, 0.9):
+        losses: dict[str | tuple[str, ...], float] = {}
+        for formats in (SEVERAL, *SEVERAL):
+            plan = plan_by_heuristic(
+                small_net,
+                shape,
+                formats,
+                "greedy",
+                fraction,
+                measure=measure,
+                calibration=images,
+                options=QUICK,
+            )
+            assert kept_fraction(small_net, shape, plan, measure) <= fraction
+            losses[formats] = additive_loss(small_net, plan, sites)
+            if formats == SEVERAL:
+                used |= {each.format for each in plan.chosen(Factorise).values()}
+        assert losses[SEVERAL] <= min(losses.values()) + step
+    assert len(used) > 1
+
+
 def kept_fraction(model: nn.Module, shape: tuple[int, ...], plan: CompressionPlan, measure: str) -> float:
-    total = count_parameters(model) if measure == "params" else count_macs(model, shape)
+    total = count_macs(model, shape)
+    if measure != "macs":
+        total = count_parameters(model) * (4 if measure == "bytes" else 1)
     specs = plan.specs(model)
     saved = sum(
-        getattr(spec, measure) - getattr(layer.cost(spec), measure)
+        getattr(dense_cost(spec), measure) - getattr(layer.cost(spec), measure)
         for layer, spec in zip(plan, specs, strict=True)
     )
     return (total - saved) / total
 
 
-@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
 @pytest.mark.parametrize("heuristic", list_heuristics())
 def test_a_plan_in_one_call_keeps_the_budget(small_net: nn.Module, heuristic: str, measure: str) -> None:
     shape = (3, 10, 10)
