@@ -77,7 +77,7 @@ class Selector(ABC):
         """Return the types of the selector's own options, by name."""
         return parameter_types(cls, without=("problem", "seed", "episodes"))
 
-    @classmethod
+    @classmethod  # noqa: B027 (some have nothing to check)
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options that no problem could go with, before there is a problem.
 
