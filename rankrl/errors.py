@@ -7,8 +7,19 @@ its traceback.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from decomposition.registry import did_you_mean
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "ModelError",
+    "NonFiniteError",
+    "RankrlError",
+    "RunStoppedError",
+    "StorageError",
+    "did_you_mean",
+]
 
 
 class RankrlError(Exception):
@@ -44,14 +55,3 @@ class RunStoppedError(RankrlError):
 
     def __init__(self, folder: object) -> None:
         super().__init__(f"stopped; `rankrl resume={folder}` goes on from here")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near.
-
-    Args:
-        name: What the user wrote.
-        known: What is allowed.
-    """
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

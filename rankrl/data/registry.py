@@ -6,12 +6,12 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from decomposition.registry import Registry
 from rankrl.data.augmentation import Augmentation
 from rankrl.data.images import ImageData, Images, TestImages
 from rankrl.data.split import stratified_split
@@ -70,7 +70,7 @@ class DatasetSource:
         return [name for name in inspect.signature(self.read).parameters if name != "root"]
 
 
-_SOURCES: dict[str, DatasetSource] = {}
+_SOURCES: Registry[DatasetSource] = Registry("dataset", ConfigError)
 
 
 def register_dataset(
@@ -91,13 +91,12 @@ def register_dataset(
         std: Per-channel standard deviation of pixels in [0, 1]; measured on the training file when None.
 
     Raises:
-        ValueError: The name is taken.
+        ConfigError: The name is taken.
     """
 
     def register(read: Callable[..., SourceFiles]) -> Callable[..., SourceFiles]:
-        if name in _SOURCES:
-            raise ValueError(f"a dataset named {name!r} is registered already")
-        _SOURCES[name] = DatasetSource(name, description, read, augmentation, mean, std)
+        source = DatasetSource(name, description, read, augmentation, mean, std)
+        _SOURCES.add(name, source, description)
         return read
 
     return register
@@ -105,7 +104,7 @@ def register_dataset(
 
 def list_datasets(pattern: str = "*") -> list[str]:
     """Return the names of the registered datasets that match a wildcard pattern, sorted."""
-    return sorted(name for name in _SOURCES if fnmatch(name, pattern))
+    return _SOURCES.names(pattern)
 
 
 def dataset_source(name: str) -> DatasetSource:
@@ -114,11 +113,6 @@ def dataset_source(name: str) -> DatasetSource:
     Raises:
         ConfigError: There is none; the message gives the nearest name.
     """
-    if name not in _SOURCES:
-        raise ConfigError(
-            f"there is no dataset {name!r}; known are {', '.join(list_datasets())}."
-            f"{did_you_mean(name, _SOURCES)}"
-        )
     return _SOURCES[name]
 
 

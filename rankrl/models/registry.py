@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
 
+from decomposition.registry import Registry
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.models.classifier import check_classifier
 from rankrl.option_types import parameter_types, takes_any_option
@@ -35,7 +35,7 @@ class ModelSource:
     lr: float | None = None
 
 
-_MODELS: dict[str, ModelSource] = {}
+_MODELS: Registry[ModelSource] = Registry("model", ConfigError)
 
 
 def register_model(name: str, description: str, *, lr: float | None = None) -> Callable[[Builder], Builder]:
@@ -47,13 +47,11 @@ def register_model(name: str, description: str, *, lr: float | None = None) -> C
         lr: Learning rate of SGD with momentum 0.9 that suits its training from scratch, where it is known.
 
     Raises:
-        ValueError: The name is taken.
+        ConfigError: The name is taken.
     """
 
     def register(build: Builder) -> Builder:
-        if name in _MODELS:
-            raise ValueError(f"a model named {name!r} is registered already")
-        _MODELS[name] = ModelSource(name, description, build, lr)
+        _MODELS.add(name, ModelSource(name, description, build, lr), description)
         return build
 
     return register
@@ -61,7 +59,7 @@ def register_model(name: str, description: str, *, lr: float | None = None) -> C
 
 def list_models(pattern: str = "*") -> list[str]:
     """Return the names of the registered models that match a wildcard pattern, sorted."""
-    return sorted(name for name in _MODELS if fnmatch(name, pattern))
+    return _MODELS.names(pattern)
 
 
 def model_source(name: str) -> ModelSource:
@@ -70,10 +68,6 @@ def model_source(name: str) -> ModelSource:
     Raises:
         ConfigError: There is none; the message gives the nearest name.
     """
-    if name not in _MODELS:
-        raise ConfigError(
-            f"there is no model {name!r}; known are {', '.join(list_models())}.{did_you_mean(name, _MODELS)}"
-        )
     return _MODELS[name]
 
 

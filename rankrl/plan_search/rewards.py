@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rankrl.errors import ConfigError, NonFiniteError, did_you_mean
+from decomposition.registry import Registry
+from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.option_types import check_options, parameter_types
 from rankrl.plan_search.evaluator import Evaluation
 
@@ -59,7 +60,7 @@ class RewardSource:
 
 CountedCost = Literal["params", "macs"]
 
-_REWARDS: dict[str, RewardSource] = {}
+_REWARDS: Registry[RewardSource] = Registry("reward", ConfigError)
 
 
 def register_reward(
@@ -72,9 +73,7 @@ def register_reward(
     """
 
     def register(make: Callable[..., RewardFunction]) -> Callable[..., RewardFunction]:
-        if name in _REWARDS:
-            raise ConfigError(f"there is a reward {name!r} already; choose another name")
-        _REWARDS[name] = RewardSource(name, description, needs_budget, make)
+        _REWARDS.add(name, RewardSource(name, description, needs_budget, make), description)
         return make
 
     return register
@@ -82,7 +81,7 @@ def register_reward(
 
 def list_rewards() -> list[str]:
     """Return the names of all registered rewards."""
-    return sorted(_REWARDS)
+    return _REWARDS.names()
 
 
 def reward_source(name: str) -> RewardSource:
@@ -91,11 +90,6 @@ def reward_source(name: str) -> RewardSource:
     Raises:
         ConfigError: There is none; the message gives the nearest name.
     """
-    if name not in _REWARDS:
-        raise ConfigError(
-            f"there is no reward {name!r}; known are {', '.join(list_rewards())}."
-            f"{did_you_mean(name, _REWARDS)}"
-        )
     return _REWARDS[name]
 
 

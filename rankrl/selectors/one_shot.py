@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -10,7 +11,6 @@ from decomposition.heuristics import get_heuristic, list_heuristics
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Proposal, Selector, SelectorState
-from rankrl.selectors.registry import register_selector
 
 
 def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
@@ -59,15 +59,13 @@ class OneShot(Selector):
         self._done = bool(state.values["done"])
 
 
-for _name in list_heuristics():
-    register_selector(
-        type(
-            f"{_name.title()}Selector",
-            (OneShot,),
-            {
-                "__doc__": get_heuristic(_name).description,
-                "name": _name,
-                "description": get_heuristic(_name).description,
-            },
-        )
-    )
+@cache
+def heuristic_selector(name: str) -> type[Selector]:
+    """Return the selector that proposes the plan of a registered heuristic.
+
+    Args:
+        name: One of `list_heuristics()`; those registered by other modules are there at once.
+    """
+    heuristic = get_heuristic(name)
+    attributes = {"__doc__": heuristic.description, "name": name, "description": heuristic.description}
+    return type(f"{name.title()}Selector", (OneShot,), attributes)

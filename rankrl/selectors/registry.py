@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from decomposition.heuristics import list_heuristics
+from decomposition.registry import Registry
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import Selector
+from rankrl.selectors.one_shot import heuristic_selector
 
-_SELECTORS: dict[str, type[Selector]] = {}
+_SELECTORS: Registry[type[Selector]] = Registry("selector", ConfigError)
 
 _Class = TypeVar("_Class", bound=type[Selector])
 
@@ -21,15 +24,13 @@ def register_selector(cls: _Class) -> _Class:
     Raises:
         ConfigError: The name is taken.
     """
-    if cls.name in _SELECTORS:
-        raise ConfigError(f"there is a selector {cls.name!r} already; choose another name")
-    _SELECTORS[cls.name] = cls
+    _SELECTORS.add(cls.name, cls, cls.description)
     return cls
 
 
 def list_selectors() -> list[str]:
-    """Return the names of all registered selectors."""
-    return sorted(_SELECTORS)
+    """Return the names of all registered selectors; every registered heuristic is one too."""
+    return sorted({*_SELECTORS.names(), *list_heuristics()})
 
 
 def selector_description(name: str) -> str:
@@ -102,9 +103,11 @@ def create_selector(
 
 
 def _find(name: str) -> type[Selector]:
+    if name in list_heuristics():
+        return heuristic_selector(name)
     if name not in _SELECTORS:
         raise ConfigError(
-            f"there is no selector {name!r}; known are {', '.join(list_selectors())}."
-            f"{did_you_mean(name, _SELECTORS)}"
+            f"there is no selector {name!r}; choose from {', '.join(list_selectors())}."
+            f"{did_you_mean(name, list_selectors())}"
         )
     return _SELECTORS[name]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decomposition.registry import Registry
 from rankrl.config.schema import AppConfig
-from rankrl.errors import ConfigError, did_you_mean
+from rankrl.errors import ConfigError
 from rankrl.workflow.run_folder import RunFolder
 
 TaskFunction = Callable[[AppConfig, RunFolder], None]
@@ -27,20 +28,18 @@ class Task:
     run: TaskFunction
 
 
-_TASKS: dict[str, Task] = {}
+_TASKS: Registry[Task] = Registry("task", ConfigError)
 
 
 def register_task(name: str, description: str) -> Callable[[TaskFunction], TaskFunction]:
     """Register the decorated function as the task `name`.
 
     Raises:
-        ValueError: The name is taken.
+        ConfigError: The name is taken.
     """
 
     def register(run: TaskFunction) -> TaskFunction:
-        if name in _TASKS:
-            raise ValueError(f"a task named {name!r} is registered already")
-        _TASKS[name] = Task(name, description, run)
+        _TASKS.add(name, Task(name, description, run), description)
         return run
 
     return register
@@ -48,7 +47,7 @@ def register_task(name: str, description: str) -> Callable[[TaskFunction], TaskF
 
 def list_tasks() -> list[str]:
     """Return the names of the tasks, sorted."""
-    return sorted(_TASKS)
+    return _TASKS.names()
 
 
 def get_task(name: str) -> Task:
@@ -57,8 +56,4 @@ def get_task(name: str) -> Task:
     Raises:
         ConfigError: There is none; the message gives the nearest name.
     """
-    if name not in _TASKS:
-        raise ConfigError(
-            f"there is no task {name!r}; choose from {', '.join(list_tasks())}.{did_you_mean(name, _TASKS)}"
-        )
     return _TASKS[name]

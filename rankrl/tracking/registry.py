@@ -8,11 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rankrl.errors import ConfigError, did_you_mean
+from decomposition.registry import Registry
+from rankrl.errors import ConfigError
 from rankrl.option_types import check_options, parameter_types
 from rankrl.tracking.base import Tracker
 
-_TRACKERS: dict[str, type[Tracker]] = {}
+_TRACKERS: Registry[type[Tracker]] = Registry("tracker", ConfigError)
 T = TypeVar("T", bound=type[Tracker])
 
 
@@ -20,21 +21,18 @@ def register_tracker(name: str) -> Callable[[T], T]:
     """Register the decorated class as the tracker `name`.
 
     Raises:
-        ValueError: The name is taken.
+        ConfigError: The name is taken.
     """
 
     def register(tracker: T) -> T:
-        if name in _TRACKERS:
-            raise ValueError(f"a tracker named {name!r} is registered already")
-        _TRACKERS[name] = tracker
-        return tracker
+        return _TRACKERS.add(name, tracker)  # type: ignore[return-value]
 
     return register
 
 
 def list_trackers() -> list[str]:
     """Return the names of the trackers, sorted."""
-    return sorted(_TRACKERS)
+    return _TRACKERS.names()
 
 
 def tracker_option_types(name: str) -> dict[str, Any]:
@@ -43,7 +41,7 @@ def tracker_option_types(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such tracker.
     """
-    return {} if name == "none" else parameter_types(_find(name), without=("folder",))
+    return {} if name == "none" else parameter_types(_TRACKERS[name], without=("folder",))
 
 
 def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
@@ -58,16 +56,7 @@ def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
         ConfigError: There is no such tracker, it does not know an option, or its package is not installed.
     """
     check_options(f"tracker {name!r}", "tracking.options", options, tracker_option_types(name))
-    return _find(name)(folder, **options)
-
-
-def _find(name: str) -> type[Tracker]:
-    if name not in _TRACKERS:
-        raise ConfigError(
-            f"there is no tracker {name!r}; choose from {', '.join([*list_trackers(), 'none'])}."
-            f"{did_you_mean(name, _TRACKERS)}"
-        )
-    return _TRACKERS[name]
+    return _TRACKERS[name](folder, **options)
 
 
 def import_optional(module: str, extra: str) -> ModuleType:

@@ -5,31 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from decomposition.registry import Registry
+from rankrl.errors import ConfigError
+
 Schedule = Callable[[int, int, float], float]
 """(step, steps, warmup) -> factor of the highest learning rate; step runs from 0 to steps - 1."""
 
-_SCHEDULES: dict[str, Schedule] = {}
+_SCHEDULES: Registry[Schedule] = Registry("schedule", ConfigError)
 
 
 def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
     """Register the decorated function as the schedule `name`.
 
     Raises:
-        ValueError: The name is taken.
+        ConfigError: The name is taken.
     """
 
     def register(schedule: Schedule) -> Schedule:
-        if name in _SCHEDULES:
-            raise ValueError(f"a schedule named {name!r} is registered already")
-        _SCHEDULES[name] = schedule
-        return schedule
+        return _SCHEDULES.add(name, schedule)
 
     return register
 
 
 def list_schedules() -> list[str]:
     """Return the names of the schedules, sorted."""
-    return sorted(_SCHEDULES)
+    return _SCHEDULES.names()
 
 
 def learning_rate_factor(schedule: str, step: int, steps: int, warmup: float) -> float:

@@ -146,7 +146,7 @@ def test_a_name_is_registered_once() -> None:
     def read(root: Path) -> SourceFiles:
         raise AssertionError(root)
 
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ConfigError, match=r"there is a dataset .* already"):
         register_dataset("digits", "again", augmentation=Augmentation())(read)
 
 

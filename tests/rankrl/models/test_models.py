@@ -156,7 +156,7 @@ def test_without_torchvision_the_other_models_still_work(monkeypatch: pytest.Mon
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ConfigError, match=r"there is a model .* already"):
         register_model("resnet20", "again")(lambda input_shape, num_classes: nn.Identity())
 
 

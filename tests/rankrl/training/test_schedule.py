@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
+from rankrl.errors import ConfigError
 from rankrl.training.schedule import learning_rate_factor, list_schedules, register_schedule
 
 
@@ -57,5 +58,5 @@ def test_warmup_is_linear_and_reaches_the_full_rate(name: str) -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ConfigError, match=r"there is a schedule .* already"):
         register_schedule("cosine")(lambda step, steps, warmup: 1.0)
