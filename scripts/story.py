@@ -300,8 +300,8 @@ def chapter_export(story: Story) -> None:
     page.add("## Summary")
     page.tell(
         "Test accuracy is measured from the file, whose class scores differ from PyTorch's by "
-        f"{max(differences):.0e} at most; latency is in ms for 64 images. What lies within the noise is called "
-        "unchanged, as the dense network timed beside itself should be."
+        f"{max(differences):.0e} at most; latency is in ms for 64 images. What lies within the noise is "
+        "called unchanged, as the dense network timed beside itself should be."
     )
     page.table("stage | test accuracy | parameters | MACs | ONNX file | latency | dense ÷ this", rows)
 
