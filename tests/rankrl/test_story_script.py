@@ -124,7 +124,7 @@ def test_latencies_lie_within_their_spread(summary: dict[str, list[str]]) -> Non
     for *_, latency, ratio in summary.values():
         median, low, high = map(float, re.findall(r"[\d.]+", latency))
         assert low <= median <= high
-        assert ratio == "unchanged" or abs(float(ratio) - 1) > 0.015
+        assert ratio == "unchanged" or abs(float(ratio) - 1) > 0.025
 
 
 def test_the_script_uses_the_public_api_alone() -> None:

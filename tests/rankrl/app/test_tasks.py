@@ -152,16 +152,17 @@ def test_all_files_of_a_run_have_the_same_mode(run: Callable[..., Path], umask: 
 
 
 def test_weights_made_with_other_images_are_warned_of(
-    run: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    run: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = run("run")
     weights = f"weights={folder / 'model.safetensors'}"
-    caplog.clear()
+    capfd.readouterr()
     run("same", "task=evaluate", weights)
-    assert "was made with" not in caplog.text
+    assert "was made with" not in capfd.readouterr().out
     run("other", "task=evaluate", weights, "+dataset.mean=[0.5]")
-    assert "images of mean [0.3" in caplog.text
-    assert "dataset=digits have [0.5]; dataset.mean sets it" in caplog.text
+    shown = capfd.readouterr().out
+    assert "was made with images of mean [0.3" in shown
+    assert "those of dataset=digits have [0.5]; dataset.mean sets it" in shown
 
 
 def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path]) -> None:
