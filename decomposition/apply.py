@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import nn
 
 from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
 from decomposition.fitting import FitOptions, fit_weight
@@ -66,7 +67,8 @@ def apply_plan(
 
     Raises:
         PlanError: If the plan does not fit the model.
-        DecompositionError: If a rank is not feasible, a weight is not finite or the calibration set is empty.
+        DecompositionError: If a rank is not feasible, a weight is not finite, the calibration set is empty or
+            does not reach a layer, or the result is not what the plan says.
     """
     specs = plan.specs(model)
     entries = {
@@ -116,6 +118,7 @@ def apply_plan(
                 _absorb(layer, modules.get(spec.batch_norm or ""), difference.flatten(1) @ moment.mean)
     if batch_norm == "reestimate" and images is not None:
         reestimate_batch_norm(compressed, images.split(256))
+    _check_carried_out(model, compressed, entries)
     return compressed
 
 
@@ -155,9 +158,59 @@ def contracted(model: nn.Module) -> nn.Module:
     return network
 
 
+def dense_form(model: nn.Module) -> nn.Module:
+    """Return a copy of a compressed model with dense layers of the contracted weights in place again."""
+    network = copied(model)
+    for layer in factorised_layers(network).values():
+        replace_module(network, layer, layer.to_dense().train(layer.training))
+    return network
+
+
 def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
     """Return the factorised layers of a compressed model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FactorisedLayer)}
+
+
+def _check_carried_out(
+    model: nn.Module, compressed: nn.Module, entries: Mapping[str, tuple[LayerPlan, LayerSpec]]
+) -> None:
+    """Refuse a result that is not what the plan says, whatever went wrong on the way.
+
+    Raises:
+        DecompositionError: If a layer is not in the form that its entry says, its cores are not fitted or not
+            finite, or the parameters are not as many as the plan adds up to.
+    """
+    modules, found = dict(compressed.named_modules()), factorised_layers(compressed)
+    expected = count_parameters(model)
+    for name, (entry, spec) in entries.items():
+        expected += entry.params(spec) - spec.params
+        layer = modules[name]
+        if entry.format is None:
+            continue
+        if not isinstance(layer, FactorisedLayer) or layer.error is None:
+            raise DecompositionError(
+                f"layer {name!r} was not decomposed: none of the calibration inputs reached it; give inputs "
+                "that do, or leave the layer dense in the plan (format null, no ranks)"
+            )
+        if (layer.tensor_format.name, layer.ranks) != (entry.format, entry.ranks):
+            raise DecompositionError(
+                f"layer {name!r} became {layer.tensor_format.name} of ranks {list(layer.ranks)}, the plan "
+                f"says {entry.format} of ranks {list(entry.ranks)}"
+            )
+        if not all(bool(torch.isfinite(core).all()) for core in layer.cores()):
+            raise DecompositionError(
+                f"layer {name!r}: its cores are not finite in {layer.cores()[0].dtype}; use a type of wider "
+                "range, such as float32"
+            )
+    surplus = sorted(set(found) - {name for name, (entry, _) in entries.items() if entry.format is not None})
+    if surplus:
+        raise DecompositionError(f"the plan leaves {surplus[0]!r} dense, but it was decomposed")
+    if count_parameters(compressed) != expected:
+        raise DecompositionError(
+            f"the compressed model has {count_parameters(compressed):,} parameters, the plan adds up to "
+            f"{expected:,}; parameters that layers share (a bias, say) cannot be kept shared: give every "
+            "layer its own"
+        )
 
 
 def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:

@@ -111,7 +111,8 @@ def refit_in_lockstep(
         seed: Seed of the patch positions.
 
     Returns:
-        Relative output error of each layer, errors of the layers before included.
+        Relative output error of each layer that was called, errors of the layers before included; a layer
+        that was not stays as it is.
 
     Raises:
         DecompositionError: If the model's outputs for one input depend on the others in the batch, or the
@@ -154,7 +155,7 @@ def refit_in_lockstep(
                 "the model's output for one input changes with the other inputs of the batch, so it cannot "
                 f"be refitted layer by layer in one pass; {_ADVICE}"
             )
-    return {name: pair.error for name, pair in pairs.items()}
+    return {name: pair.error for name, pair in pairs.items() if pair.fitted is not None}
 
 
 def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:

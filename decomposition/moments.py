@@ -48,6 +48,11 @@ class MomentAccumulator:
         self._rows: list[torch.Tensor] = []
         self._products: torch.Tensor | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._count == 0
+
     def add(self, patches: torch.Tensor) -> None:
         """Add patches (n, D)."""
         if self._count == 0:
@@ -136,7 +141,7 @@ def collect_moments(
 
     Raises:
         DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
-            layer's input is not finite.
+            layer's input is not finite or never arrives.
     """
     batches = calibration_batches(calibration)
     check_images(torch.cat([batch[:1] for batch in batches]) if batches else torch.empty(0))
@@ -168,6 +173,12 @@ def collect_moments(
     finally:
         for handle in handles:
             handle.remove()
+    for name, accumulator in accumulators.items():
+        if accumulator.empty:
+            raise DecompositionError(
+                f"layer {name!r}: none of the calibration inputs reaches it; give inputs that do, or leave "
+                "the layer out"
+            )
     moments = {name: accumulator.moments() for name, accumulator in accumulators.items()}
     for name, moment in moments.items():
         if not is_finite(moment.covariance):

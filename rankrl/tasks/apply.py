@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from decomposition import CompressionPlan, inspect_layers, save_compressed
+from decomposition import CompressionPlan, inspect_layers
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.apply import specs_after_removal
+from rankrl.workflow.apply import save_compressed, specs_after_removal
 from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers
 from rankrl.workflow.run_folder import RunFolder
 
@@ -22,7 +22,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
     compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data, dense))
-    save_compressed(compressed, plan, folder.model)
+    save_compressed(compressed, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
     ratios = cost_ratios(before, after)

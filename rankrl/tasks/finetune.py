@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from decomposition import save_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
+from rankrl.workflow.apply import save_compressed
 from rankrl.workflow.measure import network_numbers, test_accuracy
 from rankrl.workflow.run_folder import RunFolder
 
@@ -26,7 +26,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     compressed = network_numbers(network, data)
     removed = bool(plan.kept_channels) and all(layer.format is None for layer in plan)
     epochs = steps.finetuned(config, data, network, dense, folder, after_removal=removed)
-    save_compressed(network, plan, folder.model)
+    save_compressed(network, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     accuracy = test_accuracy(network, data)
     metrics = {**steps.head(config, data), "compressed": compressed, "finetuned": {"accuracy": accuracy}}

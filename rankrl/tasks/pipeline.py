@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 
-from decomposition import save_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
+from rankrl.workflow.apply import save_compressed
 from rankrl.workflow.measure import (
     cost_ratios,
     export_dense,
@@ -36,7 +36,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     rows = layer_rows(plan, choice.problem.specs, compressed)
     finetuned = copy.deepcopy(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)
-    save_compressed(finetuned, plan, folder.model)
+    save_compressed(finetuned, plan, folder.model, dense=dense)
 
     metrics = {
         **steps.head(config, data),

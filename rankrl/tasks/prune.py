@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, inspect_layers, save_compressed
+from decomposition import CompressionPlan, inspect_layers
 from pruning import PruningError
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
@@ -19,6 +19,7 @@ from rankrl.data import ImageData
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
+from rankrl.workflow.apply import save_compressed
 from rankrl.workflow.measure import (
     cost_ratios,
     export_dense,
@@ -67,7 +68,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     rows = layer_rows(plan, inspect_layers(dense, data.input_shape), network, remaining=remaining)
     finetuned = copy.deepcopy(network)
     epochs = steps.finetuned(config, data, finetuned, dense, folder, after_removal=decomposing is None)
-    save_compressed(finetuned, plan, folder.model)
+    save_compressed(finetuned, plan, folder.model, dense=dense)
     metrics["compressed"] = network_numbers(network, data)
     metrics["finetuned"] = {"accuracy": test_accuracy(finetuned, data)}
     metrics["onnx"], latency = export_numbers(

@@ -130,6 +130,21 @@ def specs_after_removal(model: nn.Module, plan: CompressionPlan) -> list[LayerSp
     return inspect_layers(model, plan.input_shape)
 
 
+def save_compressed(network: nn.Module, plan: CompressionPlan, path: str | Path, *, dense: nn.Module) -> None:
+    """Write a compressed network, with or without removed channels, once it is loaded back the same.
+
+    Args:
+        network: The compressed network, fine-tuned or not.
+        plan: Its plan.
+        path: File to write.
+        dense: The network that the plan was made for; its weights are not used.
+
+    Raises:
+        PlanError: If `network` is not what the plan makes of `dense`.
+    """
+    decomposition.save_compressed(network, plan, path, dense=dense, structure=_structure)
+
+
 def load_compressed(
     model: nn.Module, path: str | Path, plan: CompressionPlan | None = None
 ) -> tuple[nn.Module, CompressionPlan]:
