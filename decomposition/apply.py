@@ -109,7 +109,7 @@ def apply_plan(
             dense: DecomposableModule = modules[name]
             moment = moments.get(name)
             absorbed = moment is not None and absorbs_mean(spec, batch_norm == "mean")
-            metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
+            metric = None if moment is None else moment.metric(centred=absorbed)
             problem = RefitProblem(weight_of(dense), metric)
             layer = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options)
             replace_module(compressed, dense, layer)

@@ -80,10 +80,7 @@ class FitLibrary:
                 raise DecompositionError(
                     f"no input moments for layers {', '.join(missing)}; collect them first"
                 )
-            self._metrics = {
-                name: moments[name].covariance if centred else moments[name].second_moment
-                for name in self.specs
-            }
+            self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
         self._fits: dict[tuple[str, Ranks], Fit] = {}
         self._keys: dict[str, str] = {}
         self._roots: dict[str, torch.Tensor] = {}
