@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
 from decomposition.fitting import FitOptions
@@ -20,7 +21,13 @@ from decomposition.moments import (
     check_images,
     collect_moments,
 )
-from decomposition.operations import ApplyOptions, BatchNormCorrection, FittedLayer, GroupOperation
+from decomposition.operations import (
+    ApplyOptions,
+    BatchNormCorrection,
+    Factorise,
+    FittedLayer,
+    GroupOperation,
+)
 from decomposition.operations.base import FINAL
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.sensitivity import collect_sensitivities
@@ -64,7 +71,8 @@ def apply_plan(
 
     Raises:
         PlanError: If the plan does not fit the model.
-        DecompositionError: If a rank is not feasible, a weight is not finite or the calibration set is empty.
+        DecompositionError: If a rank is not feasible, a weight is not finite, the calibration set is empty or
+            does not reach a layer, or the result is not what the plan says.
     """
     chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed)
     specs = plan.specs(model)
@@ -126,9 +134,65 @@ def contracted(model: nn.Module) -> nn.Module:
     return network
 
 
+def dense_form(model: nn.Module) -> nn.Module:
+    """Return a copy of a compressed model with dense layers of the contracted weights in place again."""
+    network = copied(model)
+    for layer in factorised_layers(network).values():
+        replace_module(network, layer, layer.to_dense().train(layer.training))
+    return network
+
+
 def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
     """Return the factorised layers of a compressed model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FactorisedLayer)}
+
+
+def _check_applied(model: nn.Module, compressed: nn.Module, entries: _Entries) -> None:
+    """Refuse a result that is not what the plan says, whatever went wrong on the way.
+
+    Raises:
+        DecompositionError: If a layer is not in the form that its entry says, its cores are not fitted or not
+            finite, or the parameters are not as many as the plan adds up to.
+    """
+    modules, found = dict(compressed.named_modules()), factorised_layers(compressed)
+    expected = count_parameters(model)
+    for name, (entry, spec) in entries.items():
+        expected += entry.cost(spec).params - spec.params
+        chosen, layer = entry.operation(Factorise), modules[name]
+        if chosen is None:
+            continue
+        if not isinstance(layer, FactorisedLayer):
+            layer = next((each for each in layer.modules() if isinstance(each, FactorisedLayer)), None)
+        if layer is None or layer.error is None:
+            raise DecompositionError(
+                f"layer {name!r} was not decomposed: none of the calibration inputs reached it; give inputs "
+                "that do, or leave the layer without operations in the plan"
+            )
+        if (layer.tensor_format.name, layer.ranks) != (chosen.format, chosen.ranks):
+            raise DecompositionError(
+                f"layer {name!r} became {layer.tensor_format.name} of ranks {list(layer.ranks)}, the plan "
+                f"says {chosen.format} of ranks {list(chosen.ranks)}"
+            )
+        if not all(bool(torch.isfinite(core).all()) for core in layer.cores()):
+            raise DecompositionError(
+                f"layer {name!r}: its cores are not finite in {layer.cores()[0].dtype}; use a type of wider "
+                "range, such as float32"
+            )
+    wanted = tuple(name for name, (entry, _) in entries.items() if entry.operation(Factorise) is not None)
+    surplus = sorted(name for name in found if name not in wanted and not name.startswith(_inside(wanted)))
+    if surplus:
+        raise DecompositionError(f"the plan leaves {surplus[0]!r} dense, but it was decomposed")
+    if count_parameters(compressed) != expected:
+        raise DecompositionError(
+            f"the compressed model has {count_parameters(compressed):,} parameters, the plan adds up to "
+            f"{expected:,}; parameters that layers share (a bias, say) cannot be kept shared: give every "
+            "layer its own"
+        )
+
+
+def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what the names of modules inside these layers begin with: operations may wrap a layer."""
+    return tuple(f"{name}." for name in names)
 
 
 def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
@@ -160,6 +224,7 @@ def _apply_to_layers(
         _apply_apart(compressed, changed, images, sensitivities, options)
     if options.batch_norm == "reestimate" and images is not None:
         reestimate_batch_norm(compressed, images.split(256))
+    _check_applied(model, compressed, entries)
     return compressed
 
 
@@ -222,7 +287,7 @@ def _apply_apart(
         dense: DecomposableModule = modules[name]
         moment = moments.get(name)
         absorbed = moment is not None and absorbs_mean(spec, options.batch_norm == "mean")
-        metric = None if moment is None else moment.covariance if absorbed else moment.second_moment
+        metric = None if moment is None else moment.metric(centred=absorbed)
         problem = RefitProblem(weight_of(dense), metric)
         fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
         replace_module(model, dense, fitted.module)

@@ -15,13 +15,21 @@ _COUNTED = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` into eval mode without gradients and restore every module's mode afterwards."""
+    """Put `model` into eval mode without gradients and restore every module's mode afterwards.
+
+    torch's fast path for attention and Transformer layers is off meanwhile: it computes a whole layer in one
+    operation from the weights of the modules inside, none of which is called, so that nothing could be
+    watched, counted or stood in for.
+    """
     training = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in training.items():
             module.training = mode
 
@@ -43,6 +51,11 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
     Counting happens below the module level (`torch.utils.flop_counter`), so that layers made of several
     stages count as what they execute. Element-wise operations, normalisation, and the contraction of small
     cores into a weight, which does not grow with the image, are left out.
+
+    The projections of attention (`nn.MultiheadAttention`, on queries, keys, values and outputs) are linear
+    layers and counted; what attention does between them, the scaled dot products, is not. The projection on
+    queries, keys and values is a parameter and no module, so no `LayerSpec` of `inspect_layers` holds its
+    share; all others add up to this number.
 
     Args:
         model: Any module whose forward takes one tensor.

@@ -56,6 +56,9 @@ class FactorisedLayer(nn.Module):
         for name in _DESCRIPTION:
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))
+        # torch's fast path for Transformer layers reads `weight` instead of calling the layers inside, and so
+        # would multiply with the contracted weight; it keeps away from layers with hooks.
+        self.register_forward_pre_hook(_keep_fast_path_away)
 
     @abstractmethod
     def cores(self) -> Cores:
@@ -268,6 +271,10 @@ class ContractedLayer(FactorisedLayer):
         x = self.geometry.apply(x.reshape(batch * b, c, *spatial), kernel.permute(2, 0, 1), None)
         x = x.reshape(batch, -1, *x.shape[2:])
         return self.geometry.mix(x, output.permute(1, 2, 0).flatten(1), self.bias)
+
+
+def _keep_fast_path_away(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Do nothing, as a hook: `nn.TransformerEncoderLayer` calls its layers one by one where one has hooks."""
 
 
 def _full_precision(x: torch.Tensor) -> AbstractContextManager[None]:

@@ -24,10 +24,11 @@ from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.metric import Metric, is_finite, scaled, times
 from decomposition.modes import WeightModes
 
-# Rank-one terms larger than this, relative to the weight, cancel one another and are lost in float32.
+# Terms larger than this, relative to what they add up to, cancel one another and are lost in float32.
 LARGEST_AMPLIFICATION = 30.0
 _LEAST_PENALTY = 1e-14
 _FIRST_BOUNDING_PENALTY = 1e-10
+_LAST_BOUNDING_PENALTY = 1e-2
 _HISTORY = 20
 _COLUMNS_WORTH_THREADS = 1024
 # Share of its mean power that every output direction keeps at least: the sensitivity is only an estimate.
@@ -129,8 +130,9 @@ def fit_weight(
             does not matter. `None` counts all output channels alike.
 
     Returns:
-        The best fit of all starts; never one with a larger error than the algebraic solution, unless that
-        one is made of huge cancelling terms.
+        The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, they are at most
+        `LARGEST_AMPLIFICATION` times the weight, in the Frobenius norm and in the metric. It has no larger
+        error than the algebraic solution, unless that one is made of huge cancelling terms.
 
     Raises:
         DecompositionError: If the weight, the metric or the sensitivity is not finite.
@@ -159,24 +161,40 @@ def _fit(problem: _Problem, ranks: Ranks, options: FitOptions) -> Fit:
     if problem.vanishes:
         shapes = tensor_format.core_shapes(modes, ranks)
         return Fit([torch.zeros(shape, dtype=torch.float64) for shape in shapes], 0.0)
-    if modes.kernel == 1 and modes.plain:
-        cores = problem.low_rank(ranks)
-        error = max(0.0, float(problem.squared_error(cores))) ** 0.5
-        return Fit(_balance(problem.unscale(cores)), error)
+    best = problem.low_rank(ranks) if problem.direct else _search(problem, ranks, options)
+    if problem.amplification(best) > LARGEST_AMPLIFICATION:
+        best = _bounded(problem, ranks, options)
+    error = max(0.0, float(problem.squared_error(best))) ** 0.5
+    return Fit(_balance(problem.unscale(best)), error)
+
+
+def _search(problem: _Problem, ranks: Ranks, options: FitOptions) -> Cores:
+    """Return the best end of all starts, by error alone unless all of its terms cancel."""
     starts = _starting_points(problem, ranks, options)
     if len(starts) > 1:  # a short race picks the start that is worth the long run
         short = replace(options, iterations=min(options.iterations, 30))
         raced = sorted((problem.minimise(cores, short) for cores in starts), key=problem.squared_error)
         starts = raced[: max(2, len(starts) // 4)]
-    candidates = [problem.minimise(cores, options) for cores in starts]
-    best = min(candidates, key=problem.squared_error)
+    best = min((problem.minimise(cores, options) for cores in starts), key=problem.squared_error)
     penalty = _FIRST_BOUNDING_PENALTY
-    while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < 1e-2:
+    while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
         candidates = [problem.minimise(cores, options, penalty) for cores in starts]
         best = min(candidates, key=problem.squared_error)
         penalty *= 100
-    error = max(0.0, float(problem.squared_error(best))) ** 0.5
-    return Fit(_balance(problem.unscale(best)), error)
+    return best
+
+
+def _bounded(problem: _Problem, ranks: Ranks, options: FitOptions) -> Cores:
+    """Return the better of two solutions that have other terms, among those that are bounded."""
+    plain = problem.algebraic(ranks)
+    found = [plain]
+    if problem.root is not None:  # what a sensitivity does not see may grow as it likes
+        even = problem.without_sensitivity()
+        cores = even.low_rank(ranks) if problem.direct else _search(even, ranks, options)
+        found.append(problem.rescale(even.unscale(cores)))
+    bounded = [cores for cores in found if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
+    # Of the weight itself the algebraic solution has terms that are no larger than the weight.
+    return min(bounded, key=problem.squared_error, default=plain)
 
 
 class _Problem:
@@ -191,7 +209,10 @@ class _Problem:
         sensitivity: torch.Tensor | None = None,
     ) -> None:
         self.format, self.modes = tensor_format, modes
+        self.original, self.original_metric = weight, metric
         self.free_output = modes.plain
+        # Without a kernel every format is a product of two matrices.
+        self.direct = modes.kernel == 1 and modes.plain
         # With a free output factor the problem for L W, L' L = G, is one without G: A is turned back at the
         # end. Other formats keep the weight and carry L through every step.
         self.root = None if sensitivity is None else symmetric_root(sensitivity)
@@ -201,8 +222,7 @@ class _Problem:
                 weight = (self.root @ weight.flatten(1)).reshape_as(weight)
         self.scale = weight.norm()
         matrix = weight.reshape(modes.out_channels, -1)
-        seen = self._seen(matrix)
-        self.energy = (seen.square().sum() if metric is None else (times(seen, metric) * seen).sum()).item()
+        self.energy = _energy(self._seen(matrix), metric)
         self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
         if self.vanishes:
             return
@@ -225,9 +245,18 @@ class _Problem:
         return (self._apply(rest) * rest).sum()
 
     def amplification(self, cores: Cores) -> float:
-        """Norm of the terms A[:, p] Q[p, :] relative to the weight's norm; 1 when they are orthogonal."""
-        output, features = self.format.halves(cores, self.modes)
-        return float((output.square().sum(0) * features.square().sum(1)).sum().sqrt())
+        """Norm of the terms A[:, p] Q[p, :] relative to the weight's; 1 when they are orthogonal.
+
+        The larger one of two: of the terms themselves, and of their outputs on the metric's inputs.
+        """
+        output, features = self.format.halves(self.unscale(cores), self.modes)
+        sizes, rows = output.square().sum(0), self.original.flatten(1)
+        weight = (sizes * features.square().sum(1)).sum() / rows.square().sum()
+        if self.original_metric is None:
+            return float(weight) ** 0.5
+        energies = (times(features, self.original_metric) * features).sum(1).clamp_min(0)
+        energy = _energy(rows, self.original_metric)
+        return max(float(weight), float((sizes * energies).sum()) / energy if energy > 0 else 0.0) ** 0.5
 
     def unscale(self, cores: Cores) -> Cores:
         """Undo the scaling of the weight and of its output channels."""
@@ -236,6 +265,21 @@ class _Problem:
             return cores
         output = self.format.halves(cores, self.modes)[0]
         return self.format.set_output(cores, self.modes, torch.linalg.solve(self.root, output))
+
+    def rescale(self, cores: Cores) -> Cores:
+        """Return what `unscale` turns into `cores`."""
+        if self.root is not None and self.free_output:
+            output = self.format.halves(cores, self.modes)[0]
+            cores = self.format.set_output(cores, self.modes, self.root @ output)
+        return [cores[0] / self.scale, *cores[1:]]
+
+    def without_sensitivity(self) -> _Problem:
+        """Return the problem in which all output channels count alike."""
+        return _Problem(self.format, self.original, self.modes, self.original_metric)
+
+    def algebraic(self, ranks: Ranks) -> Cores:
+        """Return the algebraic solution of the weight itself, which knows neither inputs nor sensitivity."""
+        return self.rescale(self.format.start(self.original, self.modes, ranks))
 
     def low_rank(self, ranks: Ranks) -> Cores:
         """Solve a matrix without kernel in closed form; every format is a product of two matrices then.
@@ -256,7 +300,7 @@ class _Problem:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""
         fixed = 1 if self.free_output else 0
         if options.iterations == 0:
-            return self._with_best_output(cores) if fixed else cores
+            return self._with_best_output(cores, 0.0) if fixed else cores
         shapes = [core.shape for core in cores[fixed:]]
         lengths = [core.numel() for core in cores[fixed:]]
 
@@ -281,7 +325,9 @@ class _Problem:
             options={"maxiter": options.iterations, "maxcor": _HISTORY, "ftol": 0.0, "gtol": 1e-12},
         )
         result = split(torch.from_numpy(found.x))
-        return self._with_best_output(result) if fixed else result
+        # A penalty that is to keep terms from growing has to hold for the last step too.
+        held = penalty if penalty > _LEAST_PENALTY else 0.0
+        return self._with_best_output(result, held) if fixed else result
 
     def _best_output(
         self, features: torch.Tensor, penalty: float
@@ -300,10 +346,10 @@ class _Problem:
             output = torch.cholesky_solve(cross.T, factor).T
         return output, weighted, cross
 
-    def _with_best_output(self, cores: Cores) -> Cores:
+    def _with_best_output(self, cores: Cores, penalty: float) -> Cores:
         placeholder = [torch.zeros_like(cores[0]), *cores[1:]]
         features = self.format.halves(placeholder, self.modes)[1]
-        return self.format.set_output(cores, self.modes, self._best_output(features, 0.0)[0])
+        return self.format.set_output(cores, self.modes, self._best_output(features, penalty)[0])
 
     def _projected(
         self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
@@ -337,6 +383,11 @@ class _Problem:
         )
         (gradient,) = torch.autograd.grad((output, features), vector, slopes)
         return float(value), gradient
+
+
+def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
+    """Return E|rows x|^2, |rows|^2 without a metric."""
+    return float(rows.square().sum() if metric is None else (times(rows, metric) * rows).sum())
 
 
 @contextmanager

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from decomposition.cost import evaluation_mode, example_batch
 from decomposition.errors import DecompositionError
@@ -47,10 +50,13 @@ class LayerSpec:
         stride: Spatial stride, `()` for a linear layer.
         groups: Channel groups; 1 for a linear layer.
         bias: Whether the layer has a bias.
-        input_sizes: Spatial size of the input at each call (the leading positions of a linear layer's input).
-        output_sizes: Spatial size of the output at each call.
+        input_sizes: Spatial size of the input at each call (the leading positions of a linear layer's input)
+            for one model input; led by the number of pieces where the network cuts one input into several,
+            such as windows, or puts another axis than the batch first.
+        output_sizes: Spatial size of the output at each call, likewise.
         params: Parameters, bias included.
-        macs: Multiply-accumulates for one model input, all calls together.
+        macs: Multiply-accumulates for one model input, all calls together; also of a layer that is never
+            called, but whose weight a function uses in its stead (as attention does with its `out_proj`).
         batch_norm: Name of the batch normalisation that directly receives the layer's output, if any.
         refusal: Why no format can replace the layer; `None` when it can be decomposed.
     """
@@ -144,12 +150,19 @@ def compressible_layers(model: nn.Module, input_shape: Sequence[int]) -> list[La
 
 
 class _Trace:
-    """One forward pass that records each layer's calls and which batch norm consumes its output."""
+    """One forward pass that records each layer's calls and which batch norm consumes its output.
+
+    Attributes:
+        calls: Shapes of input and output at each call of each layer.
+        uses: The same for linear layers whose weight is used without calling them, as attention does.
+        batch_norms: The batch norm that directly receives a layer's output.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
         self.calls: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.uses: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
         self.batch_norms: dict[nn.Module, nn.Module] = {}
         # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
         self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
@@ -162,7 +175,7 @@ class _Trace:
             elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 handles.append(module.register_forward_pre_hook(self._record_batch_norm))
         try:
-            with evaluation_mode(self.model):
+            with evaluation_mode(self.model), _FunctionalUses(self):
                 self.model(batch)
         except Exception as error:  # whatever the model's own code raises
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -186,21 +199,59 @@ class _Trace:
                 self.batch_norms[producer] = module
 
 
+class _FunctionalUses(TorchFunctionMode):
+    """Records in a trace which linear layers' weights are used by functions instead of by their layer."""
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.owners = {id(m.weight): m for m in trace.names if isinstance(m, nn.Linear)}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        output = func(*args, **given)
+        if func is F.linear:
+            x, weight = (*args[:2], *(given[key] for key in ("input", "weight") if key in given))
+            self._record(weight, x, output)
+        elif func is F.multi_head_attention_forward:
+            weight = inspect.signature(func).bind(*args, **given).arguments["out_proj_weight"]
+            self._record(weight, output[0], output[0])
+        return output
+
+    def _record(self, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor) -> None:
+        owner = self.owners.get(id(weight))
+        if owner is not None:
+            self.trace.uses.setdefault(owner, []).append((x.shape, output.shape))
+
+
+def _for_one_input(shape: torch.Size, spatial: slice) -> tuple[int, ...]:
+    """Return the positions in the shape that a layer sees for one model input, without the batch axis."""
+    first = shape[:1] if shape[0] != 1 else ()
+    return (*first, *shape[spatial])
+
+
 def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> LayerSpec:
     name = trace.names[module]
-    calls = trace.calls.get(module, [])
+    called = module in trace.calls
+    calls = trace.calls.get(module, trace.uses.get(module, []))
     batch_norm = trace.batch_norms.get(module)
     if isinstance(module, nn.Linear):
         out_channels, in_channels, groups = module.out_features, module.in_features, 1
         kernel: tuple[int, ...] = ()
         stride: tuple[int, ...] = ()
-        inputs = tuple(tuple(i[1:-1]) for i, _ in calls)
-        outputs = tuple(tuple(o[1:-1]) for _, o in calls)
+        spatial = slice(1, -1)
     else:
         out_channels, in_channels, groups = module.out_channels, module.in_channels, module.groups
         kernel, stride = tuple(module.kernel_size), tuple(module.stride)
-        inputs = tuple(tuple(i[2:]) for i, _ in calls)
-        outputs = tuple(tuple(o[2:]) for _, o in calls)
+        spatial = slice(2, None)
+    inputs = tuple(_for_one_input(i, spatial) for i, _ in calls)
+    outputs = tuple(_for_one_input(o, spatial) for _, o in calls)
     # An input element of a transposed convolution, an output element of the others, meets the kernel once.
     positions = sum(math.prod(size) for size in (inputs if isinstance(module, Transposed) else outputs))
     return LayerSpec(
@@ -218,7 +269,7 @@ def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> L
         params=sum(p.numel() for p in module.parameters()),
         macs=positions * module.weight.numel(),
         batch_norm=trace.names[batch_norm] if batch_norm is not None else None,
-        refusal=_refusal(module, called=bool(calls), shared=shared),
+        refusal=_refusal(module, called=called, shared=shared),
     )
 
 

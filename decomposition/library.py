@@ -88,10 +88,7 @@ class FitLibrary:
                 raise DecompositionError(
                     f"no input moments for layers {', '.join(missing)}; collect them first"
                 )
-            self._metrics = {
-                name: moments[name].covariance if centred else moments[name].second_moment
-                for name in self.specs
-            }
+            self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
         self._fits: dict[tuple[str, Factorise], Fit] = {}
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._roots: dict[str, torch.Tensor] = {}

@@ -26,11 +26,12 @@ from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
 from decomposition.layers import DecomposableModule, LayerSpec, weight_of
-from decomposition.metric import Metric, RowFactor, worth_factoring
-from decomposition.patches import sample_patches
+from decomposition.metric import Metric, RowFactor, shrunk_matrix, shrunk_rows, trace, worth_factoring
+from decomposition.patches import labels_of_batch, sample_labelled_patches
+from decomposition.shrinkage import labels_or_single, shrinkage
 from decomposition.surgery import replace_module
 
-# Refits shrink towards the original weight by this fraction of the inputs' mean power.
+# Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
 RIDGE = 1e-3
 # A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
 _PATCHES_TO_SOLVE = 4
@@ -110,7 +111,8 @@ def refit_in_lockstep(
         seed: Seed of the patch positions.
 
     Returns:
-        Relative output error of each layer, errors of the layers before included.
+        Relative output error of each layer that was called, errors of the layers before included; a layer
+        that was not stays as it is.
 
     Raises:
         DecompositionError: If the model's outputs for one input depend on the others in the batch, or the
@@ -153,7 +155,7 @@ def refit_in_lockstep(
                 "the model's output for one input changes with the other inputs of the batch, so it cannot "
                 f"be refitted layer by layer in one pass; {_ADVICE}"
             )
-    return {name: pair.error for name, pair in pairs.items()}
+    return {name: pair.error for name, pair in pairs.items() if pair.fitted is not None}
 
 
 def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -214,19 +216,24 @@ class _LayerPair(_StandIn[DecomposableModule]):
             behind = 0 if isinstance(self.dense, nn.Linear) else arriving.ndim - 2
             arriving = arriving * self.present.to(arriving).reshape(-1, *[1] * behind)
         if self.fitted is None:
-            patches = sample_patches(self.dense, [dense_input, arriving], self.max_patches, self.generator)
-            self.fitted = self._fit(*patches)
+            (dense_patches, patches), labels = sample_labelled_patches(
+                self.dense, [dense_input, arriving], self.max_patches, self.generator
+            )
+            inputs = self.batch // 2
+            labels = labels_or_single(labels_of_batch(labels, len(arriving), inputs), inputs)
+            self.fitted = self._fit(dense_patches, patches, labels)
         # Contracted, a layer computes the same, here in less time.
         fitted = self.fitted.apply_dense if isinstance(self.fitted, FactorisedLayer) else self.fitted
         return torch.cat([self.dense(dense_input), fitted(arriving)])
 
-    def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor) -> nn.Module:
+    def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor, labels: torch.Tensor) -> nn.Module:
         weight = weight_of(self.dense)
         matrix = weight.flatten(1)
         dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
-        means = (dense_mean, mean) if self.mean_absorbed else (0 * dense_mean, 0 * mean)
         solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
-        target, metric = solve(matrix, dense_patches, arriving, *means)
+        target, metric = solve(
+            matrix, dense_patches, arriving, dense_mean, mean, labels, centred=self.mean_absorbed
+        )
         problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
         fitted, new_weight = self.refit(problem)
         shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
@@ -249,16 +256,25 @@ def _many_patches(
     arriving: torch.Tensor,
     dense_mean: torch.Tensor,
     mean: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
-    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy around the given means."""
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, shrunk, `centred` or not."""
     count = len(arriving)
-    second = (arriving.T @ arriving).double().cpu() / count - torch.outer(mean, mean)
+    covariance = (arriving.T @ arriving).double().cpu() / count - torch.outer(mean, mean)
     # W C_xy by way of the outputs W x: they are far fewer than the inputs.
     outputs = dense @ weight.T.to(dense)
     cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
-    ridge = RIDGE * second.diagonal().mean().clamp_min(1e-30)
-    regularised = second + ridge * torch.eye(len(second), dtype=second.dtype)
-    return torch.linalg.solve(regularised, (cross + ridge * weight).T).T, second
+    share = shrinkage(arriving - mean.to(arriving), labels, covariance)
+    metric = shrunk_matrix(covariance, share)
+    cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
+    if not centred:
+        metric = metric + torch.outer(mean, mean)
+        cross = cross + torch.outer(weight @ dense_mean, mean)
+    ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
+    regularised = metric + ridge * torch.eye(len(metric), dtype=metric.dtype)
+    return torch.linalg.solve(regularised, (cross + ridge * weight).T).T, metric
 
 
 def _few_patches(
@@ -267,15 +283,24 @@ def _few_patches(
     arriving: torch.Tensor,
     dense_mean: torch.Tensor,
     mean: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
     """Return the same from the patches X and Y themselves: W + W (X - Y)' (Y Y' + r I)^-1 Y."""
     scale = len(arriving) ** -0.5
     y = (arriving.double().cpu() - mean) * scale
     x = (dense.double().cpu() - dense_mean) * scale
-    ridge = RIDGE * (y.square().sum() / y.shape[1]).clamp_min(1e-30)
+    share = shrinkage(y / scale, labels.cpu(), RowFactor(y))
+    metric = shrunk_rows(RowFactor(y), share)
+    x, y = (1 - share) ** 0.5 * x, metric.rows
+    if not centred:
+        x, y = torch.cat([x, dense_mean[None]]), torch.cat([y, mean[None]])
+        metric = RowFactor(y, metric.ridge)
+    ridge = metric.ridge + max(RIDGE * trace(metric) / y.shape[1], 1e-30)
     regularised = y @ y.T + ridge * torch.eye(len(y), dtype=y.dtype)
     change = torch.linalg.solve(regularised, (x - y) @ weight.T).T @ y
-    return weight + change, RowFactor(y)
+    return weight + change, metric
 
 
 class _NormPair(_StandIn[BatchNorm]):

@@ -6,6 +6,8 @@ memory; but it is calibrated on fewer inputs n than that, and F'F with F (n, D) 
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +15,15 @@ import torch
 
 @dataclass(frozen=True)
 class RowFactor:
-    """The matrix F'F.
+    """The matrix F'F + r I.
 
     Attributes:
         rows: F, shape (n, D), float64.
+        ridge: r, 0 or more.
     """
 
     rows: torch.Tensor
+    ridge: float = 0.0
 
 
 Metric = torch.Tensor | RowFactor
@@ -31,33 +35,91 @@ def worth_factoring(count: int, columns: int) -> bool:
     return 2 * count < columns
 
 
+def columns(metric: Metric) -> int:
+    """Return D."""
+    return metric.rows.shape[1] if isinstance(metric, RowFactor) else metric.shape[1]
+
+
 def times(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
     """Return rows @ metric for rows (m, D)."""
     if isinstance(metric, RowFactor):
-        return (rows @ metric.rows.T) @ metric.rows
+        product = (rows @ metric.rows.T) @ metric.rows
+        return product + metric.ridge * rows if metric.ridge else product
     return rows @ metric
 
 
 def scaled(metric: Metric, factor: torch.Tensor | float) -> Metric:
     """Return factor * metric, in float64."""
     if isinstance(metric, RowFactor):
-        return RowFactor(metric.rows.double() * factor**0.5)
+        return RowFactor(metric.rows.double() * factor**0.5, metric.ridge * float(factor))
     return metric.double() * factor
+
+
+def trace(metric: Metric) -> float:
+    """Return the sum of the diagonal."""
+    if isinstance(metric, RowFactor):
+        return float(metric.rows.square().sum()) + metric.ridge * metric.rows.shape[1]
+    return float(metric.diagonal().sum())
+
+
+def squared_norm(metric: Metric) -> float:
+    """Return the sum of all squared entries."""
+    if isinstance(metric, RowFactor):
+        products = metric.rows @ metric.rows.T
+        cross = 2 * metric.ridge * float(products.diagonal().sum())
+        return float(products.square().sum()) + cross + metric.ridge**2 * metric.rows.shape[1]
+    return float(metric.square().sum())
+
+
+def shrunk(metric: Metric, share: float) -> Metric:
+    """Mix the metric with the identity of the same trace.
+
+    Args:
+        metric: The metric.
+        share: Proportion of the identity, 0 to 1.
+    """
+    return shrunk_rows(metric, share) if isinstance(metric, RowFactor) else shrunk_matrix(metric, share)
+
+
+def shrunk_rows(metric: RowFactor, share: float) -> RowFactor:
+    """Do what `shrunk` does, for rows."""
+    ridge = share * trace(metric) / columns(metric)
+    return RowFactor(metric.rows * (1 - share) ** 0.5, metric.ridge * (1 - share) + ridge)
+
+
+def shrunk_matrix(metric: torch.Tensor, share: float) -> torch.Tensor:
+    """Do what `shrunk` does, for a matrix."""
+    mixed = metric * (1 - share)
+    mixed.diagonal().add_(share * trace(metric) / columns(metric))
+    return mixed
+
+
+def with_mean(metric: Metric, mean: torch.Tensor) -> Metric:
+    """Return metric + mean mean', which turns moments around the mean into those around zero."""
+    if isinstance(metric, RowFactor):
+        return RowFactor(torch.cat([metric.rows, mean[None]]), metric.ridge)
+    return metric + torch.outer(mean, mean)
 
 
 def is_finite(metric: Metric) -> bool:
     """Tell whether no entry is NaN or infinite."""
-    return bool(torch.isfinite(metric.rows if isinstance(metric, RowFactor) else metric).all())
+    if isinstance(metric, RowFactor):
+        return bool(torch.isfinite(metric.rows).all()) and math.isfinite(metric.ridge)
+    return bool(torch.isfinite(metric).all())
 
 
 def channel_moments(metric: Metric, channels: int, kernel: int) -> torch.Tensor:
     """Average the second moments of the channels (channels, channels) over the kernel's positions."""
     if isinstance(metric, RowFactor):
         patches = metric.rows.reshape(-1, channels, kernel)
-        return torch.einsum("nik,njk->ij", patches, patches) / kernel
+        moments = torch.einsum("nik,njk->ij", patches, patches) / kernel
+        moments.diagonal().add_(metric.ridge)
+        return moments
     return torch.einsum("ikjk->ij", metric.reshape(channels, kernel, channels, kernel)) / kernel
 
 
 def to_bytes(metric: Metric) -> bytes:
     """Return the numbers, for hashing."""
-    return (metric.rows if isinstance(metric, RowFactor) else metric).contiguous().numpy().tobytes()
+    if isinstance(metric, RowFactor):
+        return metric.rows.contiguous().numpy().tobytes() + struct.pack("d", metric.ridge)
+    return metric.contiguous().numpy().tobytes()

@@ -11,8 +11,9 @@ from torch import nn
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric, RowFactor, is_finite, worth_factoring
-from decomposition.patches import sample_patches
+from decomposition.metric import Metric, RowFactor, is_finite, shrunk, with_mean, worth_factoring
+from decomposition.patches import labels_of_batch, sample_labelled_patches
+from decomposition.shrinkage import Spread, labels_or_single
 
 PATCHES_PER_LAYER = 65_536
 
@@ -25,18 +26,27 @@ class InputMoments:
         mean: E[x], shape (D,).
         covariance: E[(x - mean)(x - mean)'], shape (D, D); as rows when there were few patches.
         count: Patches they were estimated from.
+        shrinkage: How much of the covariance is chance, 0 to 1 (`decomposition.shrinkage`).
     """
 
     mean: torch.Tensor
     covariance: Metric
     count: int
+    shrinkage: float = 0.0
 
     @property
     def second_moment(self) -> Metric:
         """E[x x'], shape (D, D)."""
-        if isinstance(self.covariance, RowFactor):
-            return RowFactor(torch.cat([self.covariance.rows, self.mean[None]]))
-        return self.covariance + torch.outer(self.mean, self.mean)
+        return with_mean(self.covariance, self.mean)
+
+    def metric(self, *, centred: bool) -> Metric:
+        """Return the moments to fit in: what the data does not determine is shrunk towards the identity.
+
+        Args:
+            centred: Around the mean.
+        """
+        covariance = shrunk(self.covariance, self.shrinkage)
+        return covariance if centred else with_mean(covariance, self.mean)
 
 
 class MomentAccumulator:
@@ -45,14 +55,23 @@ class MomentAccumulator:
     def __init__(self) -> None:
         self._count = 0
         self._sum = torch.zeros(0)
+        self._centre = torch.zeros(0)
         self._rows: list[torch.Tensor] = []
         self._products: torch.Tensor | None = None
+        self._spread = Spread()
 
-    def add(self, patches: torch.Tensor) -> None:
-        """Add patches (n, D)."""
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._count == 0
+
+    def add(self, patches: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add patches (n, D) and which input each is from (n,), integers from 0."""
+        patches = patches.float()
         if self._count == 0:
             self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
-        patches = patches.float()
+            self._centre = patches.mean(0)  # stands in for the mean of all, which is not known yet
+        self._spread.add(patches - self._centre, labels)
         self._sum += patches.sum(0).double().cpu()
         self._count += patches.shape[0]
         if self._products is None:
@@ -66,11 +85,12 @@ class MomentAccumulator:
     def moments(self) -> InputMoments:
         """Return the moments of everything added."""
         mean = self._sum / self._count
+        covariance: Metric
         if self._products is None:
-            centred = (torch.cat(self._rows).double() - mean) / self._count**0.5
-            return InputMoments(mean, RowFactor(centred), self._count)
-        second = self._products / self._count
-        return InputMoments(mean, second - torch.outer(mean, mean), self._count)
+            covariance = RowFactor((torch.cat(self._rows).double() - mean) / self._count**0.5)
+        else:
+            covariance = self._products / self._count - torch.outer(mean, mean)
+        return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
 
 
 def calibration_batches(calibration: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -136,7 +156,7 @@ def collect_moments(
 
     Raises:
         DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
-            layer's input is not finite.
+            layer's input is not finite or never arrives.
     """
     batches = calibration_batches(calibration)
     check_images(torch.cat([batch[:1] for batch in batches]) if batches else torch.empty(0))
@@ -144,11 +164,14 @@ def collect_moments(
     accumulators = {spec.name: MomentAccumulator() for spec in specs}
     generator = torch.Generator().manual_seed(seed)
     per_batch = max(1, max_patches // len(batches))
+    batch, total = batches[0], sum(len(each) for each in batches)
 
     def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             share = max(1, per_batch // calls)
-            accumulators[name].add(sample_patches(module, [inputs[0]], share, generator)[0])
+            (patches,), labels = sample_labelled_patches(module, [inputs[0]], share, generator)
+            labels = labels_of_batch(labels, len(inputs[0]), len(batch))
+            accumulators[name].add(patches, labels_or_single(labels, total))
 
         return module.register_forward_pre_hook(hook)
 
@@ -168,6 +191,12 @@ def collect_moments(
     finally:
         for handle in handles:
             handle.remove()
+    for name, accumulator in accumulators.items():
+        if accumulator.empty:
+            raise DecompositionError(
+                f"layer {name!r}: none of the calibration inputs reaches it; give inputs that do, or leave "
+                "the layer out"
+            )
     moments = {name: accumulator.moments() for name, accumulator in accumulators.items()}
     for name, moment in moments.items():
         if not is_finite(moment.covariance):

@@ -84,18 +84,47 @@ def sample_patches(
     Returns:
         For each input a matrix (patches, in * kernel) in the column order of `weight.flatten(1)`.
     """
+    return sample_labelled_patches(module, inputs, count, generator)[0]
+
+
+def sample_labelled_patches(
+    module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw the same random patches from several inputs of one layer, and tell where they are from.
+
+    Args:
+        module: The layer.
+        inputs: As for `sample_patches`.
+        count: As for `sample_patches`.
+        generator: As for `sample_patches`.
+
+    Returns:
+        What `sample_patches` returns, and each patch's index on the first axis of the inputs, (patches,).
+    """
+    linear = isinstance(module, nn.Linear)
     views = [
         x.reshape(-1, x.shape[-1])
         if isinstance(module, nn.Linear)
         else patch_view(module, padded_input(module, x))
         for x in inputs
     ]
-    positions = (
-        views[0].shape[:1] if isinstance(module, nn.Linear) else views[0].shape[: 1 + len(module.kernel_size)]
-    )
+    positions = views[0].shape[:1] if linear else views[0].shape[: 1 + len(module.kernel_size)]  # type: ignore[arg-type]
     total = positions.numel()
+    each = max(1, total // len(inputs[0]))
     if total <= count:
-        return [view.reshape(total, -1) for view in views]
+        labels = torch.arange(total, device=views[0].device) // each
+        return [view.reshape(total, -1) for view in views], labels
     chosen = torch.randint(total, (count,), generator=generator).to(views[0].device)
     index = torch.unravel_index(chosen, positions)
-    return [view[index].reshape(count, -1) for view in views]
+    return [view[index].reshape(count, -1) for view in views], chosen // each
+
+
+def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor:
+    """Return which input each patch is from.
+
+    Args:
+        labels: Indices on the first axis of a layer's input.
+        axis: Length of that axis: a multiple of the batch where inputs are cut into pieces.
+        batch: Inputs in the batch; where they are not counted on that axis the labels stay as they are.
+    """
+    return labels // (axis // batch) if axis % batch == 0 else labels

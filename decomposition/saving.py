@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from decomposition.apply import build_structure
-from decomposition.errors import PlanError
+from decomposition.apply import build_structure, dense_form
+from decomposition.cost import evaluation_mode, example_batch
+from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.plan import CompressionPlan
 
 _PLAN_KEY = "rankrl.plan"
 
 
-def save_compressed(model: nn.Module, plan: CompressionPlan, path: str | Path) -> None:
+def save_compressed(
+    model: nn.Module,
+    plan: CompressionPlan,
+    path: str | Path,
+    *,
+    dense: nn.Module | None = None,
+) -> None:
     """Write a compressed model and its plan to one safetensors file, atomically.
+
+    The file is loaded back and compared with the model, tensors bit for bit and outputs on a random input,
+    before it appears under its name.
 
     Args:
         model: The compressed model, the result of `apply_plan` for `plan`, fine-tuned or not.
         plan: Its plan; stored in the file's metadata.
         path: File to write, by custom `*.safetensors`.
+        dense: The dense model, into whose architecture the file is loaded to check it; its weights are not
+            used. Without it the architecture is taken from `model`, its factorised layers made dense again.
+
+    Raises:
+        PlanError: If `model` is not what the plan makes of its dense model.
     """
     path = Path(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _own_tensors(model).items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={_PLAN_KEY: plan.to_json()})
+        try:
+            loaded = _loaded_back(model, temporary, dense)
+        except DecompositionError as error:
+            raise PlanError(
+                f"{path} is not written, because it could not be loaded again: the model is not what the "
+                f"plan makes of its dense model ({error}); save what apply_plan returned for this plan"
+            ) from error
+        _compare(model, loaded, plan.input_shape, path)
 
 
 def load_compressed(
@@ -70,6 +95,63 @@ def load_compressed(
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
     return compressed, plan
+
+
+def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Module:
+    """Load what was written for `model`, which is in eval mode then; read the plan from the file, too."""
+    if dense is not None:
+        return load_compressed(dense, path)[0].eval()
+    with safe_open(path, framework="pt") as file:
+        plan = CompressionPlan.from_json(file.metadata()[_PLAN_KEY])
+    architecture = dense_form(model)
+    # What group operations changed is changed in the model already; the other entries hold for the rest.
+    left = plan.after_groups(architecture, lambda kind, network, chosen: network)[1]
+    return load_compressed(architecture, path, left)[0].eval()
+
+
+def _compare(model: nn.Module, loaded: nn.Module, input_shape: Sequence[int], path: Path) -> None:
+    """Refuse a model that was loaded back different.
+
+    Raises:
+        PlanError: If a tensor is not equal bit for bit, or the outputs on a random input differ.
+    """
+    expected, found = _own_tensors(model), _own_tensors(loaded)
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype or not _equal(tensor.detach(), found[name].detach()):
+            raise PlanError(
+                f"{path} is not written: tensor {name!r} is another one when it is loaded back; load it into "
+                "an architecture of the same precision, and check the disk"
+            )
+    reference = example_batch(model, input_shape)
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(reference.shape, generator=generator).to(reference)
+    outputs = []
+    for network in (model, loaded.to(reference.device)):
+        with evaluation_mode(network), torch.random.fork_rng():
+            torch.manual_seed(0)
+            outputs.append([y for y in tree_leaves(network(batch)) if isinstance(y, torch.Tensor)])
+    if not all(_equal_but_for_rounding(before, after) for before, after in zip(*outputs, strict=True)):
+        raise PlanError(
+            f"{path} is not written: loaded back, the model has other outputs, although its tensors are the "
+            "same; keep everything that its forward needs in parameters and persistent buffers"
+        )
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors hold the same numbers, not-a-number included."""
+    if tensor.shape != other.shape:
+        return False
+    other = other.to(tensor)
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
+
+
+def _equal_but_for_rounding(output: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether outputs are the same up to half their digits: other memory orders of weights round."""
+    if output.shape != other.shape or not output.is_floating_point():
+        return _equal(output, other)
+    largest = float(output.abs().nan_to_num(0.0, 0.0).max()) if output.numel() else 0.0
+    allowed = torch.finfo(output.dtype).eps ** 0.5 * largest
+    return torch.allclose(output, other, rtol=0.0, atol=allowed, equal_nan=True)
 
 
 def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

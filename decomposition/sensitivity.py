@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.layers import LayerSpec
+from decomposition.metric import shrunk_matrix
+from decomposition.patches import labels_of_batch
+from decomposition.shrinkage import Spread
 
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
@@ -41,7 +44,9 @@ def collect_sensitivities(
 
     Returns:
         G (out, out), float64, by layer name: summed over the output's positions and a layer's calls, the mean
-        over inputs. Layers that the output does not depend on, or whose gradient is not finite, are left out.
+        over inputs, shrunk towards the identity as far as few inputs leave it undetermined
+        (`decomposition.shrinkage`). Layers that the output does not depend on, or whose gradient is not
+        finite, are left out.
 
     Raises:
         DecompositionError: If no gradient can be sent back through the model.
@@ -49,13 +54,18 @@ def collect_sensitivities(
     batches = [calibration] if isinstance(calibration, torch.Tensor) else calibration
     modules = dict(model.named_modules())
     sums: dict[str, torch.Tensor] = {}
+    spreads: dict[str, Spread] = {}
     generator = torch.Generator().manual_seed(seed)
     inputs = 0
+    current: list[torch.Tensor] = []  # the batch that is sent through
 
     def watch(name: str, linear: bool) -> torch.utils.hooks.RemovableHandle:
         def add(gradient: torch.Tensor) -> None:
+            axis = len(gradient)
             rows = (gradient if linear else gradient.movedim(1, -1)).flatten(0, -2).float()
             sums[name] = sums.get(name, torch.zeros(())) + (rows.T @ rows).double().cpu()
+            labels = torch.arange(len(rows), device=rows.device) // (len(rows) // axis)
+            spreads.setdefault(name, Spread()).add(rows, labels_of_batch(labels, axis, len(current[0])))
 
         def hook(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if output.requires_grad:
@@ -70,6 +80,7 @@ def collect_sensitivities(
         with evaluation_mode(model), torch.enable_grad():
             for images in batches:
                 for batch in images.split(max(1, min(_BATCH, _ELEMENTS // max(1, images[0].numel())))):
+                    current[:] = [batch]
                     real = batch.is_floating_point()
                     for parameter in learnt:  # only gradients of activations are needed
                         parameter.requires_grad_(not real)
@@ -90,7 +101,7 @@ def collect_sensitivities(
             parameter.grad = gradients[parameter]
     found = {name: total / max(1, inputs) for name, total in sums.items()}
     return {
-        name: matrix
+        name: shrunk_matrix(matrix, spreads[name].shrinkage(matrix, 1 / inputs))
         for name, matrix in found.items()
         if bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
     }

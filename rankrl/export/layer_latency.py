@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -127,11 +128,15 @@ def _measure(
         layers.append(layer)
     times = np.zeros(len(layers))
     for size in spec.input_sizes:
-        shape = (*size, spec.in_channels) if spec.kind == "linear" else (spec.in_channels, *size)
+        if spec.kind == "linear":
+            count, shape = batch, (*size, spec.in_channels)
+        else:  # one image may come as several pieces
+            pieces = len(size) - len(spec.kernel_size)
+            count, shape = batch * math.prod(size[:pieces]), (spec.in_channels, *size[pieces:])
         path = folder / "layer.onnx"
-        sample = torch.zeros(batch, *shape)
+        sample = torch.zeros(count, *shape)
         export_onnx(_Candidates(layers), path, shape, sample=sample, dynamic_batch=False)
-        times += _time_outputs(path, (batch, *shape), threads, runs)
+        times += _time_outputs(path, (count, *shape), threads, runs)
     return tuple(times.tolist())
 
 

@@ -22,7 +22,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     plan = with_preprocessing(plan, data)
     dense = steps.dense_network(config, data, folder)
     compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data, dense))
-    save_compressed(compressed, plan, folder.model)
+    save_compressed(compressed, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
     ratios = cost_ratios(before, after)

@@ -27,7 +27,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     compressed = network_numbers(network, data)
     removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     epochs = steps.finetuned(config, data, network, dense, folder, after_removal=removed)
-    save_compressed(network, plan, folder.model)
+    save_compressed(network, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     accuracy = test_accuracy(network, data)
     metrics = {

@@ -35,7 +35,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     rows = layer_rows(plan, problem.specs, compressed)
     finetuned = copy.deepcopy(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)
-    save_compressed(finetuned, plan, folder.model)
+    save_compressed(finetuned, plan, folder.model, dense=dense)
 
     metrics = {
         **steps.head(config, data, dense),

@@ -68,7 +68,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     rows = layer_rows(plan, inspect_layers(dense, data.input_shape), network, remaining=remaining)
     finetuned = copy.deepcopy(network)
     epochs = steps.finetuned(config, data, finetuned, dense, folder, after_removal=decomposing is None)
-    save_compressed(finetuned, plan, folder.model)
+    save_compressed(finetuned, plan, folder.model, dense=dense)
     metrics["compressed"] = network_numbers(network, data)
     metrics["finetuned"] = {"accuracy": test_accuracy(finetuned, data)}
     metrics["onnx"], latency = export_numbers(

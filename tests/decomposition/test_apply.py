@@ -30,8 +30,10 @@ from decomposition import (
     make_plan,
     reestimate_batch_norm,
     save_compressed,
+    saving,
 )
-from decomposition.fitting import FitOptions
+from decomposition.apply import dense_form
+from decomposition.fitting import Fit, FitOptions, fit_weight
 
 QUICK = FitOptions(iterations=30)
 
@@ -257,6 +259,119 @@ def test_saved_model_is_refused_by_another_architecture(model: nn.Module, tmp_pa
     (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
     with pytest.raises(PlanError, match="cannot be read"):
         load_compressed(model, tmp_path / "broken.safetensors")
+
+
+def test_model_that_is_not_what_the_plan_says_is_not_saved(model: nn.Module, tmp_path: Path) -> None:
+    plan, other = make_plan(model, (3, 10, 10), "cp", 2), make_plan(model, (3, 10, 10), "cp", 3)
+    for wrong in (model, build_structure(model, other), contracted(build_structure(model, plan))):
+        with pytest.raises(PlanError, match="is not what the plan makes of its dense model"):
+            save_compressed(wrong, plan, tmp_path / "small.safetensors")
+    smaller = make_plan(nn.Sequential(nn.Conv2d(3, 8, 3)), (3, 10, 10), "cp", 2)
+    with pytest.raises(PlanError, match="is not what the plan makes of its dense model"):
+        save_compressed(build_structure(model, plan), smaller, tmp_path / "small.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_that_reads_back_different_does_not_appear(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(model, (3, 10, 10), "cp", 2)
+    small, path = build_structure(model, plan), tmp_path / "small.safetensors"
+    save_compressed(small, plan, path)
+    before = path.read_bytes()
+    write = saving.save_file
+
+    def write_wrongly(tensors: dict[str, torch.Tensor], *args: Any, **options: Any) -> None:
+        name = next(iter(tensors))
+        write({**tensors, name: tensors[name] + 1e-7}, *args, **options)
+
+    monkeypatch.setattr(saving, "save_file", write_wrongly)
+    with pytest.raises(PlanError, match=r"tensor 'stem\.0\.reduce\.weight' is another one"):
+        save_compressed(small, plan, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_model_that_needs_more_than_its_tensors_is_not_saved(model: nn.Module, tmp_path: Path) -> None:
+    class Scaled(SmallNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.ones(()), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.factor
+
+    scaled = Scaled().eval()
+    plan = make_plan(scaled, (3, 10, 10), "cp", 2)
+    small = build_structure(scaled, plan)
+    small.factor.fill_(2.0)  # type: ignore[operator, union-attr]
+    with pytest.raises(PlanError, match="other outputs, although its tensors are the same"):
+        save_compressed(small, plan, tmp_path / "small.safetensors", dense=scaled)
+    save_compressed(small, plan, tmp_path / "small.safetensors", dense=dense_form(small))
+
+
+@pytest.mark.parametrize("prepare", ["diverged", "channels last", "bfloat16", "shared layers"])
+def test_unusual_models_are_saved_and_loaded(model: nn.Module, tmp_path: Path, prepare: str) -> None:
+    if prepare == "bfloat16":
+        model = model.bfloat16()
+    plan = make_plan(model, (3, 10, 10), "tensor_ring", 2)
+    small = build_structure(model, plan).eval()
+    if prepare == "diverged":
+        with torch.no_grad():
+            next(small.parameters()).fill_(float("nan"))
+    if prepare == "channels last":
+        small = small.to(memory_format=torch.channels_last)
+    save_compressed(small, plan, tmp_path / "small.safetensors")
+    loaded, _ = load_compressed(model, tmp_path / "small.safetensors")
+    for before, after in zip(small.parameters(), loaded.parameters(), strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+class Routed(nn.Module):
+    """Sends inputs with a negative mean through a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = nn.Conv2d(3, 12, 3), nn.Conv2d(3, 12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.usual(x)
+        if float(x.detach()[0].mean()) <= 0:  # as for the zeros that layers are listed with
+            y = y + self.rare(x)
+        return y.mean((2, 3))
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_decomposed_layer_that_no_calibration_input_reaches_is_named(
+    images: torch.Tensor, sequential: bool
+) -> None:
+    model, images = Routed().eval(), images.abs()
+    plan = make_plan(model, (3, 10, 10), "tucker", 2)
+    with pytest.raises(DecompositionError, match=r"layer 'rare'.*none of the calibration inputs reache"):
+        apply_plan(model, plan, images, options=QUICK, sequential=sequential)
+    one = make_plan(model, (3, 10, 10), "tucker", {"usual": 2})
+    assert list(factorised_layers(apply_plan(model, one, images, sequential=sequential))) == ["usual"]
+
+
+def test_layers_that_share_a_bias_are_refused_where_it_cannot_stay_shared(images: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 3)).eval()
+    model[1].bias = model[0].bias
+    plan = make_plan(model, (3, 10, 10), "tucker", {"1": 2})
+    with pytest.raises(DecompositionError, match="the plan adds up to"):
+        apply_plan(model, plan, images, options=QUICK)
+
+
+def test_cores_that_overflow_the_models_type_are_named(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit_hugely(*args: Any, **options: Any) -> Fit:
+        fit = fit_weight(*args, **options)
+        return Fit([1e30 * core for core in fit.cores], fit.error)
+
+    monkeypatch.setattr("decomposition.apply.fit_weight", fit_hugely)
+    plan = make_plan(model, (3, 10, 10), "cp", 2)
+    with pytest.raises(DecompositionError, match=r"'stem\.0': its cores are not finite in torch\.float16"):
+        apply_plan(model.half(), plan, options=QUICK)
 
 
 @pytest.mark.parametrize("name", list_formats())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from decomposition.errors import DecompositionError
 from decomposition.fitting import FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
 from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
+from decomposition.metric import RowFactor, times
 from decomposition.modes import WeightModes
 
 SMALL = WeightModes((8,), (6,), 9)
@@ -261,6 +262,49 @@ def test_cp_terms_stay_bounded_on_a_degenerate_tensor(seed: int) -> None:
     assert fit.error < 0.2  # the best sum of two orthogonal terms leaves 0.58
     in_float32 = cp.reconstruct([core.float() for core in fit.cores], modes).double()
     assert output_error(weight, in_float32, None) == pytest.approx(fit.error, abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "modes"), CASES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000), seen=st.integers(1, 60), decay=st.floats(0, 6), sensed=st.integers(0, 6))
+def test_the_terms_of_a_fit_never_cancel(
+    name: str, modes: WeightModes, seed: int, seen: int, decay: float, sensed: int
+) -> None:
+    tensor_format = get_format(name)
+    weight = normal(modes.out_channels, modes.in_channels, modes.kernel, seed=seed)
+    spectrum = 10.0 ** -(decay * torch.linspace(0, 1, modes.columns, dtype=torch.float64))
+    metric = RowFactor(normal(seen, modes.columns, seed=seed + 1) * spectrum)
+    gradients = normal(sensed, modes.out_channels, seed=seed + 2)
+    fit = fit_weight(
+        tensor_format,
+        weight,
+        modes,
+        middle_ranks(tensor_format, modes),
+        metric,
+        FitOptions(iterations=40),
+        sensitivity=gradients.T @ gradients if sensed else None,
+    )
+    output, features = tensor_format.halves(fit.cores, modes)
+    sizes = output.square().sum(0)
+    terms = (sizes * features.square().sum(1)).sum().sqrt()
+    assert terms / weight.norm() <= LARGEST_AMPLIFICATION * 1.001
+    rows = weight.flatten(1)
+    outputs = (sizes * (times(features, metric) * features).sum(1)).sum()
+    assert (outputs / (times(rows, metric) * rows).sum()).sqrt() <= LARGEST_AMPLIFICATION * 1.001
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_a_layer_that_no_bounded_fit_is_found_for_gets_the_algebraic_solution(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor_format, weight = get_format(name), normal_weight(SMALL)
+    ranks = middle_ranks(tensor_format, SMALL)
+    monkeypatch.setattr("decomposition.fitting.LARGEST_AMPLIFICATION", 0.0)
+    fit = fit_weight(tensor_format, weight, SMALL, ranks, second_moment(SMALL.columns))
+    start = tensor_format.reconstruct(tensor_format.start(weight, SMALL, ranks), SMALL)
+    torch.testing.assert_close(tensor_format.reconstruct(fit.cores, SMALL), start)
+    error = output_error(weight, start, second_moment(SMALL.columns))
+    assert fit.error == pytest.approx(error, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -188,6 +188,57 @@ def test_a_functional_use_of_the_weight_is_not_seen_as_a_call() -> None:
     assert "never called" in (inspect_layers(model, (3,))[0].refusal or "")
 
 
+def test_the_cost_of_a_weight_that_is_used_without_its_layer_is_counted() -> None:
+    model = Forward(
+        lambda self, x: F.linear(input=F.linear(x, self.a.weight), weight=self.b.weight),
+        a=nn.Linear(3, 4),
+        b=nn.Linear(4, 2),
+    )
+    specs = inspect_layers(model, (5, 3))
+    assert [spec.macs for spec in specs] == [5 * 12, 5 * 8]
+    assert sum(spec.macs for spec in specs) == count_macs(model, (5, 3))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_the_layers_of_a_transformer_add_up_to_the_models_but_for_the_input_projections(
+    batch_first: bool, fast_path: bool
+) -> None:
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = self.encoder(x if batch_first else x.transpose(0, 1))  # type: ignore[operator]
+        return self.head(y.mean(1 if batch_first else 0))  # type: ignore[operator, no-any-return]
+
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = Forward(forward, encoder=encoder, head=nn.Linear(16, 3)).eval()
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    try:
+        specs, macs = by_name(model, (7, 16)), count_macs(model, (7, 16))
+        assert torch.backends.mha.get_fastpath_enabled() == fast_path
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    projections = 2 * 7 * 3 * 16 * 16
+    assert sum(spec.macs for spec in specs.values()) + projections == macs
+    assert specs["encoder.layers.0.linear1"].macs == 7 * 16 * 32
+    attention = specs["encoder.layers.1.self_attn.out_proj"]
+    assert attention.macs == 7 * 16 * 16
+    assert "a NonDynamicallyQuantizableLinear" in (attention.refusal or "")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Forward(lambda self, x: self.layer(x.reshape(-1, 4, 6)), layer=nn.Linear(6, 5)),
+        Forward(lambda self, x: self.layer(x.reshape(-1, 1, 6, 2)), layer=nn.Conv2d(1, 3, (3, 1))),
+        Forward(lambda self, x: self.layer(x.reshape(-1, 6)), layer=nn.Linear(6, 5)),
+    ],
+    ids=["windows of a linear layer", "windows of a convolution", "positions on the batch axis"],
+)
+def test_every_piece_that_an_input_is_cut_into_counts(model: nn.Module) -> None:
+    (spec,) = compressible_layers(model, (3, 4, 12))
+    assert spec.macs == count_macs(model, (3, 4, 12))
+
+
 def test_a_wrong_input_shape_is_named(small_net: nn.Module) -> None:
     with pytest.raises(DecompositionError, match=r"input of shape \(4, 10, 10\)"):
         inspect_layers(small_net, (4, 10, 10))

@@ -8,7 +8,18 @@ from torch import nn
 
 from decomposition import apply_plan, collect_moments, compressible_layers, fit_weight, get_format, make_plan
 from decomposition.lockstep import _few_patches, _many_patches
-from decomposition.metric import RowFactor, channel_moments, is_finite, scaled, times, to_bytes
+from decomposition.metric import (
+    RowFactor,
+    channel_moments,
+    is_finite,
+    scaled,
+    shrunk,
+    squared_norm,
+    times,
+    to_bytes,
+    trace,
+    with_mean,
+)
 from decomposition.modes import WeightModes
 
 
@@ -16,15 +27,26 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_rows_and_matrix_are_the_same_metric() -> None:
+@pytest.mark.parametrize("ridge", [0.0, 0.7])
+def test_rows_and_matrix_are_the_same_metric(ridge: float) -> None:
     rows, left = normal(5, 18), normal(3, 18, seed=1)
-    factor, matrix = RowFactor(rows), rows.T @ rows
+    eye = torch.eye(18, dtype=torch.float64)
+    factor, matrix = RowFactor(rows, ridge), rows.T @ rows + ridge * eye
     torch.testing.assert_close(times(left, factor), times(left, matrix))
     torch.testing.assert_close(times(left, scaled(factor, 3.0)), times(left, scaled(matrix, 3.0)))
+    torch.testing.assert_close(times(left, shrunk(factor, 0.3)), times(left, shrunk(matrix, 0.3)))
+    torch.testing.assert_close(
+        times(left, with_mean(factor, left[0])), times(left, with_mean(matrix, left[0]))
+    )
     torch.testing.assert_close(channel_moments(factor, 2, 9), channel_moments(matrix, 2, 9))
-    assert to_bytes(factor) != to_bytes(RowFactor(2 * rows))
+    assert trace(factor) == pytest.approx(trace(matrix))
+    assert squared_norm(factor) == pytest.approx(squared_norm(matrix))
+    assert trace(shrunk(factor, 0.3)) == pytest.approx(trace(factor))
+    assert to_bytes(factor) != to_bytes(RowFactor(2 * rows, ridge))
+    assert to_bytes(factor) != to_bytes(RowFactor(rows, ridge + 1))
     assert is_finite(factor)
-    assert not is_finite(RowFactor(rows / 0))
+    assert not is_finite(RowFactor(rows / 0, ridge))
+    assert not is_finite(RowFactor(rows, float("nan")))
 
 
 @pytest.mark.parametrize("name", ["tucker", "tensor_ring"])
@@ -51,12 +73,15 @@ def test_moments_of_few_inputs_are_kept_as_rows() -> None:
     torch.testing.assert_close(times(eye, few.second_moment), many.second_moment, rtol=1e-4, atol=1e-5)
 
 
-def test_both_ways_to_solve_a_refit_agree() -> None:
-    weight, x, y = normal(4, 12), normal(30, 12, seed=1), normal(30, 12, seed=2)
-    means = x.mean(0), y.mean(0)
-    few, many = (solve(weight, x, y, *means) for solve in (_few_patches, _many_patches))
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("inputs", [30, 6])
+def test_both_ways_to_solve_a_refit_agree(inputs: int, centred: bool) -> None:
+    weight, x, y = normal(4, 12), normal(30, 12, seed=1) + 1, normal(30, 12, seed=2) - 1
+    given, labels = (weight, x, y, x.mean(0), y.mean(0)), torch.arange(30) % inputs
+    few, many = (solve(*given, labels, centred=centred) for solve in (_few_patches, _many_patches))
     torch.testing.assert_close(few[0], many[0])
-    torch.testing.assert_close(times(torch.eye(12, dtype=torch.float64), few[1]), many[1])
+    eye = torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(times(eye, few[1]), times(eye, many[1]))
 
 
 @pytest.mark.parametrize("sequential", [False, True])
