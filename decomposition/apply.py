@@ -12,7 +12,7 @@ from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
 from decomposition.fitting import FitOptions
-from decomposition.layers import DecomposableModule, LayerSpec, weight_of
+from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
 from decomposition.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import (
     PATCHES_PER_LAYER,
@@ -134,12 +134,29 @@ def contracted(model: nn.Module) -> nn.Module:
     return network
 
 
-def dense_form(model: nn.Module) -> nn.Module:
-    """Return a copy of a compressed model with dense layers of the contracted weights in place again."""
+def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
+    """Return a copy of a compressed model with dense layers of the contracted weights in place again.
+
+    Args:
+        model: The compressed model.
+        plan: Its plan; what group operations changed stays changed.
+    """
     network = copied(model)
-    for layer in factorised_layers(network).values():
-        replace_module(network, layer, layer.to_dense().train(layer.training))
+    modules = dict(network.named_modules())
+    for layer in plan:
+        if layer.layer_operations and layer.name in modules:
+            replace_module(network, modules[layer.name], _dense_layer(modules[layer.name]))
     return network
+
+
+def _dense_layer(module: nn.Module) -> nn.Module:
+    """Return the dense layer that a layer was made of, which operations may have wrapped."""
+    for each in module.modules():
+        if isinstance(each, FactorisedLayer):
+            return each.to_dense().train(module.training)
+        if is_decomposable_module(each):
+            return each
+    return module
 
 
 def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:

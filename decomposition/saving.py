@@ -103,7 +103,7 @@ def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Mo
         return load_compressed(dense, path)[0].eval()
     with safe_open(path, framework="pt") as file:
         plan = CompressionPlan.from_json(file.metadata()[_PLAN_KEY])
-    architecture = dense_form(model)
+    architecture = dense_form(model, plan)
     # What group operations changed is changed in the model already; the other entries hold for the rest.
     left = plan.after_groups(architecture, lambda kind, network, chosen: network)[1]
     return load_compressed(architecture, path, left)[0].eval()

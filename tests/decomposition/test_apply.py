@@ -307,7 +307,7 @@ def test_model_that_needs_more_than_its_tensors_is_not_saved(model: nn.Module, t
     small.factor.fill_(2.0)  # type: ignore[operator, union-attr]
     with pytest.raises(PlanError, match="other outputs, although its tensors are the same"):
         save_compressed(small, plan, tmp_path / "small.safetensors", dense=scaled)
-    save_compressed(small, plan, tmp_path / "small.safetensors", dense=dense_form(small))
+    save_compressed(small, plan, tmp_path / "small.safetensors", dense=dense_form(small, plan))
 
 
 @pytest.mark.parametrize("prepare", ["diverged", "channels last", "bfloat16", "shared layers"])
@@ -368,7 +368,7 @@ def test_cores_that_overflow_the_models_type_are_named(
         fit = fit_weight(*args, **options)
         return Fit([1e30 * core for core in fit.cores], fit.error)
 
-    monkeypatch.setattr("decomposition.apply.fit_weight", fit_hugely)
+    monkeypatch.setattr("decomposition.operations.factorise.fit_weight", fit_hugely)
     plan = make_plan(model, (3, 10, 10), "cp", 2)
     with pytest.raises(DecompositionError, match=r"'stem\.0': its cores are not finite in torch\.float16"):
         apply_plan(model.half(), plan, options=QUICK)
