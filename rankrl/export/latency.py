@@ -24,8 +24,8 @@ from rankrl.wording import counted
 Clock = Literal["processor", "wall"]
 
 SMALLEST_CHANGE = 0.03
-"""Two sessions of one and the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons on a
-busy machine, of which the interval alone would have called 7 a change."""
+"""Two sessions of one and the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons
+on a busy machine, of which the interval alone would have called 7 a change."""
 _SPREAD_PERCENTILES = (10, 90)
 _INTERVAL_PERCENTILES = (2.5, 97.5)
 _RESAMPLES = 2000
