@@ -101,4 +101,4 @@ def test_the_setup_names_command_seed_versions_and_hardware() -> None:
     assert setup["Command"] == "rankrl model=resnet20 'note=two words'"
     assert setup["Seed"] == "7"
     assert "torch" in setup["Versions"]
-    assert "cores" in setup["Processor"]
+    assert " core" in setup["Processor"]
