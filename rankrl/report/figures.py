@@ -87,6 +87,7 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
         axes.axhline(
             row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label="greedy's plan"
         )
+        axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
     number_axis(axes)
     whole_axis(axes, bins=8 if size[0] > NARROW[0] else 5)
     upper_legend(figure, columns=6 if size[0] > NARROW[0] else 3)

@@ -97,8 +97,8 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
     if not near_guessing(found, share, len(heldout)):
         return None
     return (
-        f"The network is hardly better than guessing: it answers {found:.1%} of "
-        f"{counted(len(heldout), 'held-out image')} right, one answer to all of them {share:.1%}"
+        f"The network is hardly better than guessing: it answers {100 * found:.1f} % of "
+        f"{counted(len(heldout), 'held-out image')} right, one answer to all of them {100 * share:.1f} %"
     )
 
 

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+from rankrl.models import create_model
+from rankrl.workflow.network import model_title
 
 _spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
 assert _spec is not None
@@ -60,6 +64,29 @@ def failing(width):
 @pytest.fixture(autouse=True)
 def _my_networks(tmp_path: Path) -> None:
     (tmp_path / "networks_of_mine.py").write_text(NETWORKS)
+
+
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        ({"architecture": "resnet20"}, "resnet20"),
+        ({"architecture": "torchvision", "name": "resnet18"}, "resnet18"),
+        ({"_target_": "timm.create_model", "model_name": "resnet10t"}, "resnet10t (timm.create_model)"),
+        (
+            {"_target_": "torchvision.models.get_model", "name": "vgg11"},
+            "vgg11 (torchvision.models.get_model)",
+        ),
+        ({"_target_": "mine.build", "width": 3}, "LeNet5 (mine.build)"),
+        ({"_target_": "mine.LeNet5", "name": None}, "mine.LeNet5"),
+    ],
+)
+def test_a_network_is_called_by_its_name(options: dict[str, object], title: str) -> None:
+    network = create_model("lenet5", input_shape=(1, 28, 28), num_classes=10)
+    assert model_title({"architecture": "custom", "checkpoint": None, **options}, network) == title
+
+
+def test_a_class_of_torch_names_nothing() -> None:
+    assert model_title({"_target_": "mine.build"}, nn.Sequential()) == "mine.build"
 
 
 @pytest.mark.parametrize("name", ["tensor_ring", "cp"])

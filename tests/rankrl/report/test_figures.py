@@ -205,6 +205,12 @@ def test_one_epoch_is_a_visible_point(epochs: Sequence[EpochRow]) -> None:
         assert shown(axes, "x")[1] == ["1"]
 
 
+def test_a_search_of_the_reference_plan_alone_is_a_point(episodes: Sequence[EpisodeRow]) -> None:
+    (axes,) = reward_figure(episodes[:1]).axes
+    assert shown(axes, "x")[1] == ["0"]
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "."] == [[0]]
+
+
 STORY: dict[str, Callable[[], Figure]] = {
     "budgets": lambda: story_page.kept_figure(
         {
