@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from decomposition.layers import compressible_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
+from decomposition.operations import Factorise
 from rankrl.data import Images
 from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)
 
@@ -34,6 +35,15 @@ class SmallNetwork(nn.Module):
         return self.last(torch.relu(self.third(x)).mean((2, 3)))
 
 
+def rank_sums(problem: SearchProblem, choices: Choices) -> list[int]:
+    """Sum of the ranks of every layer under a plan, 0 for dense layers."""
+    chosen = [site.candidates[choice] for site, choice in zip(problem.sites, choices, strict=True)]
+    return [
+        sum(sum(each.ranks) for each in candidate.operations if isinstance(each, Factorise))
+        for candidate in chosen
+    ]
+
+
 class SyntheticEvaluator:
     """Scores a plan by a fixed smooth function of its ranks; no network, no images."""
 
@@ -42,24 +52,22 @@ class SyntheticEvaluator:
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self.calls = 0
-        self._known: dict[object, Evaluation] = {}
+        self._known: dict[Choices, Evaluation] = {}
 
-    def evaluate(self, plans: list) -> list[Evaluation]:
-        return [self._evaluate(plan) for plan in plans]
+    def evaluate(self, plans: list[Choices]) -> list[Evaluation]:
+        return [self._evaluate(choices) for choices in plans]
 
-    def _evaluate(self, plan: object) -> Evaluation:
-        key = self.problem.ranks(plan)
-        cached = key in self._known
+    def _evaluate(self, choices: Choices) -> Evaluation:
+        cached = choices in self._known
         if not cached:
             self.calls += 1
-            sizes = np.array([sum(ranks) or 40 for ranks in key], dtype=float)
+            sizes = np.array([size or 40 for size in rank_sums(self.problem, choices)], dtype=float)
             weights = np.cos(np.arange(len(sizes)) * 2.4) + 1.2
             score = float(np.tanh((weights * np.sqrt(sizes)).sum() / (4 * len(sizes))))
-            params, macs = self.problem.cost(plan)
-            self._known[key] = Evaluation(
-                score, score, params, macs, params / self.problem.params, macs / self.problem.macs, 1, 0.0
-            )
-        evaluation = self._known[key]
+            cost = self.problem.cost(choices)
+            kept = cost.params / self.problem.params, cost.macs / self.problem.macs
+            self._known[choices] = Evaluation(score, score, cost.params, cost.macs, *kept, 1, 0.0)
+        evaluation = self._known[choices]
         return Evaluation(**{**vars(evaluation), "cached": cached})
 
     def state(self) -> dict:
@@ -96,8 +104,8 @@ def small_library(small_network: nn.Module) -> FitLibrary:
 
 @pytest.fixture(scope="session")
 def small_problem(small_network: nn.Module, small_library: FitLibrary) -> SearchProblem:
-    curves = small_library.curves(limit=16)
-    return SearchProblem.from_model(small_network, curves, SHAPE, params=0.5, library=small_library)
+    sites = small_library.all_candidates(limit=16)
+    return SearchProblem.from_model(small_network, sites, SHAPE, params=0.5, library=small_library)
 
 
 @pytest.fixture

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import get_args
 
 import gymnasium
 import numpy as np
 import pytest
-from decomposition.curves import RankCurve
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
+from decomposition import Cost
 from decomposition.formats import list_formats
 from decomposition.library import FitLibrary
 from rankrl.envs import ENVIRONMENT_ID, RankSelectionEnv
+from rankrl.envs.actions import create_action_map
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 
 MAPS = {
     "importance": {},
@@ -28,8 +30,8 @@ MAPS = {
 }
 
 
-def reward(plan) -> float:
-    return 0.25 + 0.01 * sum(sum(layer.ranks) % 7 for layer in plan.layers)
+def reward(choices: Choices) -> float:
+    return 0.25 + 0.01 * sum(choice % 7 for choice in choices)
 
 
 def play(env: gymnasium.Env, actions: np.ndarray, **options):
@@ -46,8 +48,8 @@ def format_problem(request: pytest.FixtureRequest, small_network, small_library)
     library = FitLibrary(
         small_network, list(small_library.specs.values()), request.param, moments=small_library.moments
     )
-    curves: list[RankCurve] = library.curves(limit=4)
-    return SearchProblem.from_model(small_network, curves, (1, 8, 8), params=0.55, library=library)
+    sites = library.all_candidates(limit=4)
+    return SearchProblem.from_model(small_network, sites, (1, 8, 8), params=0.55, library=library)
 
 
 @pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
@@ -63,9 +65,7 @@ def test_both_checkers_pass_for_every_format_and_kind_of_action(format_problem, 
 def test_action_zero_everywhere_is_greedys_plan(format_problem, options) -> None:
     env = RankSelectionEnv(format_problem, reward, **options)
     *_, info = play(env, np.zeros((env.layers, *env.action_space.shape), dtype=np.float32))
-    assert format_problem.ranks(info["plan"]) == format_problem.ranks(
-        format_problem.plan(format_problem.preset, "greedy")
-    )
+    assert info["choices"] == tuple(format_problem.preset)
 
 
 @pytest.mark.parametrize("measure", ["params", "macs"])
@@ -75,13 +75,13 @@ def test_every_plan_keeps_the_budget(
     small_network, small_library, small_problem, options, measure, seed, extreme
 ):
     problem = SearchProblem.from_model(
-        small_network, small_problem.curves, (1, 8, 8), **{measure: 0.5}, library=small_library
+        small_network, small_problem.sites, (1, 8, 8), **{measure: 0.5}, library=small_library
     )
     env = RankSelectionEnv(problem, reward, **options)
     actions = np.random.default_rng(seed).uniform(-1, 1, (env.layers, *env.action_space.shape))
     actions = np.sign(actions) if extreme else actions
     observations, _, terminated, truncated, info = play(env, actions.astype(np.float32))
-    assert problem.keeps_budget(info["plan"])
+    assert problem.keeps_budget(info["choices"])
     assert terminated
     assert not truncated
     assert all(observation in env.observation_space for observation in observations)
@@ -89,8 +89,8 @@ def test_every_plan_keeps_the_budget(
 
 @pytest.mark.parametrize("feature", get_args(Feature))
 def test_every_feature_stays_in_the_observation_space(small_problem, feature) -> None:
-    env = RankSelectionEnv(small_problem, lambda plan: 7.5, features=(feature,))
-    plain = RankSelectionEnv(small_problem, lambda plan: 7.5)
+    env = RankSelectionEnv(small_problem, lambda choices: 7.5, features=(feature,))
+    plain = RankSelectionEnv(small_problem, lambda choices: 7.5)
     assert env.observation_space.shape[0] > plain.observation_space.shape[0]
     for _ in range(2):
         observations, *_ = play(env, np.full((env.layers, 1), 0.7, dtype=np.float32))
@@ -99,7 +99,7 @@ def test_every_feature_stays_in_the_observation_space(small_problem, feature) ->
 
 def test_reward_comes_once_and_at_the_end(small_problem) -> None:
     plans = []
-    env = RankSelectionEnv(small_problem, lambda plan: plans.append(plan) or 0.5)
+    env = RankSelectionEnv(small_problem, lambda choices: plans.append(choices) or 0.5)
     env.reset()
     rewards = [env.step(np.zeros(1, dtype=np.float32))[1] for _ in range(env.layers)]
     assert rewards == [0.0] * (env.layers - 1) + [0.5]
@@ -110,7 +110,7 @@ def test_without_a_reward_the_plan_is_left_to_the_caller(small_problem) -> None:
     env = RankSelectionEnv(small_problem, features=("last_reward",))
     _, value, terminated, _, info = play(env, np.zeros((env.layers, 1)), options={"last_reward": 0.5})
     assert (value, terminated) == (0.0, True)
-    assert small_problem.keeps_budget(info["plan"])
+    assert small_problem.keeps_budget(info["choices"])
 
 
 def test_the_next_observation_shows_the_previous_action(small_problem) -> None:
@@ -121,7 +121,7 @@ def test_the_next_observation_shows_the_previous_action(small_problem) -> None:
 
 
 def test_equal_actions_bring_equal_episodes(small_problem) -> None:
-    actions = np.random.default_rng(3).uniform(-1, 1, (len(small_problem.curves), 1)).astype(np.float32)
+    actions = np.random.default_rng(3).uniform(-1, 1, (len(small_problem.sites), 1)).astype(np.float32)
     first = play(RankSelectionEnv(small_problem, reward), actions, seed=1)
     second = play(RankSelectionEnv(small_problem, reward), actions, seed=2)
     assert np.array_equal(first[0], second[0])
@@ -149,27 +149,102 @@ def test_options_that_contradict_are_refused(small_problem, small_network) -> No
         RankSelectionEnv(small_problem, action="ranks")
     with pytest.raises(ConfigError, match="curve"):
         RankSelectionEnv(small_problem, features=("errors",))
-    free = SearchProblem.from_model(small_network, small_problem.curves, (1, 8, 8))
+    free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     with pytest.raises(ConfigError, match="budget"):
         RankSelectionEnv(free, action="importance")
 
 
 def test_without_a_budget_rank_actions_reach_the_dense_network(small_problem, small_network) -> None:
-    free = SearchProblem.from_model(small_network, small_problem.curves, (1, 8, 8))
+    free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     env = RankSelectionEnv(free, reward)
     *_, info = play(env, np.ones((env.layers, 1)))
-    assert free.cost(info["plan"]) == (free.params, free.macs)
+    assert info["choices"] == tuple(site.dense for site in free.sites)
+    assert free.cost(info["choices"]) == Cost(free.params, free.macs, 4 * free.params)
     *_, info = play(env, -np.ones((env.layers, 1)))
-    assert free.cost(info["plan"])[0] < free.params / 2
+    assert free.cost(info["choices"]).params < free.params / 2
 
 
 def test_more_importance_never_costs_the_layer_parameters(small_problem) -> None:
     env = RankSelectionEnv(small_problem)
-    for layer, curve in enumerate(small_problem.curves):
+    for layer, site in enumerate(small_problem.sites):
         sizes = []
         for value in (-1.0, 0.0, 1.0):
             actions = np.zeros((env.layers, 1))
             actions[layer] = value
             *_, info = play(env, actions)
-            sizes.append(info["plan"][curve.spec.name].params(curve.spec))
+            sizes.append(site.params[info["choices"][layer]])
         assert sizes[0] <= sizes[2]
+
+
+def bonds_problem(small_network, small_library, name: str, **budget) -> SearchProblem:
+    library = FitLibrary(
+        small_network, list(small_library.specs.values()), name, moments=small_library.moments
+    )
+    return SearchProblem.from_model(
+        small_network, library.all_candidates(limit=6), (1, 8, 8), **budget, library=library
+    )
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_with_an_action_a_bond_zero_is_the_preset_and_one_is_dense(
+    small_network, small_library, name
+) -> None:
+    """Without a budget; the lowest actions are the candidates of the least ranks."""
+    free = bonds_problem(small_network, small_library, name)
+    chosen = create_action_map(free, per_bond=True)
+    shape = (len(free.sites), chosen.components)
+    assert chosen.components == max(len(site.candidates[0].operations[0].ranks) for site in free.sites[:-1])
+    assert chosen.choices_of(np.zeros(shape)) == tuple(free.preset)
+    assert chosen.choices_of(np.ones(shape)) == tuple(site.dense for site in free.sites)
+    least = [
+        int(np.argmin([sum(np.log(one.ranks)) for each in site.candidates for one in each.operations] or [0]))
+        for site in free.sites
+    ]
+    assert chosen.choices_of(-np.ones(shape)) == tuple(least)
+
+
+@pytest.mark.parametrize("name", list_formats())
+@given(seed=st.integers(0, 1000), extreme=st.booleans())
+def test_with_an_action_a_bond_every_plan_is_of_candidates_within_the_budget(
+    problems, name, seed, extreme
+) -> None:
+    problem = problems(name)
+    chosen = create_action_map(problem, per_bond=True)
+    actions = np.random.default_rng(seed).uniform(-1, 1, (2, len(problem.sites), chosen.components))
+    actions = np.sign(actions) if extreme else actions
+    for episode, roots in zip(actions, chosen.loss_roots(actions), strict=True):
+        choices = chosen.choices_of(episode)
+        assert problem.keeps_budget(choices)
+        losses = [site.losses[choice] for site, choice in zip(problem.sites, choices, strict=True)]
+        np.testing.assert_array_equal(roots, np.sqrt(losses))
+    assert chosen.choices_of(np.zeros(actions.shape[1:])) == tuple(problem.preset)
+
+
+@pytest.fixture(scope="module")
+def problems(small_network, small_library):
+    return functools.cache(lambda name: bonds_problem(small_network, small_library, name, params=0.55))
+
+
+def test_an_action_a_bond_needs_one_format(small_network, small_library) -> None:
+    several = bonds_problem(small_network, small_library, ("cp", "tucker"), params=0.55)
+    with pytest.raises(ConfigError, match="per_bond=true needs candidates of one format"):
+        RankSelectionEnv(several, action="rank", per_bond=True)
+    for action in ("importance", "rank"):
+        env = RankSelectionEnv(several, reward, action=action)
+        *_, info = play(env, np.zeros((env.layers, 1)))
+        assert info["choices"] == tuple(several.preset)
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+@given(seed=st.integers(0, 1000))
+def test_known_losses_are_those_of_the_plans(small_problem, options, seed) -> None:
+    chosen = create_action_map(small_problem, options.get("action"), per_bond="per_bond" in options)
+    actions = np.random.default_rng(seed).uniform(-1, 1, (3, len(small_problem.sites), chosen.components))
+    actions[0] = 0
+    for episode, roots in zip(actions, chosen.loss_roots(actions), strict=True):
+        choices = chosen.choices_of(episode)
+        wanted = np.sqrt([site.losses[j] for site, j in zip(small_problem.sites, choices, strict=True)])
+        if options:
+            np.testing.assert_array_equal(roots, wanted)
+        else:  # the plan spends what the relaxation leaves over, which lowers losses
+            assert np.all(wanted <= roots + 1e-12)

@@ -11,14 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from decomposition.curves import RankCurve, candidate_ranks
+from decomposition.curves import candidate_ranks
 from torch import nn
 
+from decomposition.candidates import Candidate, CandidateSet
 from decomposition.formats import get_format
 from decomposition.layers import inspect_layers
-from decomposition.plan import LayerPlan
+from decomposition.operations import Factorise, dense_cost
+from decomposition.rank_grid import candidate_ranks
 from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
 from rankrl.selectors import create_selector
 
@@ -26,40 +28,39 @@ SHAPE = (3, 8, 8)
 
 
 def synthetic_problem(layers: int = 6) -> SearchProblem:
-    """Curves with made-up errors: nothing is fitted."""
+    """Candidates with made-up errors: nothing is fitted."""
     widths = [3, *([16] * layers)]
     network = nn.Sequential(*(nn.Conv2d(i, o, 3, padding=1) for i, o in pairwise(widths)))
     tucker = get_format("tucker")
-    curves = []
+    sites = []
     for spec in inspect_layers(network, SHAPE):
-        modes = tucker.modes(spec)
-        ranks = candidate_ranks(tucker, spec, modes)
-        entries = (*(LayerPlan(spec.name, "tucker", each) for each in ranks), LayerPlan(spec.name))
-        errors = [*np.exp(-np.arange(1, len(ranks) + 1) / (2 + spec.index)), 0.0]
-        params = np.array([entry.params(spec) for entry in entries])
-        macs = np.array([entry.macs(spec) for entry in entries])
-        curves.append(RankCurve(spec, entries, params, macs, np.array(errors)))
-    return SearchProblem.from_model(network, curves, SHAPE, params=0.5)
+        operations = [Factorise("tucker", each) for each in candidate_ranks(tucker, spec, tucker.modes(spec))]
+        errors = np.exp(-np.arange(1, len(operations) + 1) / (2 + spec.index)).tolist()
+        candidates = [
+            Candidate((each,), each.cost(spec, dense_cost(spec)), error, "tucker")
+            for each, error in zip(operations, errors, strict=True)
+        ]
+        sites.append(CandidateSet(spec, (*candidates, Candidate((), dense_cost(spec), 0.0))))
+    return SearchProblem.from_model(network, sites, SHAPE, params=0.5)
 
 
 class SlowEvaluator:
-    """Scores by a fixed function of the ranks, and takes a moment, so that a kill can fall within."""
+    """Scores by a fixed function of the choices, and takes a moment, so that a kill can fall within."""
 
     fingerprint = "slow"
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
 
-    def evaluate(self, plans: list) -> list[Evaluation]:
+    def evaluate(self, plans: list[Choices]) -> list[Evaluation]:
         evaluations = []
-        for plan in plans:
+        for choices in plans:
             time.sleep(0.005)
-            key = self.problem.ranks(plan)
-            sizes = np.array([sum(ranks) or 32 for ranks in key], dtype=float)
+            sizes = 2.0 + np.array(choices)
             score = float(np.tanh(np.sqrt(sizes * (1 + np.arange(len(sizes)) % 3)).mean() / 8))
-            params, macs = self.problem.cost(plan)
-            kept = params / self.problem.params, macs / self.problem.macs
-            evaluations.append(Evaluation(score, score, params, macs, *kept, 1, 0.0))
+            cost = self.problem.cost(choices)
+            kept = cost.params / self.problem.params, cost.macs / self.problem.macs
+            evaluations.append(Evaluation(score, score, cost.params, cost.macs, *kept, 1, 0.0))
         return evaluations
 
     def state(self) -> dict:

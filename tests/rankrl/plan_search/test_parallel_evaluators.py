@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from decomposition import FitLibrary, collect_moments, compressible_layers
+from decomposition import Factorise, FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
-from rankrl.plan_search.parallel import ParallelEvaluator, ParallelScoreEvaluator
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.parallel import GivenFits, ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
 from rankrl.plan_search.workers import LocalWorkers, WorkerError, check_workers, create_pool
 from rankrl.selectors import create_selector
@@ -72,7 +72,9 @@ def library(network: nn.Module) -> FitLibrary:
 
 @pytest.fixture(scope="module")
 def problem(network: nn.Module, library: FitLibrary) -> SearchProblem:
-    return SearchProblem.from_model(network, library.curves(limit=8), SHAPE, params=0.5, library=library)
+    return SearchProblem.from_model(
+        network, library.all_candidates(limit=8), SHAPE, params=0.5, library=library
+    )
 
 
 def options() -> EvaluatorOptions:
@@ -100,10 +102,10 @@ def scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("scores_for_workers")
 
 
-def plans(problem: SearchProblem, count: int) -> list:
+def plans(problem: SearchProblem, count: int) -> list[Choices]:
     generator = np.random.default_rng(0)
-    drawn = [problem.plan(random_choices(problem, generator), "test") for _ in range(count)]
-    assert len({problem.ranks(plan) for plan in drawn}) > 1
+    drawn = [tuple(random_choices(problem, generator).tolist()) for _ in range(count)]
+    assert len(set(drawn)) > 1
     return drawn
 
 
@@ -139,12 +141,14 @@ def test_searches_find_the_same_plans(two_workers, one_process, problem, plans_p
     assert lasting(list(results[0].rows)) == lasting(list(results[1].rows))
 
 
-def test_ranks_that_are_no_candidates_are_fitted_once_and_sent(two_workers, one_process, problem) -> None:
-    two_workers.restore({"first_scores": []}, {})
-    candidates = {entry.ranks for entry in problem.curves[1].entries}
-    odd = next((a, b) for a in range(1, 6) for b in range(1, 6) if (a, b) not in candidates)
-    plan = problem.plan_from_ranks(((), odd, (), ()), "test")
-    assert lasting(two_workers.evaluate([plan])) == lasting(one_process.evaluate([plan]))
+def test_workers_are_given_the_fits_of_every_candidate(library, problem) -> None:
+    given = GivenFits(library, problem)
+    for site in problem.sites:
+        for candidate in site.candidates:
+            found = given.weight(site.name, candidate.operations)
+            assert torch.equal(found, library.weight(site.name, candidate.operations))
+    with pytest.raises(KeyError):
+        given.fit(problem.names[0], Factorise("cp", (1,)))
 
 
 def test_the_users_own_score_runs_in_workers(network, library, problem, scores, monkeypatch) -> None:

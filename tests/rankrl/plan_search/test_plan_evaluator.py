@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.scoring_network import ScoringNetwork
 
 EXACT = Precision(torch.device("cpu"), torch.float32)
@@ -44,11 +45,11 @@ def rewritten(network: nn.Module, library: FitLibrary, problem: SearchProblem, c
     """The oracle: a plain copy of the network with weights and mean corrections set layer by layer."""
     network = copy.deepcopy(network)
     modules = dict(network.named_modules())
-    for curve, choice in zip(problem.curves, choices, strict=True):
-        entry, spec = curve.entries[choice], curve.spec
-        if entry.format is None:
+    for site, choice in zip(problem.sites, choices, strict=True):
+        spec, operations = site.spec, site.candidates[choice].operations
+        if not operations:
             continue
-        weight = library.weight(spec.name, entry.ranks)
+        weight = library.weight(spec.name, operations)
         lost = (library.weights[spec.name] - weight).flatten(1) @ library.moments[spec.name].mean
         with torch.no_grad():
             modules[spec.name].weight.copy_(weight.reshape(modules[spec.name].weight.shape))
@@ -64,9 +65,9 @@ def logits(network: nn.Module, images) -> torch.Tensor:
         return torch.cat([network(x) for x, _ in batches(images, 32, **NORMALISATION)])
 
 
-def random_choices(problem: SearchProblem, seed: int) -> list[int]:
+def random_choices(problem: SearchProblem, seed: int) -> Choices:
     generator = np.random.default_rng(seed)
-    return [int(generator.integers(len(curve))) for curve in problem.curves]
+    return tuple(int(generator.integers(len(site))) for site in problem.sites)
 
 
 @pytest.mark.parametrize("fold", [True, False])
@@ -74,12 +75,11 @@ def test_the_static_network_computes_what_the_rewritten_one_does(
     small_network, small_library, small_problem, small_images, fold
 ) -> None:
     x = next(iter(batches(small_images, len(small_images), **NORMALISATION)))[0]
-    static = ScoringNetwork(small_network, small_library, EXACT, x, fold=fold)
+    static = ScoringNetwork(small_network, small_library, small_problem.sites, EXACT, x, fold=fold)
     assert static.folded is fold
     for seed in range(5):  # one after the other in the same network, so that leftovers would show
         choices = random_choices(small_problem, seed)
-        key = small_problem.ranks(small_problem.plan(choices, "test"))
-        static.write(dict(zip(small_problem.layer_names, key, strict=True)))
+        static.write(choices)
         expected = logits(rewritten(small_network, small_library, small_problem, choices), small_images)
         torch.testing.assert_close(static.logits([x]), expected, rtol=1e-4, atol=1e-5)
 
@@ -90,15 +90,14 @@ def test_a_tiny_weight_cache_changes_nothing(small_network, small_library, small
         small_network, small_library, small_problem, small_images, term="soft_agreement", cache_bytes=1
     )
     for seed in (0, 1, 0, 2):
-        plan = small_problem.plan(random_choices(small_problem, seed), "test")
-        assert roomy(plan).score == tight(plan).score
+        choices = random_choices(small_problem, seed)
+        assert roomy(choices).score == tight(choices).score
 
 
 def test_accuracy_and_agreement_are_those_of_the_rewritten_network(
     small_network, small_library, small_problem, small_images
 ) -> None:
     choices = random_choices(small_problem, 4)
-    plan = small_problem.plan(choices, "test")
     scores = logits(rewritten(small_network, small_library, small_problem, choices), small_images)
     dense = logits(small_network, small_images)
     expected = {
@@ -107,10 +106,11 @@ def test_accuracy_and_agreement_are_those_of_the_rewritten_network(
         "soft_agreement": torch.minimum(scores.softmax(1), dense.softmax(1)).sum(1).double().mean(),
     }
     for term, value in expected.items():
-        evaluation = make(small_network, small_library, small_problem, small_images, term=term)(plan)
+        evaluation = make(small_network, small_library, small_problem, small_images, term=term)(choices)
         assert evaluation.score == pytest.approx(float(value), abs=1e-5)
         assert evaluation.accuracy == pytest.approx(float(expected["accuracy"]))
-    assert (evaluation.params, evaluation.macs) == small_problem.cost(plan)
+    cost = small_problem.cost(choices)
+    assert (evaluation.params, evaluation.macs) == (cost.params, cost.macs)
     assert evaluation.params_kept == evaluation.params / small_problem.params
 
 
@@ -118,7 +118,7 @@ def test_accuracy_and_agreement_are_those_of_the_rewritten_network(
 def test_the_dense_plan_agrees_with_the_dense_network(
     small_network, small_library, small_problem, small_images, term
 ) -> None:
-    dense = small_problem.plan([len(curve) - 1 for curve in small_problem.curves], "test")
+    dense = tuple(site.dense for site in small_problem.sites)
     evaluation = make(small_network, small_library, small_problem, small_images, term=term)(dense)
     assert evaluation.score == pytest.approx(1.0)
     assert evaluation.params_kept == 1.0
@@ -127,9 +127,9 @@ def test_the_dense_plan_agrees_with_the_dense_network(
 def test_augmented_scores_are_those_of_one_fixed_augmented_copy(
     small_network, small_library, small_problem, small_images
 ) -> None:
-    plan = small_problem.plan(small_problem.preset, "test")
+    choices = tuple(small_problem.preset.tolist())
     copied = augmented_copy(small_images, Augmentation(padding=1), 7)
-    direct = make(small_network, small_library, small_problem, copied, term="soft_agreement")(plan)
+    direct = make(small_network, small_library, small_problem, copied, term="soft_agreement")(choices)
     augmented = make(
         small_network,
         small_library,
@@ -138,7 +138,7 @@ def test_augmented_scores_are_those_of_one_fixed_augmented_copy(
         term="soft_agreement",
         augmented=True,
         seed=7,
-    )(plan)
+    )(choices)
     assert augmented.score == direct.score
 
 
@@ -150,7 +150,7 @@ def test_reestimated_statistics_are_the_batch_statistics(
     )
     assert not evaluator.network.folded
     choices = random_choices(small_problem, 1)
-    evaluator(small_problem.plan(choices, "test"))
+    evaluator(choices)
     network = rewritten(small_network, small_library, small_problem, choices)
     x = next(iter(batches(small_images, 96, **NORMALISATION)))[0]
     with torch.no_grad():
@@ -159,8 +159,8 @@ def test_reestimated_statistics_are_the_batch_statistics(
 
 
 def test_equal_plans_are_scored_once(evaluator, small_problem) -> None:
-    plan = small_problem.plan(small_problem.preset, "one")
-    first, second = evaluator(plan), evaluator(small_problem.plan(small_problem.preset, "another"))
+    choices = tuple(small_problem.preset.tolist())
+    first, second = evaluator(choices), evaluator(tuple(small_problem.preset.tolist()))
     assert (first.cached, second.cached) == (False, True)
     assert second.score == first.score
     assert evaluator.scored == 1
@@ -178,7 +178,7 @@ def test_halving_scores_the_worse_half_on_a_part(
         halving=Halving(fraction=0.25, keep=0.5),
         batch_size=8,
     )
-    seen = [evaluator(small_problem.plan(random_choices(small_problem, seed), "test")) for seed in range(20)]
+    seen = [evaluator(random_choices(small_problem, seed)) for seed in range(20)]
     parts = [evaluation for evaluation in seen if evaluation.images == 24]
     whole = [evaluation for evaluation in seen if evaluation.images == 96]
     assert len(parts) + len(whole) == len(seen)
@@ -213,8 +213,11 @@ def test_halving_out_of_range_is_refused(options) -> None:
 def test_scores_that_are_not_finite_name_the_plan(evaluator, small_problem) -> None:
     with torch.no_grad():
         evaluator.network.model.last.bias.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=r"chosen by someone .*'second': \["):
-        evaluator(small_problem.plan([0, 0, 0, -1], "someone"))
+    second = re.escape(str(small_problem.sites[1].candidates[0]))
+    with pytest.raises(
+        NonFiniteError, match=rf"infinite for the plan .*'second': '{second}'.*'last': 'dense'"
+    ):
+        evaluator((0, 0, 0, small_problem.sites[3].dense))
 
 
 def test_a_batch_norm_with_other_inputs_is_not_folded(small_images) -> None:
@@ -236,7 +239,7 @@ def test_a_batch_norm_with_other_inputs_is_not_folded(small_images) -> None:
         network.norm.running_mean.fill_(0.4)
     library = FitLibrary(network, compressible_layers(network, (1, 8, 8)), "tucker")
     x = next(iter(batches(small_images, 8, **NORMALISATION)))[0]
-    static = ScoringNetwork(network, library, EXACT, x)
+    static = ScoringNetwork(network, library, library.all_candidates(limit=1), EXACT, x)
     assert not static.folded
     with torch.no_grad():
         torch.testing.assert_close(static.logits([x]), network(x))
@@ -269,7 +272,7 @@ def test_a_batch_norm_of_a_kind_of_its_own_stays_while_others_are_folded() -> No
     ).eval()
     x = torch.randn(8, 3, 8, 8)
     library = FitLibrary(model, compressible_layers(model, x.shape[1:]), "tucker")
-    static = ScoringNetwork(model, library, EXACT, x)
+    static = ScoringNetwork(model, library, library.all_candidates(limit=1), EXACT, x)
     assert static.folded
     assert isinstance(static.model[1], NormAndActivate)
     assert isinstance(static.model[3], nn.Identity)

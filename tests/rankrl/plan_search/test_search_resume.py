@@ -25,11 +25,19 @@ from rankrl.plan_search.state import STATE_FILE
 from rankrl.selectors import create_selector, list_selectors, selector_options
 
 EPISODES = 14
-FAST_AGENT = {"warmup_episodes": 4, "updates_per_episode": 4, "candidates": 8, "batch_size": 8, "critics": 2}
+FAST_POLICY = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
+FAST_BAYES = {"warmup_episodes": 4, "candidates": 8}
+FAST = {
+    "ddpg": FAST_POLICY,
+    "td3": FAST_POLICY,
+    "sac": FAST_POLICY,
+    "bayes": FAST_BAYES,
+    "bayes_ddpg": FAST_BAYES,
+}
 
 
 def options(name: str) -> dict:
-    return FAST_AGENT if name in ("ddpg", "td3", "sac") else {}
+    return FAST.get(name, {})
 
 
 class Killed(BaseException):
@@ -93,7 +101,7 @@ def test_every_selector_goes_on_exactly(
         with (folder / EPISODES_FILE).open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert [int(row["episode"]) for row in rows] == list(range(1, len(whole.rows) + 1))
-        assert [row["ranks"] for row in rows] == [row.ranks for row in whole.rows]
+        assert [row["choices"] for row in rows] == [row.choices for row in whole.rows]
 
 
 def test_a_real_evaluator_with_halving_goes_on_exactly(
@@ -110,11 +118,11 @@ def test_a_real_evaluator_with_halving_goes_on_exactly(
             options=EvaluatorOptions(term="soft_agreement", halving=Halving(), batch_size=16),
         )
 
-    whole = search(small_problem, evaluator(), "ddpg", tmp_path / "whole")
+    whole = search(small_problem, evaluator(), "random", tmp_path / "whole")
     assert {row.images for row in whole.rows} == {32, 96}
     with pytest.raises(Killed):
-        search(small_problem, FragileEvaluator(evaluator(), 6), "ddpg", tmp_path / "killed")
-    resumed = search(small_problem, evaluator(), "ddpg", tmp_path / "killed", resume=True)
+        search(small_problem, FragileEvaluator(evaluator(), 6), "random", tmp_path / "killed")
+    resumed = search(small_problem, evaluator(), "random", tmp_path / "killed", resume=True)
     assert lasting(resumed) == lasting(whole)
 
 

@@ -23,16 +23,17 @@ def test_the_best_plan_wins(small_problem, synthetic_evaluator) -> None:
     assert len(result.rows) == 12
     assert result.stopped_by == "episodes"
     assert result.best.reward == max(row.reward for row in result.rows) == result.rows[-1].best_reward
-    assert small_problem.ranks(result.plan) == result.best.ranks_key
+    assert result.chosen == result.best
+    assert result.plan == small_problem.plan(result.best.key, "random")
     assert result.plan.chosen_by == "random"
-    assert small_problem.keeps_budget(result.plan)
+    assert small_problem.keeps_budget(result.best.key)
     assert result.evaluations == synthetic_evaluator.calls
 
 
 def test_the_best_rows_are_different_plans_in_order(small_problem, synthetic_evaluator) -> None:
     rows = search(small_problem, synthetic_evaluator, episodes=30).rows
     best = best_rows(rows, 5)
-    assert len({row.ranks for row in best}) == 5
+    assert len({row.key for row in best}) == 5
     assert [row.reward for row in best] == sorted((row.reward for row in best), reverse=True)
 
 
@@ -91,10 +92,14 @@ def test_a_full_disk_keeps_the_state_of_the_step_before(
         search(small_problem, synthetic_evaluator, folder=tmp_path, on_episode=full)
     monkeypatch.undo()
     assert len(SearchState.load(tmp_path / "search.safetensors").rows) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["episodes.csv", "search.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "candidates.json",
+        "episodes.csv",
+        "search.safetensors",
+    ]
     whole = search(small_problem, synthetic_evaluator)
     resumed = search(small_problem, synthetic_evaluator, folder=tmp_path, resume=True)
-    assert [row.ranks for row in resumed.rows] == [row.ranks for row in whole.rows]
+    assert [row.key for row in resumed.rows] == [row.key for row in whole.rows]
 
 
 @pytest.mark.parametrize("limits", [{"episodes": 0}, {"seconds": 0.0}, {"patience": -1}])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decomposition import FitLibrary, FitOptions
 from decomposition.heuristics import get_heuristic, list_heuristics
 from rankrl.errors import ConfigError
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.selectors import (
     Selector,
     create_selector,
@@ -25,39 +26,41 @@ from rankrl.selectors.random_plans import random_choices
 from rankrl.selectors.tpe import STUDY_FILE, STUDY_NAME
 
 EPISODES = 12
-FAST_AGENT = {"warmup_episodes": 3, "updates_per_episode": 2, "candidates": 6, "batch_size": 8, "critics": 2}
+FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
+FAST_BAYES = {"warmup_episodes": 3, "candidates": 6}
 REINFORCEMENT = ["ddpg", "sac", "td3"]
+BAYES = ["bayes", "bayes_ddpg"]
 
 
 def make(name: str, problem: SearchProblem, seed: int = 0, **options) -> Selector:
-    fast = FAST_AGENT if name in REINFORCEMENT else {}
+    fast = FAST_POLICY if name in REINFORCEMENT else FAST_BAYES if name in BAYES else {}
     return create_selector(name, problem, seed=seed, episodes=EPISODES, **{**fast, **options})
 
 
-def run(selector: Selector, steps: int = EPISODES) -> list:
+def run(selector: Selector, steps: int = EPISODES) -> list[Choices]:
     plans = []
     for _ in range(steps):
         proposals = selector.propose()
-        plans += [proposal.plan for proposal in proposals]
-        sizes = [sum(sum(ranks) for ranks in selector.problem.ranks(p.plan)) for p in proposals]
-        selector.observe(proposals, [float(np.tanh(size / 100)) for size in sizes])
+        plans += [proposal.choices for proposal in proposals]
+        selector.observe(proposals, [float(np.tanh(sum(each.choices) / 20)) for each in proposals])
     return plans
 
 
 def test_the_names_of_the_contract_are_there() -> None:
-    assert {"ddpg", "random", "uniform", "energy", "vbmf", "greedy", "tpe"} <= set(list_selectors())
+    searches = {*REINFORCEMENT, *BAYES, "tpe", "local", "random"}
+    assert {*searches, "uniform", "energy", "vbmf", "greedy"} <= set(list_selectors())
 
 
 @pytest.mark.parametrize("name", list_selectors())
-@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
 def test_every_proposed_plan_keeps_the_budget(small_problem, small_network, small_library, name, measure):
     problem = SearchProblem.from_model(
-        small_network, small_problem.curves, (1, 8, 8), **{measure: 0.6}, library=small_library
+        small_network, small_problem.sites, (1, 8, 8), **{measure: 0.6}, library=small_library
     )
     plans = run(make(name, problem))
     assert plans
-    assert all(problem.keeps_budget(plan) for plan in plans)
-    assert all(plan.chosen_by == name for plan in plans)
+    assert all(problem.keeps_budget(choices) for choices in plans)
+    assert all(type(choice) is int for choices in plans for choice in choices)
 
 
 @pytest.mark.parametrize("name", list_selectors())
@@ -77,18 +80,17 @@ def test_listings_describe_every_selector(name) -> None:
 @pytest.mark.parametrize("name", list_heuristics())
 def test_heuristics_propose_their_plan_once(small_problem, name) -> None:
     selector = make(name, small_problem)
-    choices = get_heuristic(name).choose(small_problem.library, small_problem.curves, small_problem.budget)
+    choices = get_heuristic(name).choose(small_problem.library, small_problem.sites, small_problem.budget)
     (proposal,) = selector.propose()
-    assert proposal.plan == small_problem.plan(choices, name)
+    assert proposal.choices == tuple(choices)
     selector.observe([proposal], [0.5])
     assert selector.propose() == []
 
 
-@pytest.mark.parametrize("name", [*REINFORCEMENT, "local", "tpe"])
+@pytest.mark.parametrize("name", [*REINFORCEMENT, *BAYES, "local", "tpe"])
 def test_searches_begin_with_greedys_plan(small_problem, name) -> None:
     (proposal,) = make(name, small_problem).propose()
-    greedy = small_problem.plan(small_problem.preset, name)
-    assert small_problem.ranks(proposal.plan) == small_problem.ranks(greedy)
+    assert proposal.choices == tuple(small_problem.preset)
     assert proposal.phase == "preset"
 
 
@@ -104,7 +106,7 @@ def test_several_plans_can_be_proposed_at_once(small_problem, name) -> None:
 @given(seed=st.integers(0, 10_000))
 def test_random_plans_spend_the_budget(small_problem, seed) -> None:
     choices = random_choices(small_problem, np.random.default_rng(seed))
-    costs = [curve.params for curve in small_problem.curves]
+    costs = [site.params for site in small_problem.sites]
     left = small_problem.budget.available - sum(c[j] for c, j in zip(costs, choices, strict=True))
     assert left >= 0
     for cost, choice in zip(costs, choices, strict=True):
@@ -113,9 +115,9 @@ def test_random_plans_spend_the_budget(small_problem, seed) -> None:
 
 
 def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem, small_network) -> None:
-    free = SearchProblem.from_model(small_network, small_problem.curves, (1, 8, 8))
-    for name in ("random", "ddpg"):
-        assert len(set(map(free.ranks, run(make(name, free))))) > 1
+    free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
+    for name in ("random", "ddpg", "bayes"):
+        assert len(set(run(make(name, free)))) > 1
     for name in ("local", "tpe", "greedy", "uniform"):
         with pytest.raises(ConfigError, match="budget"):
             make(name, free)
@@ -125,9 +127,14 @@ def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem,
     ("name", "options", "message"),
     [
         ("dpg", {}, "Did you mean 'ddpg'"),
-        ("ddpg", {"actor_rat": 1}, "Did you mean 'actor_rate'"),
-        ("ddpg", {"candidates": 0}, "candidates"),
-        ("ddpg", {"elite_share": 2.0}, "elite_share"),
+        ("ddpg", {"learning_rat": 1}, "Did you mean 'learning_rate'"),
+        ("ddpg", {"learning_rate": 0.0}, "learning_rate"),
+        ("ddpg", {"tau": 2.0}, "tau"),
+        ("ddpg", {"buffer_episodes": 0}, "buffer_episodes"),
+        ("bayes", {"candidates": 0}, "candidates"),
+        ("bayes", {"final_step": 0.5}, "final_step"),
+        ("bayes_ddpg", {"policy_share": 0.0}, "policy_share"),
+        ("bayes_ddpg", {"optimism": -1.0}, "optimism"),
         ("ddpg", {"noise": 0.1, "final_noise": 0.2}, "final_noise"),
         ("ddpg", {"features": ("errors",)}, "features"),
         ("local", {"step": 0.0}, "step"),
@@ -166,3 +173,23 @@ def test_the_tpe_study_on_disk_holds_the_trials(small_problem, tmp_path) -> None
     run(resumed, steps=2)
     study = optuna.load_study(study_name=STUDY_NAME, storage=f"sqlite:///{tmp_path / STUDY_FILE}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6
+
+
+@pytest.fixture(scope="module")
+def several_formats(small_network, small_library) -> SearchProblem:
+    library = FitLibrary(
+        small_network,
+        list(small_library.specs.values()),
+        ("tucker", "cp"),
+        moments=small_library.moments,
+        options=FitOptions(iterations=3),
+    )
+    sites = library.all_candidates(limit=6)
+    return SearchProblem.from_model(small_network, sites, (1, 8, 8), params=0.5, library=library)
+
+
+@pytest.mark.parametrize("name", list_selectors())
+def test_every_selector_chooses_among_the_candidates_of_several_formats(several_formats, name) -> None:
+    plans = run(make(name, several_formats), steps=6)
+    assert all(several_formats.keeps_budget(choices) for choices in plans)
+    assert any(site.mixed for site in several_formats.sites)
