@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from decomposition.curves import candidate_ranks
 from torch import nn
 
 from decomposition.candidates import Candidate, CandidateSet
