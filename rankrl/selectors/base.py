@@ -78,10 +78,8 @@ class Selector(ABC):
         """Return the types of the selector's own options, by name."""
         return parameter_types(cls, without=("problem", "seed", "episodes"))
 
-    @classmethod
-    def check_ranges(  # noqa: B027 (some have nothing to check)
-        cls, options: Mapping[str, Any]
-    ) -> None:
+    @classmethod  # noqa: B027 (some have nothing to check)
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options that no problem could go with, before there is a problem.
 
         Args:

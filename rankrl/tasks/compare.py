@@ -19,7 +19,7 @@ from rankrl.report.comparison_page import write_comparison
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.choose import search_setting
-from rankrl.workflow.compare import FinalTest, contestants, search_all, tested
+from rankrl.workflow.compare import FinalTest, contestants, search_all, tested, winner
 from rankrl.workflow.measure import network_numbers
 from rankrl.workflow.run_folder import RunFolder
 
@@ -45,7 +45,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
 
     with search_setting(dense, data, library, search, candidates=candidates, rewrite=rewrite) as setting:
         results = search_all(setting, search, entered, folder.searches)
-    max(results.values(), key=lambda result: result.best.reward).plan.save(folder.plan)
+    winner(results).plan.save(folder.plan)
     final = FinalTest(
         data,
         dense,

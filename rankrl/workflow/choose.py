@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.parallel import ParallelEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
-from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.run import SearchResult, choosing, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
 from rankrl.selectors import check_selector, create_selector
-from rankrl.workflow.finalists import Rewrite, best_finalist, score_refitted
+from rankrl.workflow.finalists import Rewrite, best_finalist, finalists, score_refitted
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class SearchOptions:
         timing: How that time is measured.
         finalists: How many of the best plans are carried out, refit and all, and scored again on all held-out
             images, beside the first plan; the best of them is chosen. 1 takes the plan with the best reward.
+            With `latency` they are the best plans that keep the time when they are exported and timed.
         episodes: Plans to score.
         seconds: Time limit, or None.
         patience: Stop after so many episodes without a better plan, or None.
@@ -351,9 +352,18 @@ def search_plan(
         result.seconds,
         result.best.reward,
     )
-    if setting.latency is not None and result.stopped_by != "interrupt":
-        result = replace(result, plan=setting.latency.first_that_holds(setting.problem, result))
-    elif setting.refitted is not None and result.stopped_by != "interrupt":
-        plan = best_finalist(setting.problem, result, setting.refitted, setting.reward, options.finalists)
-        result = replace(result, plan=plan)
-    return result
+    if result.stopped_by == "interrupt":
+        return result
+    return choosing(setting.problem, result, _chosen_row(setting, result, options.finalists))
+
+
+def _chosen_row(setting: SearchSetting, result: SearchResult, count: int) -> EpisodeRow:
+    """Return the row of the plan to carry out: the best of those that keep the time, refit if wanted."""
+    refitted = setting.refitted
+    if setting.latency is not None:
+        rows = setting.latency.rows_that_hold(setting.problem, result, 1 if refitted is None else count)
+    else:
+        rows = [result.best] if refitted is None else finalists(result, count)
+    if refitted is None:
+        return rows[0]
+    return best_finalist(setting.problem, result, rows, refitted, setting.reward)

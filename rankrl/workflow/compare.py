@@ -145,6 +145,11 @@ class FinalTest:
         return before, after
 
 
+def winner(results: Mapping[Contestant, SearchResult]) -> SearchResult:
+    """Return the search whose plan has the best reward; the first of equals."""
+    return max(results.values(), key=lambda result: result.chosen.reward)
+
+
 def tested(
     problem: SearchProblem, results: Mapping[Contestant, SearchResult], final: FinalTest
 ) -> list[ComparisonRow]:
@@ -159,10 +164,10 @@ def tested(
             ComparisonRow(
                 selector=contestant.selector,
                 seed=contestant.seed,
-                best_reward=result.best.reward,
-                heldout_accuracy=result.best.accuracy,
-                params_kept=result.best.params_kept,
-                macs_kept=result.best.macs_kept,
+                best_reward=result.chosen.reward,
+                heldout_accuracy=result.chosen.accuracy,
+                params_kept=result.chosen.params_kept,
+                macs_kept=result.chosen.macs_kept,
                 test_accuracy=before,
                 finetuned_accuracy=after,
                 episodes=len(result.rows),

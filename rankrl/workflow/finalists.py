@@ -8,7 +8,7 @@ two do not always agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from decomposition import CompressionPlan
 from rankrl.data import ImageData, augmented_copy
 from rankrl.plan_search.evaluator import EvaluatorOptions, accuracy_term
-from rankrl.plan_search.history import known_evaluations
+from rankrl.plan_search.history import EpisodeRow, known_evaluations
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward
 from rankrl.plan_search.run import SearchResult, best_rows
@@ -53,30 +53,38 @@ def score_refitted(
     return score
 
 
+def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
+    """Return the `count` plans with the best rewards and the plan that the search began with.
+
+    The latter is greedy's where the selector learns: what a search ends with is then not behind what it began
+    with.
+
+    Args:
+        result: The search.
+        count: Number of finalists beside the first plan.
+    """
+    rows = best_rows(result.rows, count)
+    return rows if result.rows[0] in rows else [*rows, result.rows[0]]
+
+
 def best_finalist(
     problem: SearchProblem,
     result: SearchResult,
+    rows: Sequence[EpisodeRow],
     score: Callable[[CompressionPlan], float],
     reward: Reward,
-    count: int,
-) -> CompressionPlan:
-    """Return the plan whose refitted network has the best reward; the first of equals.
-
-    Finalists are the `count` plans with the best rewards and the plan that the search began with, greedy's
-    where the selector learns: what a search ends with is then not behind what it began with.
+) -> EpisodeRow:
+    """Return the finalist whose refitted network has the best reward; the first of equals.
 
     Args:
         problem: What was searched over.
         result: The search.
+        rows: The finalists, at least one.
         score: Accuracy term of the network that a plan becomes.
         reward: The search's reward.
-        count: Number of finalists beside the first plan.
     """
-    rows = best_rows(result.rows, count)
-    if result.rows[0] not in rows:
-        rows.append(result.rows[0])
     if len(rows) == 1:
-        return result.plan
+        return rows[0]
     known = known_evaluations(problem, rows)
     plans = [problem.plan_from_ranks(row.ranks_key, result.plan.chosen_by) for row in rows]
     rewards = [
@@ -85,4 +93,4 @@ def best_finalist(
     ]
     for row, value in zip(rows, rewards, strict=True):
         log.info("finalist of episode %d: reward %.4f, refitted %.4f", row.episode, row.reward, value)
-    return plans[rewards.index(max(rewards))]
+    return rows[rewards.index(max(rewards))]

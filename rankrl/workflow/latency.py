@@ -25,6 +25,7 @@ from decomposition import (
 from rankrl.errors import ConfigError
 from rankrl.export import compare_latency, export_onnx, measure_layer_latencies
 from rankrl.files import write_json
+from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.progress import progress_bar
@@ -139,19 +140,27 @@ class LatencyBudget:
             )
         return 1 / times.ratio
 
-    def first_that_holds(self, problem: SearchProblem, result: SearchResult) -> CompressionPlan:
-        """Return the best plan of a search that keeps the budget when it is exported and timed.
+    def rows_that_hold(self, problem: SearchProblem, result: SearchResult, count: int) -> list[EpisodeRow]:
+        """Return the best plans of a search that keep the budget when they are exported and timed.
+
+        Args:
+            problem: What was searched over.
+            result: The search.
+            count: How many are wanted; there may be fewer among those that are tried.
 
         Raises:
             ConfigError: If none of the best plans does.
         """
-        least = float("inf")
-        for row in best_rows(result.rows, _PLANS_TRIED):
-            plan = problem.plan_from_ranks(row.ranks_key, result.plan.chosen_by)
-            kept = self.measured(plan)
+        least, found = float("inf"), []
+        for row in best_rows(result.rows, max(_PLANS_TRIED, count)):
+            kept = self.measured(problem.plan_from_ranks(row.ranks_key, result.plan.chosen_by))
             if kept <= self.fraction:
-                return plan
+                found.append(row)
+            if len(found) == count:
+                break
             least = min(least, kept)
+        if found:
+            return found
         raise ConfigError(
             f"budget.latency={self.fraction}: of the {_PLANS_TRIED} best plans none is that fast when it is "
             f"exported; the fastest keeps {least:.3f} of the dense network's time. Ask for a little less, "
