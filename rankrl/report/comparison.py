@@ -18,7 +18,7 @@ class ComparisonRow:
     Attributes:
         selector: The chooser.
         seed: Its seed; None for one that draws nothing.
-        best_reward: Reward of its best plan.
+        best_reward: Reward of the plan it ended with.
         heldout_accuracy: That plan's accuracy on the held-out images it was scored on, a fraction.
         params_kept: Fraction of the network's parameters that the plan keeps.
         macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.

@@ -141,6 +141,11 @@ class FinalTest:
         return before, after
 
 
+def winner(results: Mapping[Contestant, SearchResult]) -> SearchResult:
+    """Return the search whose plan has the best reward; the first of equals."""
+    return max(results.values(), key=lambda result: result.chosen.reward)
+
+
 def tested(
     problem: SearchProblem, results: Mapping[Contestant, SearchResult], final: FinalTest
 ) -> list[ComparisonRow]:

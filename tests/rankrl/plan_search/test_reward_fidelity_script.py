@@ -54,7 +54,7 @@ def test_rewards_are_those_of_the_evaluator(
         small_images,
         mean=(0.5,),
         std=(0.25,),
-        options=EvaluatorOptions(term="soft_agreement"),
+        options=EvaluatorOptions(term="soft_agreement", augmented=False),
     )
     assert row["data, plain, soft_agreement"] == evaluator(plan).score
     assert row["weights, plain, soft_agreement"] != row["data, plain, soft_agreement"]
