@@ -174,13 +174,11 @@ def smooth_images(count: int, size: int, seed: int) -> torch.Tensor:
 def uniform_plan(model: nn.Module, size: int, tensor_format: str) -> CompressionPlan:
     """Return the plan of the uniform heuristic, which looks at costs alone and so needs no fits."""
     shape = (3, size, size)
-    specs = inspect_layers(model, shape)
-    library = FitLibrary(model, [s for s in specs if s.refusal is None], tensor_format)
-    curves = [library.unfitted_curve(name, limit=_CANDIDATES) for name in library.specs]
-    total = count_parameters(model)
-    budget = Budget(KEPT, "params", total, total - sum(curve.spec.params for curve in curves))
-    choices = get_heuristic("uniform").choose(library, curves, budget)
-    return plan_from_choices(curves, choices, specs, shape, "uniform")
+    library = FitLibrary.calibrated(model, shape, tensor_format, None)
+    sites = [library.unfitted(name, limit=_CANDIDATES) for name in library.specs]
+    budget = Budget.of_model(model, sites, shape, "params", KEPT)
+    choices = get_heuristic("uniform").choose(library, sites, budget)
+    return plan_from_choices(sites, choices, inspect_layers(model, shape), shape, "uniform")
 
 
 def check(name: str, folder: Path) -> Outcome:
