@@ -168,7 +168,7 @@ def chapter_budgets(story: Story) -> None:
 
     Now every layer is decomposed, without training or labels. `uniform` keeps about the same share of every
     layer; `greedy` spends the budget where, by the layers' errors, the network's output loses least. Each
-    plan is carried out three times: fitted to the weights, to what each layer receives in the dense network,
+    plan is applied three times: fitted to the weights, to what each layer receives in the dense network,
     and layer after layer to what it receives in the network compressed so far.
     """
     model, data, page = story.model, story.data, story.page
@@ -202,7 +202,7 @@ def chapter_search(story: Story) -> None:
     """The search.
 
     A budget says how many of the parameters may stay. An agent (DDPG) proposes a plan an episode, greedy's at
-    first; its reward is the plan's accuracy on the held-out images. Its best plan is then carried out.
+    first; its reward is the plan's accuracy on the held-out images. Its best plan is then applied.
     """
     options, page = story.options, story.page
     search = partial(

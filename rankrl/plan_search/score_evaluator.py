@@ -1,4 +1,4 @@
-"""Scoring plans with a user's own function, for tasks that are no classification."""
+"""Scoring plans with a user's own function, for tasks other than classification."""
 
 from __future__ import annotations
 
