@@ -29,7 +29,7 @@ from matplotlib.ticker import PercentFormatter
 from result_rows import ResultRows
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, count_parameters
+from decomposition import CompressionPlan, build_structure, count_parameters
 from pruning import untrained_copy
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision, select_device
@@ -37,7 +37,6 @@ from rankrl.files import atomic_path
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.training import report_accuracy
-from rankrl.workflow.apply import without_channels
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import prune_network
 from rankrl.workflow.pruner_options import pruning_options
@@ -140,7 +139,7 @@ class Curves:
         longer = chosen.mask_epochs + chosen.finetune_epochs
         plan_file = self.state / f"group_lasso-{removed}-seed{seed}.json"
         if method == "from_scratch":
-            widths, _ = without_channels(self._network(seed), CompressionPlan.load(plan_file))
+            widths = build_structure(self._network(seed), CompressionPlan.load(plan_file))
             network = untrained_copy(widths, seed + 1)
             self._initialise(network, seed + 1)
             self._fit(f"{method} {removed:.0%}", network, chosen.epochs + longer, seed)
