@@ -36,6 +36,7 @@ from torch import nn
 from decomposition import (
     Budget,
     CompressionPlan,
+    Factorise,
     FitLibrary,
     FitOptions,
     TensorFormat,
@@ -296,7 +297,7 @@ def accuracy_report(options: argparse.Namespace) -> str:
             continue
         _say(f"{name}: fitting the candidates ...")
         library = FitLibrary(model, specs, name, moments=moments, sensitivities=sensitivities)
-        curves = library.curves()
+        sites = library.all_candidates()
         for ratio in options.ratios:
             budget = Budget(1 / ratio, "params", total, fixed)
             for chooser in CHOOSERS:
@@ -304,9 +305,9 @@ def accuracy_report(options: argparse.Namespace) -> str:
                     lines.append(rows[name, ratio, chooser])
                     continue
                 _say(f"{name}, {ratio:g}x, {chooser} ranks ...")
-                choices = get_heuristic(chooser).choose(library, curves, budget)
-                plan = plan_from_choices(curves, choices, all_specs, data.input_shape, chooser)
-                spent = fixed + sum(int(c.params[j]) for c, j in zip(curves, choices, strict=True))
+                choices = get_heuristic(chooser).choose(library, sites, budget)
+                plan = plan_from_choices(sites, choices, all_specs, data.input_shape, chooser)
+                spent = fixed + sum(int(site.params[j]) for site, j in zip(sites, choices, strict=True))
                 cells = " | ".join(f"{value:.1f}" for value in accuracies(model, plan, images, data))
                 _say(cells)
                 lines.append(f"| {name} | {total / spent:.2f} | {chooser} | {cells} |")
@@ -331,7 +332,7 @@ def network_report(options: argparse.Namespace) -> str:
     ]
     for name in options.formats:
         plan = make_plan(model, data.input_shape, name, ranks=WHOLE_RANKS[name])
-        count = sum(layer.format is not None for layer in plan)
+        count = len(plan.chosen(Factorise))
         seconds = []
         for sequential in (True, False):
             _say(f"{name}, {'sequential' if sequential else 'to the dense inputs'} ...")
