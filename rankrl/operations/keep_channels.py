@@ -52,15 +52,16 @@ class KeepChannels(GroupOperation):
         return f"keeps {len(self.indices)} channels"
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse channels that the layer does not have.
+        """Refuse channels that the layer does not have, or that are not sorted.
 
         Raises:
             PlanError: If there are any.
         """
-        if self.indices[-1] >= spec.out_channels:
+        indices, last = list(self.indices), spec.out_channels - 1
+        if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] > last:
             raise PlanError(
-                f"layer {spec.name!r} has channels 0 to {spec.out_channels - 1}, the plan keeps channel "
-                f"{self.indices[-1]}"
+                f"layer {spec.name!r} cannot keep channels {indices}; give some of 0 to {last}, sorted, each "
+                "once"
             )
 
     def values(self) -> dict[str, Any]:

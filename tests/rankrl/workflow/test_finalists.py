@@ -1,11 +1,10 @@
-"""The last round of a search takes the plan that is best when it is carried out."""
+"""The last round of a search takes the plan that is best when it is applied."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from decomposition import CompressionPlan
 from rankrl.data import load_dataset
 from rankrl.models import create_model
 from rankrl.plan_search.evaluator import EvaluatorOptions
@@ -13,7 +12,9 @@ from rankrl.plan_search.rewards import create_reward
 from rankrl.plan_search.run import best_rows, run_search
 from rankrl.selectors import create_selector
 from rankrl.training import predict_logits
-from rankrl.workflow.finalists import best_finalist, score_refitted
+from rankrl.workflow.finalists import best_finalist
+from rankrl.workflow.scoring import ImageScoring
+from rankrl.workflow.session import SearchOptions, SearchSession
 
 
 @pytest.fixture
@@ -27,46 +28,47 @@ def result(small_problem, synthetic_evaluator):
     return run_search(small_problem, synthetic_evaluator, selector, episodes=12)
 
 
-def test_the_best_refitted_plan_among_the_finalists_wins(small_problem, result, reward) -> None:
-    rows = best_rows(result.rows, 3)
+def finalists(result, count: int) -> list:
+    """The best rows and that of the first plan, as a session hands them over."""
+    rows = best_rows(result.rows, count)
     assert result.rows[0] not in rows
-    favourite = rows[2].ranks_key
+    return [*rows, result.rows[0]]
+
+
+def test_the_best_refitted_plan_among_the_finalists_wins(small_problem, result, reward) -> None:
+    rows = finalists(result, 3)
+    plans = [small_problem.plan(row.key, "random") for row in rows]
     scored = []
 
     def score(plan) -> float:
-        scored.append(small_problem.ranks(plan))
-        return float(small_problem.ranks(plan) == favourite)
+        scored.append(plan)
+        return float(plan == plans[2])
 
-    plan = best_finalist(small_problem, result, score, reward, 3)
-    assert small_problem.ranks(plan) == favourite
-    assert scored == [row.ranks_key for row in (*rows, result.rows[0])]
-    assert plan.chosen_by == "random"
+    assert best_finalist(small_problem, rows, score, reward, "random") == rows[2]
+    assert scored == plans
 
 
-def test_the_plan_that_the_search_began_with_is_a_finalist(small_problem, result, reward) -> None:
-    first = result.rows[0].ranks_key
-    plan = best_finalist(
-        small_problem, result, lambda plan: float(small_problem.ranks(plan) == first), reward, 2
-    )
-    assert small_problem.ranks(plan) == first != small_problem.ranks(result.plan)
+def test_the_plan_that_the_search_began_with_can_win(small_problem, result, reward) -> None:
+    rows = finalists(result, 2)
+    first = small_problem.plan(rows[-1].key, "random")
+    found = best_finalist(small_problem, rows, lambda plan: float(plan == first), reward, "random")
+    assert found == result.rows[0] != result.best
 
 
 def test_the_first_of_equals_is_taken(small_problem, result, reward) -> None:
-    assert best_finalist(small_problem, result, lambda plan: 0.5, reward, 3) == result.plan
+    rows = finalists(result, 3)
+    assert best_finalist(small_problem, rows, lambda plan: 0.5, reward, "random") == result.best
 
 
 def test_finalists_are_judged_by_the_reward_not_by_accuracy_alone(small_problem, result) -> None:
-    rows = [*best_rows(result.rows, 3), result.rows[0]]
+    rows = finalists(result, 3)
     smallest = min(rows, key=lambda row: row.params_kept)
     largest = max(rows, key=lambda row: row.params_kept)
     size_alone = create_reward("weighted", budgeted=True, compression=1.0)
-
-    def score(plan) -> float:
-        return float(small_problem.ranks(plan) == largest.ranks_key)
-
+    favourite = small_problem.plan(largest.key, "random")
     assert smallest.params_kept < largest.params_kept
-    plan = best_finalist(small_problem, result, score, size_alone, 3)
-    assert small_problem.ranks(plan) == smallest.ranks_key
+    found = best_finalist(small_problem, rows, lambda plan: float(plan == favourite), size_alone, "random")
+    assert found == smallest
 
 
 def test_a_search_of_one_plan_has_nothing_to_refit(small_problem, synthetic_evaluator, reward) -> None:
@@ -76,7 +78,41 @@ def test_a_search_of_one_plan_has_nothing_to_refit(small_problem, synthetic_eval
     def score(plan) -> float:
         raise AssertionError("refitted")
 
-    assert best_finalist(small_problem, only, score, reward, 3) == only.plan
+    assert best_finalist(small_problem, only.rows, score, reward, "greedy") == only.best
+
+
+class Finalists(SearchSession):
+    """A session whose plans are scored by what a test says."""
+
+    def __init__(self, problem, evaluator, reward, score, finalists: int) -> None:
+        self.problem, self.evaluator, self.reward, self.latency = problem, evaluator, reward, None
+        self.options = SearchOptions(params=0.5, episodes=12, finalists=finalists)
+        self.apply = lambda plan: plan
+        self._network_score = score
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
+    small_problem, synthetic_evaluator, reward, count
+) -> None:
+    """Among the finalists is the plan that the search began with; without a last round it is the best row."""
+    scored = []
+
+    def score(plan) -> float:
+        scored.append(plan)
+        return float(len(scored) == count + 1)  # the last one
+
+    session = Finalists(small_problem, synthetic_evaluator, reward, score, count)
+    found = session.search("random", {}, seed=0)
+    if count == 1:
+        assert not scored
+        assert found.chosen == found.best
+    else:
+        rows = finalists(found, count)
+        assert scored == [small_problem.plan(row.key, "random") for row in rows]
+        assert found.chosen == found.rows[0] != found.best
+    assert found.plan == small_problem.plan(found.chosen.key, "random")
+    assert found.best.reward == max(row.reward for row in found.rows)
 
 
 @pytest.mark.parametrize("term", ["agreement", "soft_agreement"])
@@ -84,8 +120,8 @@ def test_the_dense_network_agrees_with_itself(term) -> None:
     data = load_dataset("digits", seed=0)
     torch.manual_seed(0)
     dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
-    score = score_refitted(lambda plan: dense, dense, data, EvaluatorOptions(term=term))
-    assert score(CompressionPlan((), "", (1, 8, 8))) == pytest.approx(1.0, abs=1e-6)
+    score = ImageScoring(data, EvaluatorOptions(term=term), images=10).of_networks(dense)
+    assert score(dense) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_all_held_out_images_are_scored() -> None:
@@ -94,9 +130,4 @@ def test_all_held_out_images_are_scored() -> None:
     dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
     logits = predict_logits(dense, data.heldout, mean=data.mean, std=data.std)
     expected = float((logits.argmax(1) == data.heldout.y).double().mean())
-    assert (
-        score_refitted(lambda plan: dense, dense, data, EvaluatorOptions())(
-            CompressionPlan((), "", (1, 8, 8))
-        )
-        == expected
-    )
+    assert ImageScoring(data, EvaluatorOptions(), images=10).of_networks(dense)(dense) == expected

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from rankrl.workflow.apply import carry_out
 from torch import Tensor, nn
 
-from decomposition import DecompositionError, count_macs, count_parameters
+from decomposition import DecompositionError, apply_plan, count_macs, count_parameters
 from pruning import PruningError, list_pruners
 from rankrl.data import ImageData, Images, load_dataset
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
+from rankrl.operations import KeepChannels, kept_channels
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions, pruner_defaults, pruning_options
@@ -59,7 +59,7 @@ def test_every_pruner_meets_its_target(name: str, data: ImageData, calibration: 
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert len(pruned.epochs) == (3 if name in MASKS else 0)
     assert (pruned.jump is not None) == (name in MASKS)
-    reasons = {layer.name: layer.reason for layer in pruned.plan if layer.kept is None}
+    reasons = {layer.name: layer.reason for layer in pruned.plan if layer.operation(KeepChannels) is None}
     assert reasons["linear"] == "its channels are the network's output"
 
 
@@ -70,7 +70,7 @@ def test_on_dense_weights_the_result_is_what_the_plan_makes_of_them(
     model = network(data)
     options = pruning_options(name, given, params=None, macs=0.6)
     pruned = prune_network(model, data, options, calibration)
-    expected = carry_out(model, pruned.plan, calibration)
+    expected = apply_plan(model, pruned.plan, calibration)
     state = expected.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in pruned.network.state_dict().items())
     assert pruned.rewound == (True if name == "group_lasso" else None)
@@ -110,7 +110,7 @@ def test_weights_that_cannot_be_solved_for_stay_as_they_were_trained(
     def refuse(*_: Any, **__: Any) -> nn.Module:
         raise DecompositionError("not in one pass")
 
-    monkeypatch.setattr("rankrl.workflow.prune.carry_out", refuse)
+    monkeypatch.setattr("rankrl.workflow.prune.apply_plan", refuse)
     assert prune_network(network(data), data, quick("group_lasso", macs=0.6), calibration).rewound is False
     options = pruning_options("group_lasso", {**QUICK, "rewind": True}, params=None, macs=0.6)
     with pytest.raises(DecompositionError, match="not in one pass"):
@@ -126,14 +126,15 @@ def test_parameters_can_be_the_target(data: ImageData, calibration: Tensor) -> N
 def test_channels_can_be_kept_in_multiples(data: ImageData, calibration: Tensor) -> None:
     options = pruning_options("reconstruction", {"multiple": 8}, params=None, macs=0.6)
     pruned = prune_network(network(data), data, options, calibration)
-    assert pruned.plan.kept_channels
-    assert all(len(channels) % 8 == 0 for channels in pruned.plan.kept_channels.values())
+    kept = kept_channels(pruned.plan)
+    assert kept
+    assert all(len(channels) % 8 == 0 for channels in kept.values())
 
 
 def test_only_the_named_layers_are_pruned(data: ImageData, calibration: Tensor) -> None:
     options = pruning_options("magnitude", {"layers": ["fc1"]}, params=0.8, macs=None)
     pruned = prune_network(network(data, "conv4"), data, options, calibration)
-    assert set(pruned.plan.kept_channels) == {"fc1"}
+    assert set(kept_channels(pruned.plan)) == {"fc1"}
 
 
 @pytest.mark.parametrize("name", PRUNERS)
