@@ -81,7 +81,7 @@ class SearchConfig:
 
 @dataclass
 class CompareConfig:
-    """Which choosers are compared, and over which seeds."""
+    """Which selectors are compared, and over which seeds."""
 
     selectors: list[str] = MISSING
     seeds: list[int] = MISSING
