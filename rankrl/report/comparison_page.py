@@ -17,7 +17,7 @@ from rankrl.report.write import save_figure
 
 _CAPTION = (
     "Every selector had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
-    "over the seeds. Test images were used for the last column only. Best reward first."
+    "over the seeds. Test images gave the test accuracy and nothing else. Best reward first."
 )
 
 
