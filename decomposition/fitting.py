@@ -130,9 +130,10 @@ def fit_weight(
             does not matter. `None` counts all output channels alike.
 
     Returns:
-        The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, they are at most
-        `LARGEST_AMPLIFICATION` times the weight, in the Frobenius norm and in the metric. It has no larger
-        error than the algebraic solution, unless that one is made of huge cancelling terms.
+        The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, in the Frobenius norm,
+        they are at most `LARGEST_AMPLIFICATION` times the weight, and so are their outputs in the metric
+        unless not even those of the algebraic solution are. Its error is no larger than that of the algebraic
+        solution, unless that one's terms cancel.
 
     Raises:
         DecompositionError: If the weight, the metric or the sensitivity is not finite.
