@@ -65,8 +65,8 @@ def dense_training(
     if warning is not None:
         folder.warn(
             f"{warning}. It was trained for {counted(recipe.epochs, 'epoch')} (train.epochs) at the learning "
-            f"rate {result.lr:.3g} (train.optim.lr). Train it longer, at another rate or by another optimizer "
-            "(train.optim.name), or give trained weights with model.checkpoint=PATH."
+            f"rate {result.lr:.3g} (train.optim.lr). Train it longer or at another rate, or give trained "
+            "weights with model.checkpoint=PATH."
         )
     return result
 
