@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def test_pipeline_writes_the_run_folder(run: Callable[..., Path]) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
     assert all(float(row["params_kept"]) <= 0.5 for row in rows)
+    candidates = read_json(folder / "candidates.json")
+    best = max(rows, key=lambda row: float(row["reward"]))
+    chosen = dict(zip(candidates, json.loads(best["choices"]), strict=True))
+    for layer in json.loads((folder / "plan.json").read_text())["layers"]:
+        if layer["name"] in chosen:
+            assert layer["operations"] == candidates[layer["name"]][chosen[layer["name"]]]["operations"]
     model = onnx.load(folder / "model.onnx")
     stored = {entry.key: entry.value for entry in model.metadata_props}
     plan = CompressionPlan.load(folder / "plan.json")
@@ -133,7 +140,7 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.tasks.steps.carry_out", kill)
+        patch.setattr("rankrl.tasks.steps.apply_plan", kill)
         with pytest.raises(Killed):
             run("broken")
     broken = whole.parent / "broken"
@@ -164,7 +171,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankrl.tasks.steps.carry_out", interrupt)
+    monkeypatch.setattr("rankrl.tasks.steps.apply_plan", interrupt)
     with pytest.raises(SystemExit) as stopped:
         run("stopped")
     assert stopped.value.code == 130

@@ -9,8 +9,8 @@ import torch
 from torchvision import models
 
 from decomposition import (
-    FitOptions,
     Factorise,
+    FitOptions,
     apply_plan,
     count_macs,
     count_parameters,
