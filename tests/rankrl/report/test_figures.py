@@ -225,7 +225,9 @@ STORY: dict[str, Callable[[], Figure]] = {
     "one episode": lambda: story_page.search_figure([0.95], {"greedy": 0.95, "uniform": 0.95}),
     "epochs": lambda: story_page.epochs_figure([0.76, 0.83, 0.84], 0.998),
     "no epoch": lambda: story_page.epochs_figure([0.95], 0.95),
-    "latency": lambda: story_page.latency_figure({"dense": Latency(23.0, 22.8, 23.5, 64, 1, 30, "processor")}),
+    "latency": lambda: story_page.latency_figure(
+        {"dense": Latency(23.0, 22.8, 23.5, 64, 1, 30, "processor")}
+    ),
     "shares": lambda: story_page.shares_figure(make_specs(), params=1000, macs=1000),
 }
 
