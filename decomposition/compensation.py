@@ -73,5 +73,6 @@ def compensate(
         correct_batch_norm=correct_batch_norm,
         max_patches=max_patches,
         seed=seed,
+        shrink=False,  # the original weights on what is left do not make up for what is gone
     )
     return network

@@ -95,6 +95,7 @@ def refit_in_lockstep(
     correct_batch_norm: bool,
     max_patches: int,
     seed: int,
+    shrink: bool = True,
 ) -> dict[str, float]:
     """Replace layers of `model` in forward order, each fitted to the inputs that reach it.
 
@@ -109,6 +110,8 @@ def refit_in_lockstep(
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
         max_patches: Patches a layer is fitted on at most.
         seed: Seed of the patch positions.
+        shrink: Keep what few images do not determine near the original weight (`decomposition.shrinkage`), in
+            the target and in the metric.
 
     Returns:
         Relative output error of each layer that was called, errors of the layers before included; a layer
@@ -135,6 +138,7 @@ def refit_in_lockstep(
             max_patches,
             generator,
             2 * len(images),
+            shrink,
         )
         replace_module(model, dense, pairs[name])
     if correct_batch_norm:
@@ -193,6 +197,7 @@ class _LayerPair(_StandIn[DecomposableModule]):
         max_patches: int,
         generator: torch.Generator,
         batch: int,
+        shrink: bool,
     ) -> None:
         super().__init__(dense)
         self.name = name
@@ -202,6 +207,7 @@ class _LayerPair(_StandIn[DecomposableModule]):
         self.max_patches = max_patches
         self.generator = generator
         self.batch = batch
+        self.shrink = shrink
         self.fitted: nn.Module | None = None
         self.error = float("nan")
 
@@ -231,8 +237,9 @@ class _LayerPair(_StandIn[DecomposableModule]):
         matrix = weight.flatten(1)
         dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
         solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
+        known = labels if self.shrink else None
         target, metric = solve(
-            matrix, dense_patches, arriving, dense_mean, mean, labels, centred=self.mean_absorbed
+            matrix, dense_patches, arriving, dense_mean, mean, known, centred=self.mean_absorbed
         )
         problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
         fitted, new_weight = self.refit(problem)
@@ -256,17 +263,20 @@ def _many_patches(
     arriving: torch.Tensor,
     dense_mean: torch.Tensor,
     mean: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
-    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, shrunk, `centred` or not."""
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
+
+    With the labels of the inputs that patches are from, both are shrunk.
+    """
     count = len(arriving)
     covariance = (arriving.T @ arriving).double().cpu() / count - torch.outer(mean, mean)
     # W C_xy by way of the outputs W x: they are far fewer than the inputs.
     outputs = dense @ weight.T.to(dense)
     cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
-    share = shrinkage(arriving - mean.to(arriving), labels, covariance)
+    share = 0.0 if labels is None else shrinkage(arriving, labels, covariance, mean.to(arriving))
     metric = shrunk_matrix(covariance, share)
     cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
     if not centred:
@@ -283,7 +293,7 @@ def _few_patches(
     arriving: torch.Tensor,
     dense_mean: torch.Tensor,
     mean: torch.Tensor,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
@@ -291,7 +301,7 @@ def _few_patches(
     scale = len(arriving) ** -0.5
     y = (arriving.double().cpu() - mean) * scale
     x = (dense.double().cpu() - dense_mean) * scale
-    share = shrinkage(y / scale, labels.cpu(), RowFactor(y))
+    share = 0.0 if labels is None else shrinkage(y / scale, labels.cpu(), RowFactor(y))
     metric = shrunk_rows(RowFactor(y), share)
     x, y = (1 - share) ** 0.5 * x, metric.rows
     if not centred:

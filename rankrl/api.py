@@ -81,7 +81,7 @@ def search(
             differentiable for that.
         seed: Seed of everything random.
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
-            nothing.
+            nothing. A score that was edited since (its code, or what it closes over) begins anew.
         cache: Where fits are kept for later searches; None keeps nothing.
         workers: Processes that score the plans of one step at the same time; None scores in this one. The
             plans found do not depend on it; `selector_options={"plans_per_step": N}` says how many a step
@@ -149,4 +149,5 @@ def search(
             selector_options or {},
             seed=seed,
             folder=None if folder is None else Path(folder),
+            anew_for_other_scores=True,
         )

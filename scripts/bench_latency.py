@@ -3,7 +3,7 @@
     RANKRL_DATA=DIR python scripts/bench_latency.py --checkpoints DIR [--models resnet20 resnet56 resnet18]
 
 For each network and format the candidates are timed in onnxruntime, greedy chooses within --latency, the plan
-is carried out and exported, and the file is timed beside the dense network's in turns; nothing is fine-tuned.
+is applied and exported, and the file is timed beside the dense network's in turns; nothing is fine-tuned.
 CIFAR ResNets take the published CIFAR-10 checkpoints; torchvision's networks see the same images at 224 x 224
 with random weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the
 processor's lanes empty with ranks of any size.
@@ -16,30 +16,26 @@ import dataclasses
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rankrl.workflow.apply import carry_out
-from rankrl.workflow.choose import (
-    CandidateOptions,
-    SearchOptions,
-    calibration_images,
-    choose_plan,
-    fit_candidates,
-)
 from torch import nn
 
-from decomposition import DecompositionError
+from decomposition import DecompositionError, apply_plan
 from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions, cost_ratios, export_dense, export_numbers, network_numbers
+from rankrl.workflow.scoring import ImageScoring
+from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession, calibrated_library
 
 LARGE = 224
 FEW_IMAGES = 128
@@ -126,41 +122,31 @@ def row(
     }
     images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
     candidates = CandidateOptions(
-        tensor_format, candidates=chosen.candidates, multiple=multiple, iterations=chosen.iterations
+        (tensor_format,), candidates=chosen.candidates, multiple=multiple, iterations=chosen.iterations
     )
-    options = SearchOptions(
-        selector="greedy",
-        selector_options={},
-        reward="accuracy",
-        reward_options={},
-        params=None,
-        macs=None,
-        latency=chosen.latency,
-        timing=LatencyOptions(**timing),
-        episodes=1,
-        seconds=None,
-        patience=None,
-        images=1000,
-        evaluator=EvaluatorOptions(augmented=True),
-    )
+    options = SearchOptions(latency=chosen.latency, timing=LatencyOptions(**timing), episodes=1)
+    scoring = ImageScoring(data, EvaluatorOptions(augmented=True), images=1000)
     ranks = "any" if multiple == 1 else f"multiples of {multiple}"
     head = f"| {name} | {tensor_format} | {ranks} | {chosen.latency} "
     with tempfile.TemporaryDirectory() as scratch:
-        library = fit_candidates(model, images.split(32), candidates, cache=None, seed=0)
+        library = calibrated_library(model, images.split(32), candidates, cache=None, seed=0)
+        # Random weights are not worth a refit to data; the time does not depend on them.
+        refit_to = None if _is_large(data) else images
+        session = SearchSession(
+            model,
+            library,
+            scoring,
+            options,
+            candidates=candidates.candidates,
+            input_shape=data.input_shape,
+            apply=partial(apply_plan, model, calibration=refit_to),
+        )
         try:
-            choice = choose_plan(
-                model,
-                data,
-                library,
-                options,
-                candidates=candidates.candidates,
-                folder=Path(scratch) / "search",
-                seed=0,
-            )
+            with session:
+                plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
         except (DecompositionError, RankrlError) as error:
             return f"{head}| {error} | | | | | | | |"
-        # Random weights are not worth a refit to data; the time does not depend on them.
-        network = carry_out(model, choice.result.plan, None if _is_large(data) else images)
+        network = session.apply(plan)
         export_options = ExportOptions(**timing)
         found, ratio = export_numbers(
             network,

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rankrl.workflow.choose import CandidateOptions, fit_candidates
 
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
@@ -32,6 +31,7 @@ from rankrl.plan_search.run import run_search
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
+from rankrl.workflow.session import CandidateOptions, calibrated_library
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.
@@ -153,11 +153,13 @@ def search(
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(data.train), generator=generator)[:CALIBRATION_IMAGES]
     calibration = [x for x, _ in batches(data.train.subset(chosen), 128, mean=data.mean, std=data.std)]
-    library = fit_candidates(model, calibration, CandidateOptions(arguments.format), cache=None, seed=0)
-    curves = library.curves()
+    library = calibrated_library(
+        model, calibration, CandidateOptions((arguments.format,)), cache=None, seed=0
+    )
+    sites = library.all_candidates()
     costs.fitting = time.perf_counter() - start
     problem = SearchProblem.from_model(
-        model, curves, data.input_shape, params=arguments.params, library=library
+        model, sites, data.input_shape, params=arguments.params, library=library
     )
     evaluator = PlanEvaluator(model, library, problem, data.heldout, mean=data.mean, std=data.std)
     selector = create_selector("ddpg", problem, seed=0, episodes=arguments.episodes)

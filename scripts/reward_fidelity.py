@@ -6,7 +6,7 @@
 Draws random plans at one budget: greedy's importances changed by noise of growing scale, so that rewards
 spread widely and also cluster near the best. Scores every plan with every reward (fits to the weights, to the
 data, to the data with batch-norm statistics re-estimated; accuracy, agreement, soft agreement; plain and
-augmented held-out images), carries it out layer by layer, fine-tunes it with the dense network as teacher,
+augmented held-out images), applies it layer by layer, fine-tunes it with the dense network as teacher,
 and correlates (Spearman) rewards with accuracies after fine-tuning, over all plans and among the best
 quarter. Every finished plan is a line in the file of `--rows`; a killed run goes on from there.
 """
@@ -26,12 +26,6 @@ from typing import get_args
 
 import numpy as np
 import torch
-from rankrl.workflow.choose import (
-    CALIBRATION_BATCH,
-    CandidateOptions,
-    calibration_images,
-    fit_candidates,
-)
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -41,12 +35,14 @@ from rankrl.envs.actions import ImportanceMap
 from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
-from rankrl.plan_search.problem import RanksKey, SearchProblem
+from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, accuracy, train
 from rankrl.wording import counted
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.measure import test_accuracy
+from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibrated_library
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",
@@ -68,7 +64,7 @@ def reward_names() -> list[str]:
     return [f"{fit}, {which}, {term}" for fit in FITS for which in images for term in get_args(Term)]
 
 
-def draw_plans(problem: SearchProblem, count: int, seed: int) -> list[CompressionPlan]:
+def draw_plans(problem: SearchProblem, count: int, seed: int) -> list[Choices]:
     """Return different plans that spend the budget, from greedy's own to far from it.
 
     Args:
@@ -81,20 +77,20 @@ def draw_plans(problem: SearchProblem, count: int, seed: int) -> list[Compressio
     """
     generator = np.random.default_rng(seed)
     importance = ImportanceMap(problem, scale=1.0)
-    found: dict[RanksKey, CompressionPlan] = {}
+    found: list[Choices] = []
     for number in range(count):
         # Squared, so that half of the plans lie within a quarter of the widest noise.
         scale = WIDEST_NOISE * (number / max(1, count - 1)) ** 2
         for attempt in range(ATTEMPTS):
             # Noise so small that it changes nothing is widened until it does.
-            noise = (scale + 0.01 * attempt) * generator.standard_normal(len(problem.curves))
-            plan = problem.plan(importance.allocate(noise), "noise")
-            if problem.ranks(plan) not in found:
-                found[problem.ranks(plan)] = plan
+            noise = (scale + 0.01 * attempt) * generator.standard_normal(len(problem.sites))
+            choices = tuple(importance.allocate(noise).tolist())
+            if choices not in found:
+                found.append(choices)
                 break
         else:
             raise ValueError(f"found only {len(found)} different plans at this budget; lower --plans")
-    return list(found.values())
+    return found
 
 
 class Rewards:
@@ -110,7 +106,6 @@ class Rewards:
     def __init__(
         self, model: nn.Module, libraries: Mapping[str, FitLibrary], problem: SearchProblem, data: ImageData
     ) -> None:
-        self._problem = problem
         self._evaluators = {
             (fit, augmented): PlanEvaluator(
                 model,
@@ -126,12 +121,11 @@ class Rewards:
             for augmented in (False, True)
         }
 
-    def __call__(self, plan: CompressionPlan) -> Row:
+    def __call__(self, choices: Choices) -> Row:
         """Return the rewards of a plan by `reward_names`."""
-        ranks = self._problem.ranks(plan)
         row = {}
         for (fit, augmented), evaluator in self._evaluators.items():
-            logits = evaluator.forward(ranks, 0, evaluator.batches)
+            logits = evaluator.forward(choices, 0, evaluator.batches)
             for term in get_args(Term):
                 row[f"{fit}, {'augmented' if augmented else 'plain'}, {term}"] = evaluator.term(logits, term)
         return row
@@ -221,11 +215,13 @@ def measure(options: argparse.Namespace, setup: str) -> list[Row]:
     load_checkpoint(model, options.checkpoint)
     model.eval()
     images = calibration_images(data, options.calibration, seed=options.seed)
-    candidates = CandidateOptions(options.format)
-    fitted = fit_candidates(model, images.split(CALIBRATION_BATCH), candidates, cache=None, seed=options.seed)
+    candidates = CandidateOptions((options.format,))
+    fitted = calibrated_library(
+        model, images.split(CALIBRATION_BATCH), candidates, cache=None, seed=options.seed
+    )
     libraries = {"data": fitted, "weights": FitLibrary(model, list(fitted.specs.values()), options.format)}
-    curves = fitted.curves(limit=candidates.candidates)
-    problem = SearchProblem.from_model(model, curves, data.input_shape, params=options.params, library=fitted)
+    sites = fitted.all_candidates(limit=candidates.candidates)
+    problem = SearchProblem.from_model(model, sites, data.input_shape, params=options.params, library=fitted)
     plans = draw_plans(problem, options.plans, options.seed)
     rewards = Rewards(model, libraries, problem, data)
     if options.images is not None:
@@ -234,8 +230,10 @@ def measure(options: argparse.Namespace, setup: str) -> list[Row]:
     recipe = TrainingRecipe(
         epochs=options.epochs, lr=options.lr, distillation=0.9, restore_best=False, seed=options.seed
     )
-    for number, plan in list(enumerate(plans))[len(rows) :]:
-        row = {"plan": float(number), **rewards(plan), **tuned_accuracies(model, plan, images, data, recipe)}
+    for number, choices in list(enumerate(plans))[len(rows) :]:
+        plan = problem.plan(choices, "noise")
+        accuracies = tuned_accuracies(model, plan, images, data, recipe)
+        row = {"plan": float(number), **rewards(choices), **accuracies}
         rows.append(row)
         save_rows(options.rows, rows, setup)
         reward = row["data, augmented, accuracy"]

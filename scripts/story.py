@@ -153,11 +153,11 @@ def chapter_layer(story: Story) -> None:
         panels[name] = {}
         for label, known in (("weights", None), ("data", moments)):
             library = decomposition.FitLibrary(model, [spec], name, moments=known, centred=False)
-            curve = library.curve(spec.name)
+            site = library.candidates(spec.name)
             dense = library.weights[spec.name]
-            lost = [dense - library.weight(spec.name, entry.ranks) for entry in curve.entries[:-1]]
+            lost = [dense - library.weight(spec.name, each.operations) for each in site.candidates[:-1]]
             errors = [output_norm(each) / output_norm(dense) for each in lost]
-            panels[name][f"fitted to {label}"] = (list(curve.params[:-1] / spec.params), errors)
+            panels[name][f"fitted to {label}"] = (list(site.params[:-1] / spec.params), errors)
     size = " x ".join(map(str, spec.weight_shape))
     figure = kept_figure(panels, "relative output error")
     story.page.picture("formats", figure, f"Output error of `{spec.name}` ({size}) over its kept parameters")
@@ -168,7 +168,7 @@ def chapter_budgets(story: Story) -> None:
 
     Now every layer is decomposed, without training or labels. `uniform` keeps about the same share of every
     layer; `greedy` spends the budget where, by the layers' errors, the network's output loses least. Each
-    plan is carried out three times: fitted to the weights, to what each layer receives in the dense network,
+    plan is applied three times: fitted to the weights, to what each layer receives in the dense network,
     and layer after layer to what it receives in the network compressed so far.
     """
     model, data, page = story.model, story.data, story.page
@@ -202,7 +202,7 @@ def chapter_search(story: Story) -> None:
     """The search.
 
     A budget says how many of the parameters may stay. An agent (DDPG) proposes a plan an episode, greedy's at
-    first; its reward is the plan's accuracy on the held-out images. Its best plan is then carried out.
+    first; its reward is the plan's accuracy on the held-out images. Its best plan is then applied.
     """
     options, page = story.options, story.page
     search = partial(
@@ -260,7 +260,8 @@ def chapter_pruning(story: Story) -> None:
     plan = story.plan(pruned, "greedy", min(1.0, same_budget))
     network = decomposition.apply_plan(pruned, plan, story.calibration)
     tuned, accuracies = story.fine_tuned(network)
-    both, file = plan.with_removal(model, masked.kept_channels()), options.folder / "small.safetensors"
+    kept = {name: rankrl.KeepChannels(tuple(each)) for name, each in masked.kept_channels().items()}
+    both, file = plan.with_operations(model, kept), options.folder / "small.safetensors"
     decomposition.save_compressed(tuned, both, file)
     loaded, _ = rankrl.load_compressed(model, file)
     story.stages.update({"pruned, decomposed": network, "pruned, decomposed, fine-tuned": loaded})

@@ -1,4 +1,4 @@
-"""The types of the configuration tree; the values and their explanations are in `configs/`."""
+"""The types of the configuration tree; values and explanations are in `configs/`, and only there."""
 
 from __future__ import annotations
 
@@ -6,96 +6,93 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
 
 @dataclass
 class DecompositionConfig:
     """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits."""
 
-    format: str = "tensor_ring"
+    format: str = MISSING
+    # What a file may leave out: only `auto` lists formats, and not all formats can split channel counts.
     formats: list[str] | None = None
     tensorised: bool = False
-    candidates: int = 16
-    rank_multiple: int | None = None
-    iterations: int = 60
-    final_iterations: int = 200
-    final_starts: int = 1
-    weigh_outputs: bool = True
-    sequential: bool = True
-    batch_norm: str = "mean"
+    candidates: int = MISSING
+    rank_multiple: int | None = MISSING
+    iterations: int = MISSING
+    final_iterations: int = MISSING
+    final_starts: int = MISSING
+    weigh_outputs: bool = MISSING
+    sequential: bool = MISSING
+    batch_norm: str = MISSING
 
 
 @dataclass
 class BudgetConfig:
     """The fraction of the dense network's cost that may be kept; at most one of them."""
 
-    params: float | None = None
-    macs: float | None = None
-    bytes: float | None = None
-    latency: float | None = None
+    params: float | None = MISSING
+    macs: float | None = MISSING
+    bytes: float | None = MISSING
+    latency: float | None = MISSING
 
 
 @dataclass
 class PruneConfig:
     """What follows pruning: the fraction of the pruned network that a decomposition keeps; at most one."""
 
-    decompose_params: float | None = None
-    decompose_macs: float | None = None
+    decompose_params: float | None = MISSING
+    decompose_macs: float | None = MISSING
 
 
 @dataclass
 class CalibrationConfig:
     """Training images that layers are fitted on."""
 
-    images: int = 768
+    images: int = MISSING
 
 
 @dataclass
 class HalvingConfig:
     """Which plans are scored on a part of the images only; none without a fraction."""
 
-    fraction: float | None = None
-    keep: float = 0.5
+    fraction: float | None = MISSING
+    keep: float = MISSING
 
 
 @dataclass
 class SearchConfig:
     """How long plans are searched and how they are scored."""
 
-    episodes: int = 100
-    seconds: float | None = None
-    patience: int | None = None
-    images: int = 2000
-    term: str = "accuracy"
-    augmented: bool = True
-    statistics: str = "corrected"
-    reestimation_images: int = 500
-    batch_size: int | None = None
+    episodes: int = MISSING
+    seconds: float | None = MISSING
+    patience: int | None = MISSING
+    images: int = MISSING
+    term: str = MISSING
+    augmented: bool = MISSING
+    statistics: str = MISSING
+    reestimation_images: int = MISSING
+    batch_size: int | None = MISSING
     halving: HalvingConfig = field(default_factory=HalvingConfig)
-    finalists: int = 1
-    workers: int | None = None
-    cluster: str = "local"
+    finalists: int = MISSING
+    workers: int | None = MISSING
+    cluster: str = MISSING
 
 
 @dataclass
 class CompareConfig:
-    """Which choosers are compared, and over which seeds."""
+    """Which selectors are compared, and over which seeds."""
 
-    selectors: list[str] = field(
-        default_factory=lambda: [
-            *("bayes_ddpg", "bayes", "ddpg", "tpe", "local", "random"),
-            *("greedy", "energy", "vbmf", "uniform"),
-        ]
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    selectors: list[str] = MISSING
+    seeds: list[int] = MISSING
 
 
 @dataclass
 class OptimConfig:
     """The optimizer of fine-tuning."""
 
-    name: str = "onnx_adam"
-    lr: float | None = None
+    name: str = MISSING
+    lr: float | None = MISSING
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -103,19 +100,19 @@ class OptimConfig:
 class RecipeConfig:
     """A training recipe but for its optimizer."""
 
-    epochs: int = 10
-    batch_size: int = 128
-    halvings: int = 4
-    schedule: str = "cosine"
-    warmup: float = 0.05
-    label_smoothing: float = 0.0
-    gradient_clip: float | None = None
-    ema_decay: float | None = None
-    distillation: float = 0.0
-    temperature: float = 4.0
-    augment: bool = True
-    early_stop_patience: int | None = None
-    restore_best: bool = True
+    epochs: int = MISSING
+    batch_size: int = MISSING
+    halvings: int = MISSING
+    schedule: str = MISSING
+    warmup: float = MISSING
+    label_smoothing: float = MISSING
+    gradient_clip: float | None = MISSING
+    ema_decay: float | None = MISSING
+    distillation: float = MISSING
+    temperature: float = MISSING
+    augment: bool = MISSING
+    early_stop_patience: int | None = MISSING
+    restore_best: bool = MISSING
 
 
 @dataclass
@@ -129,19 +126,19 @@ class TrainConfig(RecipeConfig):
 class ExportConfig:
     """The ONNX file and how its latency is measured."""
 
-    opset: int | None = None
-    preprocess: bool = False
-    batch: int = 64
-    threads: int = 1
-    runs: int = 30
-    training: bool = False
+    opset: int | None = MISSING
+    preprocess: bool = MISSING
+    batch: int = MISSING
+    threads: int = MISSING
+    runs: int = MISSING
+    training: bool = MISSING
 
 
 @dataclass
 class TrackingConfig:
     """Where the run is tracked while it goes on."""
 
-    name: str = "tensorboard"
+    name: str = MISSING
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -149,12 +146,12 @@ class TrackingConfig:
 class AppConfig:
     """The whole configuration."""
 
-    task: str = "pipeline"
-    seed: int = 0
-    resume: str | None = None
-    plan: str | None = None
-    weights: str | None = None
-    runs: str | None = None
+    task: str = MISSING
+    seed: int = MISSING
+    resume: str | None = MISSING
+    plan: str | None = MISSING
+    weights: str | None = MISSING
+    runs: str | None = MISSING
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
     decomposition: DecompositionConfig = field(default_factory=DecompositionConfig)

@@ -64,7 +64,7 @@ class Halving:
             the first scores so far. The others are scored on the first round alone.
     """
 
-    fraction: float = 0.25
+    fraction: float
     keep: float = 0.5
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class EvaluatorOptions:
     """
 
     term: Term = "accuracy"
-    augmented: bool = False
+    augmented: bool = True
     statistics: Statistics = "corrected"
     reestimation_images: int = 500
     halving: Halving | None = None
@@ -103,7 +103,7 @@ class EvaluatorOptions:
 
     def __post_init__(self) -> None:
         if self.term not in get_args(Term):
-            raise ConfigError(f"reward.term must be one of {', '.join(get_args(Term))}, got {self.term!r}")
+            raise ConfigError(f"search.term must be one of {', '.join(get_args(Term))}, got {self.term!r}")
         if self.statistics not in get_args(Statistics):
             raise ConfigError(
                 f"search.statistics must be one of {', '.join(get_args(Statistics))}, got {self.statistics!r}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from rankrl.plan_search.rewards import Reward, create_reward
 from rankrl.plan_search.state import STATE_FILE, SearchState
 from rankrl.selectors.base import Selector, SelectorState
 
+log = logging.getLogger(__name__)
+
 StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
 
 
@@ -34,8 +37,9 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        plan: The chosen plan.
-        chosen: Its row: the best one by reward, unless a last round (a measured time, a refit) took another.
+        plan: The plan to apply.
+        chosen: Its row. That is `best`, unless the plans were judged further after the search: by the time
+            they take when they are exported, or by the network that they become (`search.finalists`).
         best: The row with the best reward; the first of equals.
         rows: Every scored plan, in order.
         seconds: Wall time of the whole search, interruptions left out.
@@ -56,6 +60,11 @@ class SearchResult:
         return sum(not row.cached for row in self.rows)
 
 
+def choosing(problem: SearchProblem, result: SearchResult, row: EpisodeRow) -> SearchResult:
+    """Return a result whose plan is that of another of its rows."""
+    return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), chosen=row)
+
+
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
     """Return the rows of the `count` best different plans, best first, the earlier first among equals."""
     ordered = sorted((row for row in rows if not row.cached), key=lambda row: (-row.reward, row.episode))
@@ -73,6 +82,7 @@ def run_search(
     patience: int | None = None,
     folder: Path | None = None,
     resume: bool = False,
+    anew_for_other_scores: bool = False,
     on_episode: Callable[[EpisodeRow], None] | None = None,
 ) -> SearchResult:
     """Let a selector look for the plan with the best reward.
@@ -90,6 +100,8 @@ def run_search(
         patience: Stop when the best reward has not improved for so many episodes; None for never.
         folder: Where the state and `episodes.csv` are kept; None keeps nothing.
         resume: Go on from the state in the folder; without one, begin.
+        anew_for_other_scores: Begin anew where the folder's search is this one but for how plans are scored,
+            which is what `evaluator.fingerprint` tells; its files are kept as `old-*`. Refused otherwise.
         on_episode: Called with the row of every newly scored plan.
 
     Returns:
@@ -114,10 +126,13 @@ def run_search(
                 f"{folder} holds a search already; resume it, or choose another folder for a new one"
             )
         state = SearchState.load(path)
-        state.check(identity, path)
-        rows, spent = list(state.rows), state.seconds
-        selector.restore(SelectorState(state.tensors, state.values))
-        evaluator.restore(state.evaluator, known_evaluations(problem, rows))
+        if anew_for_other_scores and state.differing(identity) == ["evaluator"]:
+            _set_aside(path.parent)
+        else:
+            state.check(identity, path)
+            rows, spent = list(state.rows), state.seconds
+            selector.restore(SelectorState(state.tensors, state.values))
+            evaluator.restore(state.evaluator, known_evaluations(problem, rows))
     table = None
     if folder is not None:
         write_candidates(problem, folder / CANDIDATES_FILE)
@@ -184,6 +199,20 @@ def _identity(
         "reward": [reward.name, dict(reward.options)],
         "episodes": episodes,  # schedules span them
     }
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep the files of a search whose rewards count no more under other names."""
+    for name in (STATE_FILE, EPISODES_FILE):
+        if (folder / name).exists():
+            (folder / name).replace(folder / f"old-{name}")
+    log.warning(
+        "the score changed since %s was searched; its old rewards are not reused, the search begins anew "
+        "(what was there is kept as old-%s and old-%s)",
+        folder,
+        STATE_FILE,
+        EPISODES_FILE,
+    )
 
 
 def _check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:

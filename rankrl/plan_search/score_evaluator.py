@@ -1,8 +1,8 @@
-"""Scoring plans with a user's own function, for tasks that are no classification."""
+"""Scoring plans with a user's own function, for tasks other than classification."""
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,10 @@ from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.score_fingerprint import ScoreFingerprint
 from rankrl.plan_search.scoring_network import ScoringNetwork
+
+log = logging.getLogger(__name__)
 
 Score = Callable[[nn.Module], float]
 
@@ -43,6 +46,13 @@ class ScoreEvaluator:
     ) -> None:
         self.problem = problem
         self.score = score
+        self._fingerprint = ScoreFingerprint.of(score)
+        if self._fingerprint.opaque:
+            log.warning(
+                "the score holds what cannot be looked into and counts by name: %s. After an edit of that, "
+                "choose another folder: one with a search goes on with its old rewards",
+                ", ".join(self._fingerprint.opaque),
+            )
         self.network = ScoringNetwork(
             model, library, problem.sites, Precision(model_device(model), torch.float32), example
         )
@@ -52,9 +62,8 @@ class ScoreEvaluator:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the function's name, for telling whether two searches score alike."""
-        name = getattr(self.score, "__qualname__", type(self.score).__qualname__)
-        return hashlib.sha256(f"{getattr(self.score, '__module__', '')}.{name}".encode()).hexdigest()[:16]
+        """Hash of the function's code and what it reaches, for telling whether two searches score alike."""
+        return self._fingerprint.digest
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans one after the other.

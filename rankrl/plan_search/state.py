@@ -84,10 +84,13 @@ class SearchState:
         Raises:
             CheckpointError: Naming what differs.
         """
+        for key in self.differing(identity):
+            raise CheckpointError(
+                f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
+                f"{dict(identity).get(key)!r}. Use the same settings to resume, or start without resuming."
+            )
+
+    def differing(self, identity: Mapping[str, Any]) -> list[str]:
+        """Return in what the search that a state belongs to differs from the one of `identity`."""
         now = json.loads(json.dumps(dict(identity)))
-        for key in sorted(set(now) | set(self.identity)):
-            if now.get(key) != self.identity.get(key):
-                raise CheckpointError(
-                    f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
-                    f"{now.get(key)!r}. Use the same settings to resume, or start without resuming."
-                )
+        return [key for key in sorted({*now, *self.identity}) if now.get(key) != self.identity.get(key)]

@@ -1,4 +1,4 @@
-"""The page and the files of a comparison of choosers."""
+"""The page and the files of a comparison of selectors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rankrl.report.stages import heldout_note, number
 from rankrl.report.write import save_figure
 
 _CAPTION = (
-    "Every chooser had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
-    "over the seeds. The test set chose nothing. Best reward first."
+    "Every selector had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
+    "over the seeds. Test images gave the test accuracy and nothing else. Best reward first."
 )
 
 
@@ -35,13 +35,13 @@ def comparison_page(
     columns, cells = comparison_cells(rows)
     return render(
         "comparison",
-        Head(f"Choosers compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
+        Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
         result=text_table(f"{_CAPTION} {heldout_note(metrics)}".strip(), columns, cells),
         rewards=drawing(
             partial(rewards_figure, rows),
             "rewards",
-            "Best reward so far of every chooser over the episodes; the table holds the last values.",
-            "Mean over the seeds; the band spans them. Dashed: choosers with a single plan.",
+            "Best reward so far of every selector over the episodes; the table holds the last values.",
+            "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
         ),
         accuracies=drawing(
             partial(accuracies_figure, rows, baseline),

@@ -80,7 +80,7 @@ def check_selector(name: str, options: Mapping[str, Any]) -> None:
 
 
 def create_selector(
-    name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 300, **options: Any
+    name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 100, **options: Any
 ) -> Selector:
     """Make a selector.
 

@@ -264,6 +264,8 @@ def search_numbers(result: SearchResult) -> dict[str, Any]:
         "evaluations": result.evaluations,
         "seconds": result.seconds,
         "best_reward": result.best.reward,
+        "chosen_reward": result.chosen.reward,
+        "chosen_episode": result.chosen.episode,
         "stopped_by": result.stopped_by,
     }
 

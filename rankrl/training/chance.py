@@ -9,6 +9,7 @@ from torch import Tensor
 
 _STANDARD_ERRORS = 3.0
 _LOSS_FRACTION = 0.98
+_WORSE = 1.005
 
 
 def guessing_share(labels: Tensor) -> float:
@@ -64,6 +65,19 @@ def is_guessing(accuracy: float, loss: float, labels: Tensor, images: int) -> bo
     if share == 1:
         return False
     return accuracy <= share + _noise(share, images) and loss >= _LOSS_FRACTION * guessing_loss(labels)
+
+
+def worse_than_guessing(loss: float, labels: Tensor) -> bool:
+    """Return whether scores that do not depend on the image would have a smaller loss.
+
+    A network that is slow to begin comes near that loss and stays there for long: larger steps may free it,
+    smaller ones do not. One whose steps are too large lies above it.
+
+    Args:
+        loss: Mean cross-entropy of an epoch.
+        labels: Labels of the training set.
+    """
+    return loss > _WORSE * guessing_loss(labels)
 
 
 def _noise(share: float, images: int) -> float:

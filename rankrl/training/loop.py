@@ -26,7 +26,7 @@ from rankrl.device import (
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.models.classifier import check_classifier
 from rankrl.training.accuracy import accuracy
-from rankrl.training.chance import is_guessing
+from rankrl.training.chance import is_guessing, worse_than_guessing
 from rankrl.training.loss import training_loss
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import learning_rate_factor
@@ -107,7 +107,8 @@ def train(
     A training that diverges starts again from its first weights with half the learning rate, at most
     `recipe.halvings` times, and is then that of a recipe with this rate. It diverges when a loss or a score
     is no finite number; when an epoch falls back to guessing (`rankrl.training.chance`) after one that did
-    better; and when the warm-up is over, or 100 steps done if that is later, and no epoch did better.
+    better; and when the warm-up is over, or 100 steps done if that is later, no epoch did better, and the
+    loss is above that of guessing. A network that merely waits on the plateau of guessing is left to it.
 
     Args:
         model: The network; it is moved to the device and left there, in evaluation mode.
@@ -199,11 +200,13 @@ class _TrainedEpoch:
         loss: Mean loss.
         lr: Learning rate of the last step.
         guessing: Whether its answers were no better than guessing.
+        worse: Whether its cross-entropy was above that of guessing.
     """
 
     loss: float
     lr: float
     guessing: bool
+    worse: bool
 
 
 class _Epochs:
@@ -258,7 +261,7 @@ class _Epochs:
             return
         recipe, done = self.recipe, epoch * self.steps
         over = done >= max(recipe.warmup * recipe.epochs * self.steps, _FEWEST_STEPS_JUDGED)
-        if state.halvings < recipe.halvings and (state.learned or over):
+        if state.halvings < recipe.halvings and (state.learned or (over and trained.worse)):
             what = "fell back to guessing" if state.learned else "had learned nothing"
             raise _DivergedError(
                 f"the network {what} by the end of epoch {epoch} (training loss {trained.loss:.3g}, highest "
@@ -299,8 +302,9 @@ class _Epochs:
                 if checked < self.steps:
                     self._report(state, epoch, done + 1, lr, mean_loss)
         images = self.steps * self.batch_size
-        guessing = is_guessing(int(right) / images, float(entropies.mean()), self.train_images.y, images)
-        return _TrainedEpoch(float(losses.mean()), lr, guessing)
+        entropy, labels = float(entropies.mean()), self.train_images.y
+        guessing = is_guessing(int(right) / images, entropy, labels, images)
+        return _TrainedEpoch(float(losses.mean()), lr, guessing, worse_than_guessing(entropy, labels))
 
     def _step(self, state: TrainingState, x: Tensor, y: Tensor, lr: float) -> tuple[Tensor, Tensor]:
         """Return the loss and the class scores of one step, which has been taken."""

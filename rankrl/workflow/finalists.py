@@ -15,8 +15,23 @@ from decomposition import CompressionPlan
 from rankrl.plan_search.history import EpisodeRow, known_evaluations
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward
+from rankrl.plan_search.run import SearchResult, best_rows
 
 log = logging.getLogger(__name__)
+
+
+def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
+    """Return the `count` plans with the best rewards and the plan that the search began with.
+
+    The latter is greedy's where the selector learns: what a search ends with is then not behind what it began
+    with.
+
+    Args:
+        result: The search.
+        count: Number of finalists beside the first plan.
+    """
+    rows = best_rows(result.rows, count)
+    return rows if result.rows[0] in rows else [*rows, result.rows[0]]
 
 
 def best_finalist(

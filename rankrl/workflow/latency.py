@@ -159,7 +159,7 @@ class LatencyBudget:
         """
         found: list[EpisodeRow] = []
         least = float("inf")
-        for row in best_rows(result.rows, _PLANS_TRIED):
+        for row in best_rows(result.rows, max(_PLANS_TRIED, count)):
             kept = self.measured(problem.plan(row.key, result.plan.chosen_by))
             least = min(least, kept)
             if kept <= self.fraction:

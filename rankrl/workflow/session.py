@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +20,11 @@ from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
-from rankrl.plan_search.run import SearchResult, best_rows, run_search
+from rankrl.plan_search.run import SearchResult, choosing, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
 from rankrl.selectors import create_selector
-from rankrl.workflow.finalists import best_finalist
+from rankrl.workflow.finalists import best_finalist, finalists
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 from rankrl.workflow.scoring import Scoring
 
@@ -71,7 +71,8 @@ class SearchOptions:
         reward: Name of the reward.
         reward_options: Its options.
         finalists: How many of the best plans are applied, refit and all, and scored again, beside the first
-            plan; the best of them is chosen. 1 takes the plan with the best reward.
+            plan; the best of them is chosen. 1 takes the plan with the best reward. With `latency` they are
+            the best plans that keep the time when they are exported and timed.
         episodes: Plans to score.
         seconds: Time limit, or None.
         patience: Stop after so many episodes without a better plan, or None.
@@ -258,6 +259,7 @@ class SearchSession:
         *,
         seed: int,
         folder: Path | None = None,
+        anew_for_other_scores: bool = False,
         on_episode: Callable[[EpisodeRow], None] | None = None,
     ) -> SearchResult:
         """Let a selector look for the best plan; an interrupted search in `folder` is continued.
@@ -267,6 +269,8 @@ class SearchSession:
             selector_options: Its options.
             seed: Its seed.
             folder: Where the search keeps its state and `episodes.csv`; None keeps nothing.
+            anew_for_other_scores: Whether a search in `folder` that scored plans otherwise is set aside for a
+                new one; refused otherwise.
             on_episode: Called with the row of every newly scored plan.
 
         Returns:
@@ -298,6 +302,7 @@ class SearchSession:
                 patience=options.patience,
                 folder=folder,
                 resume=True,
+                anew_for_other_scores=anew_for_other_scores,
                 on_episode=show,
             )
         log.info(
@@ -307,26 +312,23 @@ class SearchSession:
             result.seconds,
             result.best.reward,
         )
-        return result if result.stopped_by == "interrupt" else self._final(result)
+        if result.stopped_by == "interrupt":
+            return result
+        return choosing(self.problem, result, self._chosen_row(result))
 
-    def _final(self, result: SearchResult) -> SearchResult:
-        """Return the result with the plan that comes out of the last round: measured time, finalists."""
+    def _chosen_row(self, result: SearchResult) -> EpisodeRow:
+        """Return the row of the plan to apply: the best of those that keep the time, refit if wanted."""
         count, by = self.options.finalists, result.plan.chosen_by
         if self.latency is not None:
             rows = self.latency.holding(self.problem, result, count)
         else:
-            rows = best_rows(result.rows, count)
-            if count > 1 and result.rows[0] not in rows:
-                # What a search began with, greedy's plan where the selector learns, is never left behind.
-                rows.append(result.rows[0])
-        if count > 1:
-            if self._network_score is None:
-                self._network_score = self.scoring.of_networks(self.model)
-            score = self._network_score
-            chosen = best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
-        else:
-            chosen = rows[0]
-        return replace(result, plan=self.problem.plan(chosen.key, by), chosen=chosen)
+            rows = [result.best] if count == 1 else finalists(result, count)
+        if count == 1:
+            return rows[0]
+        if self._network_score is None:
+            self._network_score = self.scoring.of_networks(self.model)
+        score = self._network_score
+        return best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
         sites = []

@@ -14,7 +14,8 @@ from torch import nn
 
 import decomposition
 import rankrl
-from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.errors import CheckpointError, ConfigError, NonFiniteError
+from rankrl.plan_search.score_evaluator import ScoreEvaluator
 
 
 @pytest.fixture
@@ -74,26 +75,77 @@ def test_score_that_is_no_number_is_refused(model: nn.Module, images: torch.Tens
         rankrl.search(model, score=lambda _: float("nan"), **quick)  # type: ignore[arg-type]
 
 
-def test_killed_search_goes_on(model: nn.Module, images: torch.Tensor, tmp_path: Path) -> None:
-    score = fidelity(copy.deepcopy(model), images)
-    calls = 0
+def test_killed_search_goes_on(
+    model: nn.Module, images: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {
+        "calibration": images,
+        "params": 0.5,
+        "selector": "random",
+        "episodes": 6,
+        "candidates": 8,
+    }
+    options["score"] = fidelity(copy.deepcopy(model), images)
+    whole = rankrl.search(model, folder=tmp_path / "whole", **options)
+    value, calls = ScoreEvaluator.value, []
 
-    def failing(network: nn.Module) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def failing(self: ScoreEvaluator, ranks: Any) -> float:
+        calls.append(ranks)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        return score(network)
+        return value(self, ranks)
 
-    failing.__qualname__ = score.__qualname__
-    failing.__module__ = score.__module__
-    options = {"calibration": images, "params": 0.5, "selector": "random", "episodes": 6, "candidates": 8}
-    whole = rankrl.search(model, score=score, folder=tmp_path / "whole", **options)  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt):
-        rankrl.search(model, score=failing, folder=tmp_path / "broken", **options)  # type: ignore[arg-type]
-    resumed = rankrl.search(model, score=score, folder=tmp_path / "broken", **options)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(ScoreEvaluator, "value", failing)
+        with pytest.raises(KeyboardInterrupt):
+            rankrl.search(model, folder=tmp_path / "broken", **options)
+    resumed = rankrl.search(model, folder=tmp_path / "broken", **options)
     assert resumed.plan == whole.plan
     assert [row.reward for row in resumed.rows] == [row.reward for row in whole.rows]
+
+
+def test_an_edited_score_begins_anew_and_says_so(
+    model: nn.Module, images: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {
+        "calibration": images,
+        "params": 0.5,
+        "selector": "random",
+        "episodes": 4,
+        "candidates": 4,
+    }
+    calls = []
+
+    def scored(factor: float) -> Any:
+        expected = model(images).detach()
+        counted = calls.append
+
+        def score(network: nn.Module) -> float:
+            counted(factor)
+            return -factor * float((network(images) - expected).square().mean())
+
+        return score
+
+    def search(factor: float) -> Any:
+        calls.clear()
+        return rankrl.search(model, score=scored(factor), folder=tmp_path / "search", **options)
+
+    first = search(1.0)
+    assert len(calls) > 1
+    again = search(1.0)
+    assert len(calls) == 1  # on the dense network alone, to see whether it works
+    assert [row.reward for row in again.rows] == [row.reward for row in first.rows]
+    assert "the score changed" not in caplog.text
+    edited = search(2.0)
+    assert "the score changed since" in caplog.text
+    assert "old rewards are not reused" in caplog.text
+    assert [row.reward for row in edited.rows] == [2 * row.reward for row in first.rows]
+    assert {path.name for path in (tmp_path / "search").glob("old-*")} == {
+        "old-search.safetensors",
+        "old-episodes.csv",
+    }
+    with pytest.raises(CheckpointError, match="episodes was 4, is now 5"):
+        rankrl.search(model, score=scored(3.0), folder=tmp_path / "search", **{**options, "episodes": 5})
 
 
 def test_environment_is_registered_by_importing_the_package() -> None:

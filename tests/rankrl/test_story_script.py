@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from torch import nn
 
 import rankrl
-from decomposition import count_macs, count_parameters
+from decomposition import Factorise, count_macs, count_parameters
 from rankrl.data import load_dataset
 
 pytestmark = pytest.mark.slow
@@ -112,8 +112,8 @@ def test_accuracies_in_the_summary_are_those_of_the_files(
 
 def test_costs_in_the_summary_are_those_of_the_networks(summary: dict[str, list[str]], folder: Path) -> None:
     loaded, plan = rankrl.load_compressed(small(), folder / "small.safetensors")
-    assert plan.kept_channels
-    assert any(layer.format == "tucker" for layer in plan)
+    assert plan.chosen(rankrl.KeepChannels)
+    assert {each.format for each in plan.chosen(Factorise).values()} == {"tucker"}
     for stage, network in (("dense", small()), ("pruned, decomposed, fine-tuned", loaded)):
         assert summary[stage][1] == f"{count_parameters(network):,}"
         assert summary[stage][2] == f"{count_macs(network, (1, 8, 8)) / 1e6:.2f} M"

@@ -78,7 +78,7 @@ def problem(network: nn.Module, library: FitLibrary) -> SearchProblem:
 
 
 def options() -> EvaluatorOptions:
-    return EvaluatorOptions(term="soft_agreement", halving=Halving(), batch_size=16)
+    return EvaluatorOptions(term="soft_agreement", augmented=False, halving=Halving(0.25), batch_size=16)
 
 
 @pytest.fixture(scope="module")

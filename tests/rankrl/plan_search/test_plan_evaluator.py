@@ -32,7 +32,7 @@ def make(network, library, problem, images, precision=EXACT, **options) -> PlanE
         **NORMALISATION,
         precision=precision,
         augmentation=Augmentation(padding=1),
-        options=EvaluatorOptions(**options),
+        options=EvaluatorOptions(**{"augmented": False, **options}),
     )
 
 
@@ -207,7 +207,7 @@ def test_options_out_of_range_are_refused(options) -> None:
 @pytest.mark.parametrize("options", [{"fraction": 1.0}, {"keep": 0.0}])
 def test_halving_out_of_range_is_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
-        Halving(**options)
+        Halving(**{"fraction": 0.25, **options})
 
 
 def test_scores_that_are_not_finite_name_the_plan(evaluator, small_problem) -> None:

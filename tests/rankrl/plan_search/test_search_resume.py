@@ -115,7 +115,9 @@ def test_a_real_evaluator_with_halving_goes_on_exactly(
             small_images,
             mean=(0.5,),
             std=(0.25,),
-            options=EvaluatorOptions(term="soft_agreement", halving=Halving(), batch_size=16),
+            options=EvaluatorOptions(
+                term="soft_agreement", augmented=False, halving=Halving(0.25), batch_size=16
+            ),
         )
 
     whole = search(small_problem, evaluator(), "random", tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""The page of a comparison of choosers."""
+"""The page of a comparison of selectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(
     rows: list[ComparisonRow], metrics: Mapping[str, Any]
 ) -> None:
     page = comparison_page(rows, metrics, {"Seed": "0"})
-    assert "<h1>Choosers compared: resnet20 on cifar10</h1>" in page
+    assert "<h1>Selectors compared: resnet20 on cifar10</h1>" in page
     headings = re.findall(r"<h2[^>]*>([^<]*)", page)
     assert headings == ["Result", "Search", "Test accuracy", "Setup"]
     assert page.count("<svg") == 4  # two figures, each for wide and for narrow windows

@@ -125,10 +125,10 @@ def test_a_counting_axis_has_whole_numbers_only(count: int, first: int) -> None:
 
 
 def comparison_rows(count: int, episodes: int) -> list[ComparisonRow]:
-    """Searches of several choosers whose accuracies lie within two points."""
+    """Searches of several selectors whose accuracies lie within two points."""
     return [
         ComparisonRow(
-            selector=f"chooser {index}",
+            selector=f"selector {index}",
             seed=seed,
             best_reward=0.92 + 0.001 * index,
             heldout_accuracy=0.93,

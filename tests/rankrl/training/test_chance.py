@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from sklearn.dummy import DummyClassifier
 from torch import Tensor
 
-from rankrl.training.chance import guessing_loss, guessing_share, is_guessing, near_guessing
+from rankrl.training.chance import (
+    guessing_loss,
+    guessing_share,
+    is_guessing,
+    near_guessing,
+    worse_than_guessing,
+)
 
 LABELS = st.lists(st.integers(0, 5), min_size=2, max_size=60).map(torch.tensor)
 
@@ -60,4 +66,6 @@ def test_an_epoch_of_guessing_has_both_signs() -> None:
     rare = (torch.arange(1000) % 10 == 0).long()
     assert not is_guessing(0.9, 0.2, rare, 1000)  # only one class is answered, ever more surely
     assert is_guessing(0.9, 0.33, rare, 1000)
+    assert worse_than_guessing(2.34, labels)
+    assert not worse_than_guessing(2.304, labels)  # the plateau of a network that is slow to begin
     assert not is_guessing(1.0, 0.0, torch.zeros(1000, dtype=torch.int64), 1000)  # nothing to guess

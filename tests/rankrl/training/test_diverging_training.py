@@ -119,6 +119,18 @@ def test_a_network_that_never_learns_starts_again_after_the_warm_up(
     assert len(result.history) == recipe.epochs  # the last rate is followed to the end
 
 
+def test_a_network_that_is_slow_to_begin_is_left_to_its_rate(digits: ImageData) -> None:
+    # At this rate all epochs pass on the plateau of guessing: half of it would only make that longer.
+    recipe = dataclasses.replace(TOO_FAST, lr=1e-5, warmup=0.0, schedule="constant")
+    network = plain_network()
+    with torch.no_grad():
+        network.get_submodule("6").weight.zero_()  # type: ignore[union-attr, operator]
+        network.get_submodule("6").bias.zero_()  # type: ignore[union-attr, operator]
+    result = train(network, digits, recipe, precision=FLOAT32)
+    assert result.history[-1].loss == pytest.approx(2.3026, abs=0.005)
+    assert result.halvings == 0
+
+
 def test_a_few_steps_are_not_judged(digits: ImageData) -> None:
     recipe = dataclasses.replace(TOO_FAST, lr=1e3, epochs=2)
     assert train(plain_network(), digits, recipe, precision=FLOAT32).halvings == 0

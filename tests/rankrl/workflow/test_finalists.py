@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from rankrl.data import load_dataset
+from rankrl.errors import ConfigError
 from rankrl.models import create_model
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.plan_search.rewards import create_reward
-from rankrl.plan_search.run import best_rows, run_search
+from rankrl.plan_search.run import best_rows, choosing, run_search
 from rankrl.selectors import create_selector
 from rankrl.training import predict_logits
-from rankrl.workflow.finalists import best_finalist
+from rankrl.workflow import compare
+from rankrl.workflow.compare import ComparedSearch, winner
+from rankrl.workflow.finalists import best_finalist, finalists
+from rankrl.workflow.latency import LatencyBudget
 from rankrl.workflow.scoring import ImageScoring
 from rankrl.workflow.session import SearchOptions, SearchSession
 
@@ -26,13 +30,6 @@ def reward():
 def result(small_problem, synthetic_evaluator):
     selector = create_selector("random", small_problem, seed=0, episodes=12)
     return run_search(small_problem, synthetic_evaluator, selector, episodes=12)
-
-
-def finalists(result, count: int) -> list:
-    """The best rows and that of the first plan, as a session hands them over."""
-    rows = best_rows(result.rows, count)
-    assert result.rows[0] not in rows
-    return [*rows, result.rows[0]]
 
 
 def test_the_best_refitted_plan_among_the_finalists_wins(small_problem, result, reward) -> None:
@@ -115,12 +112,91 @@ def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
     assert found.best.reward == max(row.reward for row in found.rows)
 
 
+class Clock(LatencyBudget):
+    """Times plans by a table instead of a clock."""
+
+    def __init__(self, fraction, times) -> None:
+        self.fraction, self._times, self.timed = fraction, times, []
+
+    def measured(self, plan) -> float:
+        self.timed.append(plan)
+        return self._times[len(self.timed) - 1]
+
+
+@pytest.fixture
+def timed(small_problem, synthetic_evaluator, reward):
+    """Make a session in which the two best plans take too long, and the last finalist is best applied."""
+
+    def session(count: int, fraction: float = 0.5):
+        applied = []
+
+        def score(plan) -> float:
+            applied.append(plan)
+            return len(applied)
+
+        made = Finalists(small_problem, synthetic_evaluator, reward, score, count)
+        made.latency = Clock(fraction, [0.6, 0.6] + [0.4] * 18)
+        return made, applied
+
+    return session
+
+
+def best_plans(problem, result) -> list:
+    return [problem.plan(row.key, "random") for row in best_rows(result.rows, len(result.rows))]
+
+
+def test_finalists_are_those_that_keep_the_time(timed, small_problem) -> None:
+    session, applied = timed(3)
+    found = session.search("random", {}, seed=0)
+    plans = best_plans(small_problem, found)
+    assert session.latency.timed == plans[:5]
+    assert applied == plans[2:5]
+    assert found.plan == plans[4] == small_problem.plan(found.chosen.key, "random")
+    assert small_problem.plan(found.best.key, "random") == plans[0]
+
+
+def test_without_finalists_the_best_plan_that_keeps_the_time_is_taken(timed, small_problem) -> None:
+    session, applied = timed(1)
+    found = session.search("random", {}, seed=0)
+    plans = best_plans(small_problem, found)
+    assert session.latency.timed == plans[:3]
+    assert found.plan == plans[2] == small_problem.plan(found.chosen.key, "random")
+    assert not applied
+
+
+def test_plans_that_all_take_too_long_are_refused(timed) -> None:
+    session, _ = timed(3, fraction=0.3)
+    with pytest.raises(
+        ConfigError, match=r"budget\.latency=0\.3: of the 20 best plans none is that fast.*0\.400"
+    ):
+        session.search("random", {}, seed=0)
+
+
+def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
+    """A result whose plan is not the one with the best reward counts by its plan."""
+    rows = best_rows(result.rows, 3)
+    slow = ComparedSearch("random", 0, {}), choosing(small_problem, result, rows[2])
+    fast = ComparedSearch("random", 1, {}), choosing(small_problem, result, rows[1])
+    results = dict([slow, fast])
+    assert winner(results) is fast[1]
+
+    class Final:
+        def accuracies(self, problem, plan):
+            return float(plan == slow[1].plan), None
+
+    first, second = compare.tested(small_problem, results, Final())
+    assert (first.test_accuracy, second.test_accuracy) == (1.0, 0.0)
+    assert (first.best_reward, second.best_reward) == (rows[2].reward, rows[1].reward)
+    assert (first.params_kept, first.macs_kept) == (rows[2].params_kept, rows[2].macs_kept)
+    assert first.heldout_accuracy == rows[2].accuracy
+
+
 @pytest.mark.parametrize("term", ["agreement", "soft_agreement"])
 def test_the_dense_network_agrees_with_itself(term) -> None:
     data = load_dataset("digits", seed=0)
     torch.manual_seed(0)
     dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
-    score = ImageScoring(data, EvaluatorOptions(term=term), images=10).of_networks(dense)
+    score = ImageScoring(data, EvaluatorOptions(term=term, augmented=False), images=10).of_networks(dense)
     assert score(dense) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -130,4 +206,6 @@ def test_all_held_out_images_are_scored() -> None:
     dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
     logits = predict_logits(dense, data.heldout, mean=data.mean, std=data.std)
     expected = float((logits.argmax(1) == data.heldout.y).double().mean())
-    assert ImageScoring(data, EvaluatorOptions(), images=10).of_networks(dense)(dense) == expected
+    assert (
+        ImageScoring(data, EvaluatorOptions(augmented=False), images=10).of_networks(dense)(dense) == expected
+    )

@@ -1,0 +1,292 @@
+"""Networks that nobody here wrote, each from the plan to the ONNX file with eight calibration images.
+
+    OMP_NUM_THREADS=1 python scripts/check_networks.py --rows networks.csv --output docs/benchmarks.md
+    python scripts/check_networks.py --rows networks.csv --networks resnet18 transformer_encoder
+
+Each family of torchvision's classifiers at its smallest member, some of timm's networks where timm is
+installed, and a classifier with an `nn.TransformerEncoder`: random weights with batch-norm statistics of real
+passes, a plan by the uniform heuristic, `apply_plan`, `save_compressed`, `load_compressed`, `export_onnx`,
+`verify_onnx` on images that were not calibrated on. Each runs in a process of its own; with `--rows` a killed
+run goes on where it was. The aim is right or refused, not accuracy: fits take few iterations and the images
+are noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from result_rows import ResultRows
+from torch import nn
+
+from decomposition import (
+    Budget,
+    CompressionPlan,
+    DecompositionError,
+    FitLibrary,
+    FitOptions,
+    apply_plan,
+    count_parameters,
+    get_heuristic,
+    inspect_layers,
+    load_compressed,
+    plan_from_choices,
+    reestimate_batch_norm,
+    save_compressed,
+)
+from rankrl.export import ExportError, export_onnx, verify_onnx
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+
+CALIBRATION = 8
+KEPT = 0.6
+TOLERANCE = 1e-4
+OPTIONS = FitOptions(iterations=20)
+_CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network to check.
+
+    Attributes:
+        build: Makes it, with random weights.
+        size: Height and width of its input.
+        tensor_format: Format that its layers are decomposed in.
+    """
+
+    build: Callable[[], nn.Module]
+    size: int = 64
+    tensor_format: str = "cp"
+
+
+class TransformerClassifier(nn.Module):
+    """Patches of an image through an `nn.TransformerEncoder`."""
+
+    def __init__(self, features: int = 96, layers: int = 3, classes: int = 10) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, features, 8, 8)
+        layer = nn.TransformerEncoderLayer(features, 4, 4 * features, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(features, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return class scores (N, classes) of images (N, 3, H, W)."""
+        logits: torch.Tensor = self.head(self.encoder(self.patches(x).flatten(2).mT).mean(1))
+        return logits
+
+
+def _torchvision(name: str, **options: object) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from torchvision import models
+
+        network: nn.Module = models.get_model(name, weights=None, **options)
+        return network
+
+    return build
+
+
+def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import timm
+
+        network: nn.Module = timm.create_model(name, pretrained=False, **options)
+        return network
+
+    return build
+
+
+NETWORKS: dict[str, Network] = {
+    "transformer_encoder": Network(TransformerClassifier, 32, "tucker"),
+    "alexnet": Network(_torchvision("alexnet"), 64, "tucker"),
+    "convnext_tiny": Network(_torchvision("convnext_tiny"), 64, "tucker"),
+    "densenet121": Network(_torchvision("densenet121")),
+    "efficientnet_b0": Network(_torchvision("efficientnet_b0"), 64, "tucker"),
+    "efficientnet_v2_s": Network(_torchvision("efficientnet_v2_s")),
+    "googlenet": Network(_torchvision("googlenet", init_weights=True)),
+    "inception_v3": Network(_torchvision("inception_v3", init_weights=True), 139),
+    "maxvit_t": Network(_torchvision("maxvit_t"), 224, "tucker"),
+    "mnasnet0_5": Network(_torchvision("mnasnet0_5"), 64, "tucker"),
+    "mobilenet_v2": Network(_torchvision("mobilenet_v2"), 64, "tensor_train"),
+    "mobilenet_v3_small": Network(_torchvision("mobilenet_v3_small"), 64, "tucker"),
+    "regnet_x_400mf": Network(_torchvision("regnet_x_400mf"), 64, "tensor_ring"),
+    "regnet_y_400mf": Network(_torchvision("regnet_y_400mf"), 64, "tucker"),
+    "resnet18": Network(_torchvision("resnet18")),
+    "resnext50_32x4d": Network(_torchvision("resnext50_32x4d"), 64, "tucker"),
+    "shufflenet_v2_x0_5": Network(_torchvision("shufflenet_v2_x0_5"), 64, "tucker"),
+    "squeezenet1_1": Network(_torchvision("squeezenet1_1")),
+    "swin_t": Network(_torchvision("swin_t"), 64, "tucker"),
+    "swin_v2_t": Network(_torchvision("swin_v2_t"), 64, "tucker"),
+    "vgg11": Network(_torchvision("vgg11"), 64, "tucker"),
+    "vit_b_16": Network(_torchvision("vit_b_16", image_size=64), 64, "tucker"),
+    "wide_resnet50_2": Network(_torchvision("wide_resnet50_2"), 64, "tucker"),
+    "timm/resnet10t": Network(_timm("resnet10t")),
+    "timm/mobilenetv3_small_050": Network(_timm("mobilenetv3_small_050"), 64, "tucker"),
+    "timm/convnext_atto": Network(_timm("convnext_atto"), 64, "tucker"),
+    "timm/vit_tiny_patch16_224": Network(_timm("vit_tiny_patch16_224", img_size=64), 64, "tucker"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a network.
+
+    Attributes:
+        params: Parameters of the dense network.
+        kept: Share of them that is left.
+        seconds: From the plan to the verified file.
+        peak_mib: Largest memory of the process, libraries included.
+        loaded: Largest difference of outputs between the saved and the loaded network.
+        onnx: Largest difference of outputs between file and network, relative to the largest output.
+        refusal: Why it was refused; empty when it was not.
+    """
+
+    params: int
+    kept: float = float("nan")
+    seconds: float = float("nan")
+    peak_mib: float = float("nan")
+    loaded: float = float("nan")
+    onnx: float = float("nan")
+    refusal: str = ""
+
+
+def smooth_images(count: int, size: int, seed: int) -> torch.Tensor:
+    """Return noise (count, 3, size, size) that is smooth and of a colour and contrast of its own each."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, 3, 7, 7, generator=generator)
+    contrast = 0.3 + torch.rand(count, 1, 1, 1, generator=generator)
+    fine = 0.2 * torch.randn(count, 3, size, size, generator=generator)
+    colour = 0.5 * torch.randn(count, 3, 1, 1, generator=generator)
+    return contrast * (F.interpolate(coarse, size=size, mode="bilinear") + fine) + colour
+
+
+def uniform_plan(model: nn.Module, size: int, tensor_format: str) -> CompressionPlan:
+    """Return the plan of the uniform heuristic, which looks at costs alone and so needs no fits."""
+    shape = (3, size, size)
+    library = FitLibrary.calibrated(model, shape, tensor_format, None)
+    sites = [library.unfitted(name, limit=_CANDIDATES) for name in library.specs]
+    budget = Budget.of_model(model, sites, shape, "params", KEPT)
+    choices = get_heuristic("uniform").choose(library, sites, budget)
+    return plan_from_choices(sites, choices, inspect_layers(model, shape), shape, "uniform")
+
+
+def check(name: str, folder: Path) -> Outcome:
+    """Take a network through all steps.
+
+    Args:
+        name: A key of `NETWORKS`.
+        folder: Where its files are written.
+    """
+    chosen = NETWORKS[name]
+    torch.manual_seed(0)
+    model = chosen.build().eval()
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        reestimate_batch_norm(model, smooth_images(32, chosen.size, seed=1).split(16))
+    params, start = count_parameters(model), time.perf_counter()
+    try:
+        plan = uniform_plan(model, chosen.size, chosen.tensor_format)
+        small = apply_plan(model, plan, smooth_images(CALIBRATION, chosen.size, seed=2), options=OPTIONS)
+        save_compressed(small, plan, folder / "small.safetensors")
+        loaded, _ = load_compressed(model, folder / "small.safetensors")
+        images = smooth_images(CALIBRATION, chosen.size, seed=3)
+        with torch.no_grad():
+            expected, found = small(images), loaded(images)
+        export_onnx(small, folder / "small.onnx", (3, chosen.size, chosen.size))
+        # The difference itself is the result, so none is refused here.
+        difference = verify_onnx(small, folder / "small.onnx", images, tolerance=float("inf"))
+    except (DecompositionError, ExportError) as error:
+        return Outcome(params, refusal=str(error))
+    return Outcome(
+        params,
+        kept=count_parameters(small) / params,
+        seconds=time.perf_counter() - start,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        loaded=float((expected - found).abs().max()),
+        onnx=difference / max(1.0, float(expected.abs().max())),
+    )
+
+
+def check_apart(name: str, limit: float) -> Outcome:
+    """Check a network in a process of its own, for at most `limit` seconds."""
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return Outcome(0, refusal=f"not finished after {limit / 60:.0f} minutes")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return Outcome(0, refusal=f"FAILED: {lines[-1] if lines else f'exit code {done.returncode}'}")
+    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Return the outcomes as a Markdown table."""
+    lines = [
+        "| network | input | format | parameters | kept | s | peak MiB | loaded − saved | ONNX ÷ largest |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        chosen = NETWORKS[row["network"]]
+        start = f"| {row['network']} | {chosen.size} | {chosen.tensor_format} | "
+        if row["refusal"]:
+            lines.append(f"{start}{row['refusal'].replace('|', '/')} | | | | | |")
+            continue
+        lines.append(
+            f"{start}{int(row['params']):,} | {float(row['kept']):.2f} | {float(row['seconds']):.0f} | "
+            f"{float(row['peak_mib']):,.0f} | {float(row['loaded']):.0g} | {float(row['onnx']):.1e} |"
+        )
+    return "\n".join(lines)
+
+
+def report(rows: list[dict[str, str]]) -> str:
+    """Return the section of the page."""
+    intro = (
+        f"Random weights, {CALIBRATION} calibration images, {KEPT:.0%} of the parameters by the uniform "
+        f"heuristic, {OPTIONS.iterations} iterations a fit. Compared with PyTorch on {CALIBRATION} other "
+        f"images; at most {TOLERANCE:.0e} of the largest output is accepted. {hardware_line()}"
+    )
+    return "\n\n".join([f"`{shown_command(sys.argv, dropped=('--rows',))}`", intro, table(rows)])
+
+
+def main() -> None:
+    """Check all networks, or those that were named, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--networks", nargs="+", choices=sorted(NETWORKS), help="all when omitted")
+    parser.add_argument("--rows", type=Path, help="CSV file of finished networks, which a later run reuses")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each network")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.one:
+            print(json.dumps(asdict(check(options.one, Path(folder)))))
+            return
+        path = options.rows or Path(folder) / "networks.csv"
+        values = list(Outcome.__dataclass_fields__)
+        rows = ResultRows(path, ["network"], values)
+        for name in options.networks or NETWORKS:
+            if name.startswith("timm/") and find_spec("timm") is None:
+                print(f"{name}: left out, timm is not installed", file=sys.stderr)
+                continue
+            if rows.find({"network": name}) is None:
+                print(f"{name} ...", file=sys.stderr, flush=True)
+                rows.add({"network": name}, asdict(check_apart(name, options.limit)))
+        text = report(rows.rows)
+        print(text)
+        if options.output:
+            write_section(options.output, "check_networks", "Networks of others", text)
+
+
+if __name__ == "__main__":
+    main()

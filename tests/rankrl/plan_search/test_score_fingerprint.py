@@ -1,0 +1,218 @@
+"""Two scores are one when their code and what it reaches are: names, lines and addresses do not matter."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankrl.plan_search.score_fingerprint import ScoreFingerprint
+
+MODULE = '''
+"""{docstring}"""
+import functools
+import math
+import torch
+import helpers_of_score as helpers
+
+WEIGHT = {weight}
+
+def inner(value):
+    return value * WEIGHT
+
+def plain(network):
+    """{docstring}"""
+    return inner(1.0) + {constant}
+
+def chosen(network):
+    return 1.0 if network in {{"alpha", "beta", "gamma", "delta"}} else 0.0
+
+def through_module(network):
+    return helpers.measure(network)
+
+def through_import(network):
+    from helpers_of_score import measure
+    return measure(network)
+
+def with_default(network, factor={constant}):
+    return factor
+
+class Callable:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, network):
+        return self.value() * self.factor
+
+    def value(self):
+        return {constant}
+
+instance = Callable({weight})
+method = Callable(1.0).__call__
+partial = functools.partial(with_default, factor={weight})
+lambda_ = lambda network: inner(2.0) + {constant}
+
+@functools.lru_cache
+def cached(network):
+    return {constant}
+
+def recursive(network, depth=3):
+    return 0.0 if depth == 0 else recursive(network, depth - 1) + {constant}
+
+def closed():
+    data = torch.full((3,), {constant})
+    expected = {{"a": [data, (None, {weight})]}}
+    return lambda network: float(data.sum()) + len(expected)
+
+closure = closed()
+'''
+HELPERS = "def measure(network):\n    return deeper(network)\n\ndef deeper(network):\n    return {measured}\n"
+NAMES = (
+    *(
+        "plain",
+        "chosen",
+        "through_module",
+        "through_import",
+        "with_default",
+        "instance",
+        "method",
+        "partial",
+        "lambda_",
+        "cached",
+    ),
+    *("recursive", "closure"),
+)
+BEFORE = {"docstring": "Text.", "weight": 1.0, "constant": 0.5, "measured": 1.0}
+
+
+@pytest.fixture
+def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fingerprints of all scores of a module that is written with some values."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(head: str = "", **changes: Any) -> dict[str, str]:
+        values = {**BEFORE, **changes}
+        (tmp_path / "scores_of_user.py").write_text(head + MODULE.format(**values))
+        (tmp_path / "helpers_of_score.py").write_text(HELPERS.format(**values))
+        for name in ("scores_of_user", "helpers_of_score"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        sys.dont_write_bytecode = True
+        module = importlib.import_module("scores_of_user")
+        return {name: ScoreFingerprint.of(getattr(module, name)).digest for name in NAMES}
+
+    written = sys.dont_write_bytecode
+    yield write
+    sys.dont_write_bytecode = written
+    for name in ("scores_of_user", "helpers_of_score"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "affected"),
+    [
+        (
+            {"constant": 0.25},
+            {
+                "plain",
+                "with_default",
+                "instance",
+                "method",
+                "lambda_",
+                "cached",
+                "recursive",
+                "partial",
+                "closure",
+            },
+        ),
+        ({"weight": 2.0}, {"plain", "instance", "partial", "lambda_", "closure"}),
+        ({"measured": 2.0}, {"through_module", "through_import"}),
+    ],
+)
+def test_an_edit_changes_the_scores_that_it_reaches_and_no_other(
+    fingerprints: Any, change: dict[str, Any], affected: set[str]
+) -> None:
+    before, after = fingerprints(), fingerprints(**change)
+    assert {name for name in NAMES if before[name] != after[name]} == affected
+
+
+def test_lines_comments_and_docstrings_do_not_matter(fingerprints: Any) -> None:
+    assert fingerprints() == fingerprints(head="# A comment.\n\n\n", docstring="Other words.")
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_another_process_finds_the_same(fingerprints: Any, tmp_path: Path, seed: str) -> None:
+    expected = fingerprints()
+    code = (
+        "import scores_of_user as module; from rankrl.plan_search.score_fingerprint import ScoreFingerprint\n"
+        f"for name in {NAMES!r}: print(name, ScoreFingerprint.of(getattr(module, name)).digest)"
+    )
+    environment = {
+        "PYTHONHASHSEED": seed,
+        "PYTHONPATH": ":".join([str(tmp_path), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert dict(line.split() for line in found.stdout.splitlines()) == expected
+
+
+def score_of(data: Any) -> ScoreFingerprint:
+    def score(network: nn.Module) -> float:
+        return float(len(data))
+
+    return ScoreFingerprint.of(score)
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda: torch.arange(5), lambda: torch.arange(5.0)),
+        (lambda: torch.zeros(2, 3, dtype=torch.bfloat16), lambda: torch.zeros(3, 2, dtype=torch.bfloat16)),
+        (lambda: np.arange(4), lambda: np.arange(4) + 1),
+        (lambda: network(0), lambda: network(1)),
+        (lambda: TensorDataset(torch.ones(4, 1)), lambda: TensorDataset(torch.zeros(4, 1))),
+        (
+            lambda: DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2),
+            lambda: DataLoader(TensorDataset(torch.ones(4, 1) + 1), batch_size=2),
+        ),
+        (lambda: {"b": 1, "a": {3, 1, 2}}, lambda: {"b": 1, "a": {3, 1, 4}}),
+        (lambda: Path("a"), lambda: Path("b")),
+        (lambda: torch.float32, lambda: torch.float64),
+        (lambda: functools.partial(max, 1), lambda: functools.partial(max, 2)),
+        (lambda: True, lambda: 1),
+    ],
+)
+def test_what_a_score_holds_is_compared_by_value(make: Any, other: Any) -> None:
+    assert score_of(make()).digest == score_of(make()).digest != score_of(other()).digest
+
+
+def test_what_holds_itself_comes_to_an_end() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert score_of(loop).digest == score_of(loop).digest
+
+
+def test_what_cannot_be_looked_into_is_named() -> None:
+    assert score_of([1, 2]).opaque == ()
+    assert score_of([math.sqrt, torch.relu]).opaque == ()  # nobody edits these between two runs
+    assert ScoreFingerprint.of(math.sqrt).opaque == ("math.sqrt",)
+    assert score_of(iter([1])).opaque == ("builtins.list_iterator",)
+    compiled = ScoreFingerprint.of(importlib.import_module("operator").itemgetter(0))
+    assert compiled.opaque == ("operator.itemgetter",)
