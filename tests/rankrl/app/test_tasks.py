@@ -95,6 +95,7 @@ def accuracy_of_a_stranger(session: InferenceSession, said: dict[str, Any]) -> f
     return float(np.mean([name == str(label) for name, label in zip(names, test.y.tolist(), strict=True)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preprocess", [False, True])
 def test_model_onnx_is_enough_to_use_the_network(
     run: Callable[..., Path], dense: str, preprocess: bool
@@ -127,6 +128,7 @@ def test_model_onnx_is_enough_to_use_the_network(
 
 def test_an_unverified_file_never_has_the_name(
     run: Callable[..., Path],
+    whole_run: Path,
     dense: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -138,12 +140,13 @@ def test_an_unverified_file_never_has_the_name(
 
     monkeypatch.setattr("rankrl.workflow.measure.verify_onnx", differs)
     with pytest.raises(SystemExit):
-        run("run", dense)
+        run("run", "task=export", dense, f"weights={whole_run / 'model.safetensors'}")
     assert "it differs" in capfd.readouterr().err
     assert not (tmp_path / "run" / "model.onnx").exists()
     assert not (tmp_path / "run" / "metrics.json").exists()
 
 
+@pytest.mark.slow
 def test_all_files_of_a_run_have_the_same_mode(run: Callable[..., Path], whole_run: Path) -> None:
     before = os.umask(0o027)
     try:
@@ -169,6 +172,7 @@ def test_weights_made_with_other_images_are_warned_of(
     assert "those of dataset=digits have [0.5]; dataset.mean sets it" in shown
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], whole_run: Path) -> None:
     first, second = whole_run, run("second", BUDGET)
     assert (first / "plan.json").read_bytes() == (second / "plan.json").read_bytes()
@@ -258,14 +262,18 @@ def test_run_that_dies_while_reporting_does_not_look_finished(
 
 
 def test_ctrl_c_says_how_to_go_on(
-    run: Callable[..., Path], dense: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Callable[..., Path],
+    whole_run: Path,
+    dense: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rankrl.tasks.steps.apply_plan", interrupt)
     with pytest.raises(SystemExit) as stopped:
-        run("stopped", dense)
+        run("stopped", "task=apply", dense, f"plan={whole_run / 'plan.json'}")
     assert stopped.value.code == 130
     message = capfd.readouterr().err
     assert "`rankrl resume=" in message
