@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test lint clean
+.PHONY: run test test-all lint clean
 
 run: $(INSTALLED)  ## the main job on the embedded default: train, search, rewrite, fine-tune, export, report
 	$(BIN)/rankrl
 
-test: $(INSTALLED)  ## the whole test suite, one thread in each of two processes
+test: $(INSTALLED)  ## all tests but the slow ones, one thread in each of two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(INSTALLED)  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED)  ## ruff and mypy

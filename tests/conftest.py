@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -39,3 +42,30 @@ def checkpoint_folder() -> Path:
     if folder is None:
         pytest.skip("set RANKRL_CHECKPOINTS to the folder that holds cifar10-resnet20.th")
     return folder
+
+
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Return `made_once(name, fill)`: a folder that one process of the test run fills for all of them.
+
+    What is in it belongs to every test; none writes there.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # a worker's own folder lies in that of the whole run
+
+    def made(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, whole = base / "made-once" / name, base / "made-once" / f"{name}.whole"
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what a failed attempt left
+                folder.mkdir()
+                fill(folder)
+                whole.touch()
+        return folder
+
+    return made

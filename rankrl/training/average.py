@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
-class WeightAverage:
+class WeightAverage(AveragedModel):
     """Exponential moving average of all parameters and buffers (Tarvainen & Valpola 2017, equation 2).
 
     The decay is min(decay, (1 + n) / (10 + n)) after n updates, so that a short training does not return its
@@ -20,32 +20,23 @@ class WeightAverage:
         decay: Share of the old average in each update, 0 to below 1.
 
     Attributes:
-        model: A network with the averaged weights.
-        updates: Number of updates so far.
+        module: A network with the averaged weights.
+        n_averaged: Number of updates so far, and one for the starting point.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, multi_avg_fn=self._follow, use_buffers=True)
         self.decay = decay
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        self.updates = 0
+        self.eval().requires_grad_(False)
+        self.update_parameters(model)  # torch takes over the first weights as they are
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Take the present weights of `model` into the average."""
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        averages: list[Tensor] = []
-        values: list[Tensor] = []
-        for average, value in zip(_tensors(self.model), _tensors(model), strict=True):
-            if average.is_floating_point():
-                averages.append(average)
-                values.append(value)
-            else:
-                average.copy_(value)
+    def _follow(self, averages: Tensors, values: Tensors, _: Tensor | int) -> None:
+        """Move averages, all of one dtype, towards the present values."""
+        if not averages[0].is_floating_point():
+            torch._foreach_copy_(averages, values)
+            return
+        # Not the count that torch passes: it lies on the weights' device, and a GPU would be waited for.
+        updates = int(self.n_averaged) - 1
+        decay = min(self.decay, (1 + updates) / (10 + updates))
         torch._foreach_lerp_(averages, values, 1 - decay)
-        self.updates += 1
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Walk over all parameters and buffers, shared ones once."""
-    yield from model.parameters()
-    yield from model.buffers()

@@ -331,7 +331,7 @@ class _Epochs:
             group["lr"] = lr
         state.optimizer.step()
         if state.average is not None:
-            state.average.update(state.model)
+            state.average.update_parameters(state.model)
         return loss.detach(), scores.detach().float()
 
     def _check(self, losses: Tensor, start: int, stop: int, epoch: int, highest: float) -> float:

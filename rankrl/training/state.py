@@ -24,7 +24,7 @@ from rankrl.training.average import WeightAverage
 from rankrl.training.optimizer import build_optimizer
 from rankrl.training.recipe import TrainingRecipe
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class TrainingState:
     @property
     def scored_model(self) -> nn.Module:
         """The network whose accuracy counts: the average where there is one."""
-        return self.model if self.average is None else self.average.model
+        return self.model if self.average is None else self.average.module
 
     @property
     def best_row(self) -> EpochRow | None:
@@ -121,7 +121,7 @@ class TrainingState:
         optimizer = self.optimizer.state_dict()
         tensors = {f"model.{key}": value for key, value in self.model.state_dict().items()}
         if self.average is not None:
-            tensors |= {f"average.{key}": value for key, value in self.average.model.state_dict().items()}
+            tensors |= {f"average.{key}": value for key, value in self.average.state_dict().items()}
         tensors |= {f"best.{key}": value for key, value in (self.best or {}).items()}
         tensors |= {f"first.{key}": value for key, value in self._first.items()}
         scalars: dict[str, dict[str, Any]] = {}
@@ -136,7 +136,6 @@ class TrainingState:
             "history": [asdict(row) for row in self.history],
             "halvings": self.halvings,
             "learned": self.learned,
-            "updates": 0 if self.average is None else self.average.updates,
             "optimizer_groups": optimizer["param_groups"],
             "optimizer_scalars": scalars,
         }
@@ -159,8 +158,7 @@ class TrainingState:
         try:
             self.model.load_state_dict(_part(tensors, "model."))
             if self.average is not None:
-                self.average.model.load_state_dict(_part(tensors, "average."))
-                self.average.updates = content["updates"]
+                self.average.load_state_dict(_part(tensors, "average."))
             self._restore_optimizer(tensors, content)
             self.history = [EpochRow(**row) for row in content["history"]]
             self.halvings, self.learned = content["halvings"], content["learned"]

@@ -6,7 +6,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +44,18 @@ def small() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """The folder of a story on digits, told once."""
-    path = tmp_path_factory.mktemp("story")
-    arguments = ["--folder", str(path), "--budget", str(BUDGET), "--episodes", "3", "--epochs", "1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["scripts/story.py", *arguments])
-        patch.setattr(story, "create_model", lambda name, **_: small())
-        story.main()
-    yield path
-    sys.modules.pop("story_page")
+
+    def tell(path: Path) -> None:
+        arguments = ["--folder", str(path), "--budget", str(BUDGET), "--episodes", "3", "--epochs", "1"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["scripts/story.py", *arguments])
+            patch.setattr(story, "create_model", lambda name, **_: small())
+            story.main()
+        sys.modules.pop("story_page")
+
+    return made_once("story", tell)
 
 
 @pytest.fixture(scope="module")

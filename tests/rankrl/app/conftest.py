@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +32,66 @@ QUICK = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in an empty folder with an own cache, and undo what Hydra does to the process."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANKRL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+BUDGET = "budget.params=0.5"
+"""What `whole_run` was given beside `QUICK`."""
+
+
+@contextmanager
+def workplace(folder: Path) -> Iterator[None]:
+    """Work in an empty folder with an own cache, and undo what Hydra does to the process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    yield
-    GlobalHydra.instance().clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("RANKRL_CACHE", str(folder / "cache"))
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+        GlobalHydra.instance().clear()
     root.handlers, root.level = handlers, level
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path) -> Iterator[None]:
+    with workplace(tmp_path):
+        yield
 
 
 Command = Callable[..., None]
 
 
-@pytest.fixture
-def rankrl(monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Call `rankrl(*arguments)` as the console would."""
-
-    def run(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["rankrl", *arguments])
+def call(*arguments: str) -> None:
+    """Call `rankrl` as the console would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rankrl", *arguments])
         GlobalHydra.instance().clear()
         main()
 
-    return run
+
+@pytest.fixture
+def rankrl() -> Command:
+    """Call `rankrl(*arguments)` as the console would."""
+    return call
+
+
+@pytest.fixture(scope="session")
+def whole_run(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of one finished pipeline, for all tests to read."""
+
+    def fill(folder: Path) -> None:
+        umask = os.umask(0o022)
+        try:
+            with workplace(folder):
+                call(*QUICK, BUDGET, f"hydra.run.dir={folder / 'run'}")
+        finally:
+            os.umask(umask)
+
+    return made_once("pipeline", fill) / "run"
+
+
+@pytest.fixture(scope="session")
+def dense(whole_run: Path) -> str:
+    """The argument that names the dense network trained there."""
+    return f"model.checkpoint={whole_run / 'dense.safetensors'}"
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ MASKS = ("pruner.epochs=2", "pruner.settling_epochs=1")
 
 
 @pytest.fixture
-def prune(rankrl: Command, tmp_path: Path) -> Callable[..., Path]:
-    """Prune in a folder of the given name and return it."""
+def prune(rankrl: Command, dense: str, tmp_path: Path) -> Callable[..., Path]:
+    """Prune the network that all tests share, in a folder of the given name, and return the folder."""
 
     def task(name: str, *arguments: str) -> Path:
         folder = tmp_path / name
-        rankrl(*QUICK, "task=prune", f"hydra.run.dir={folder}", *arguments)
+        rankrl(*QUICK, "task=prune", dense, f"hydra.run.dir={folder}", *arguments)
         return folder
 
     return task
@@ -64,7 +64,7 @@ def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) ->
 
 
 def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
-    prune: Callable[..., Path], rankrl: Command, tmp_path: Path
+    prune: Callable[..., Path], rankrl: Command, dense: str, tmp_path: Path
 ) -> None:
     folder = prune(
         "run",
@@ -82,15 +82,14 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
     assert plan.chosen_by == "magnitude, then greedy"
     assert kept_channels(plan)
     assert {each.format for each in plan.chosen(Factorise).values()} == {"tucker"}
-    checkpoint, weights = folder / "dense.safetensors", folder / "model.safetensors"
-    common = (*QUICK, f"model.checkpoint={checkpoint}")
+    weights = folder / "model.safetensors"
     for task, given in (
         ("apply", f"plan={folder / 'plan.json'}"),
         ("evaluate", f"weights={weights}"),
         ("export", f"weights={weights}"),
         ("finetune", f"weights={weights}"),
     ):
-        rankrl(*common, f"task={task}", given, f"hydra.run.dir={tmp_path / task}")
+        rankrl(*QUICK, dense, f"task={task}", given, f"hydra.run.dir={tmp_path / task}")
     compressed = [
         read_json(tmp_path / task / "metrics.json")["compressed"] for task in ("apply", "evaluate", "export")
     ]
@@ -101,14 +100,14 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
 
 
 def test_applying_the_plan_gives_what_a_criterion_gave(
-    prune: Callable[..., Path], rankrl: Command, tmp_path: Path
+    prune: Callable[..., Path], rankrl: Command, dense: str, tmp_path: Path
 ) -> None:
     folder = prune("run", "pruner=first_k", "budget.params=0.5")
     rankrl(
         *QUICK,
         "task=apply",
         f"plan={folder / 'plan.json'}",
-        f"model.checkpoint={folder / 'dense.safetensors'}",
+        dense,
         f"hydra.run.dir={tmp_path / 'apply'}",
     )
     expected = read_json(folder / "metrics.json")["compressed"]

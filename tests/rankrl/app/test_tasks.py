@@ -26,7 +26,7 @@ assert _spec is not None
 assert _spec.loader is not None
 _conftest = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_conftest)
-QUICK, read_json = _conftest.QUICK, _conftest.read_json
+QUICK, BUDGET, read_json = _conftest.QUICK, _conftest.BUDGET, _conftest.read_json
 
 Command = Callable[..., None]
 
@@ -43,8 +43,8 @@ def run(rankrl: Command, tmp_path: Path) -> Callable[..., Path]:
     return task
 
 
-def test_pipeline_writes_the_run_folder(run: Callable[..., Path]) -> None:
-    folder = run("run", "budget.params=0.5")
+def test_pipeline_writes_the_run_folder(whole_run: Path) -> None:
+    folder = whole_run
     for name in (
         "plan.json",
         "episodes.csv",
@@ -101,9 +101,14 @@ def accuracy_of_a_stranger(session: InferenceSession, said: dict[str, Any]) -> f
     return float(np.mean([name == str(label) for name, label in zip(names, test.y.tolist(), strict=True)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preprocess", [False, True])
-def test_model_onnx_is_enough_to_use_the_network(run: Callable[..., Path], preprocess: bool) -> None:
-    folder = run("run", "+dataset.mean=[0.31]", "+dataset.std=[0.37]", f"export.preprocess={preprocess}")
+def test_model_onnx_is_enough_to_use_the_network(
+    run: Callable[..., Path], dense: str, preprocess: bool
+) -> None:
+    folder = run(
+        "run", dense, "+dataset.mean=[0.31]", "+dataset.std=[0.37]", f"export.preprocess={preprocess}"
+    )
     metrics = read_json(folder / "metrics.json")
     stored = {entry.key: entry.value for entry in onnx.load(folder / "model.onnx").metadata_props}
     said = json.loads(stored["preprocessing"])
@@ -129,6 +134,8 @@ def test_model_onnx_is_enough_to_use_the_network(run: Callable[..., Path], prepr
 
 def test_an_unverified_file_never_has_the_name(
     run: Callable[..., Path],
+    whole_run: Path,
+    dense: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -139,29 +146,29 @@ def test_an_unverified_file_never_has_the_name(
 
     monkeypatch.setattr("rankrl.workflow.measure.verify_onnx", differs)
     with pytest.raises(SystemExit):
-        run("run")
+        run("run", "task=export", dense, f"weights={whole_run / 'model.safetensors'}")
     assert "it differs" in capfd.readouterr().err
     assert not (tmp_path / "run" / "model.onnx").exists()
     assert not (tmp_path / "run" / "metrics.json").exists()
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_all_files_of_a_run_have_the_same_mode(run: Callable[..., Path], umask: int, mode: int) -> None:
-    before = os.umask(umask)
+@pytest.mark.slow
+def test_all_files_of_a_run_have_the_same_mode(run: Callable[..., Path], whole_run: Path) -> None:
+    before = os.umask(0o027)
     try:
         folder = run("run")
     finally:
         os.umask(before)
-    modes = {path: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
-    assert len(modes) > 10
-    assert {str(path): oct(found) for path, found in modes.items() if found != mode} == {}
+    for each, mode in ((whole_run, 0o644), (folder, 0o640)):  # the first was made under the usual umask
+        modes = {path: path.stat().st_mode & 0o777 for path in each.rglob("*") if path.is_file()}
+        assert len(modes) > 10
+        assert {str(path): oct(found) for path, found in modes.items() if found != mode} == {}
 
 
 def test_weights_made_with_other_images_are_warned_of(
-    run: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+    run: Callable[..., Path], whole_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = run("run")
-    weights = f"weights={folder / 'model.safetensors'}"
+    weights = f"weights={whole_run / 'model.safetensors'}"
     capfd.readouterr()
     run("same", "task=evaluate", weights)
     assert "was made with" not in capfd.readouterr().out
@@ -171,8 +178,9 @@ def test_weights_made_with_other_images_are_warned_of(
     assert "those of dataset=digits have [0.5]; dataset.mean sets it" in shown
 
 
-def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path]) -> None:
-    first, second = run("first"), run("second")
+@pytest.mark.slow
+def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], whole_run: Path) -> None:
+    first, second = whole_run, run("second", BUDGET)
     assert (first / "plan.json").read_bytes() == (second / "plan.json").read_bytes()
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     for key in ("baseline", "compressed", "finetuned"):
@@ -180,31 +188,31 @@ def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path]) 
 
 
 @pytest.mark.parametrize("name", list_formats())
-def test_every_format_goes_through_search_and_apply(run: Callable[..., Path], name: str) -> None:
-    searched = run("search", "task=search", f"decomposition={name}", "selector=greedy")
+def test_every_format_goes_through_search_and_apply(run: Callable[..., Path], dense: str, name: str) -> None:
+    searched = run("search", "task=search", dense, f"decomposition={name}", "selector=greedy")
     assert "baseline" not in read_json(searched / "metrics.json")
     applied = run(
         "apply",
         "task=apply",
         f"decomposition={name}",
         f"plan={searched / 'plan.json'}",
-        f"model.checkpoint={searched / 'dense.safetensors'}",
+        dense,
     )
     metrics = read_json(applied / "metrics.json")
     assert metrics["compressed"]["params"] <= 0.4 * metrics["baseline"]["params"]
 
 
-def test_tasks_in_a_row_do_what_the_pipeline_does(run: Callable[..., Path]) -> None:
-    whole = run("whole")
-    checkpoint = f"model.checkpoint={whole / 'dense.safetensors'}"
-    searched = run("search", "task=search", checkpoint)
-    applied = run("apply", "task=apply", checkpoint, f"plan={searched / 'plan.json'}")
+def test_tasks_in_a_row_do_what_the_pipeline_does(
+    run: Callable[..., Path], whole_run: Path, dense: str
+) -> None:
+    searched = run("search", "task=search", dense, BUDGET)
+    applied = run("apply", "task=apply", dense, f"plan={searched / 'plan.json'}")
     weights = f"weights={applied / 'model.safetensors'}"
-    tuned = run("finetune", "task=finetune", checkpoint, weights)
-    exported = run("export", "task=export", checkpoint, f"weights={tuned / 'model.safetensors'}")
-    evaluated = run("evaluate", "task=evaluate", checkpoint, f"weights={tuned / 'model.safetensors'}")
-    expected = read_json(whole / "metrics.json")
-    assert (searched / "plan.json").read_bytes() == (whole / "plan.json").read_bytes()
+    tuned = run("finetune", "task=finetune", dense, weights)
+    exported = run("export", "task=export", dense, f"weights={tuned / 'model.safetensors'}")
+    evaluated = run("evaluate", "task=evaluate", dense, f"weights={tuned / 'model.safetensors'}")
+    expected = read_json(whole_run / "metrics.json")
+    assert (searched / "plan.json").read_bytes() == (whole_run / "plan.json").read_bytes()
     assert read_json(applied / "metrics.json")["compressed"] == expected["compressed"]
     assert read_json(tuned / "metrics.json")["finetuned"] == expected["finetuned"]
     assert read_json(exported / "metrics.json")["onnx"]["accuracy"] == expected["onnx"]["accuracy"]
@@ -221,10 +229,12 @@ def test_train_and_inspect(run: Callable[..., Path], capsys: pytest.CaptureFixtu
 
 
 def test_interrupted_pipeline_goes_on_to_the_same_result(
-    run: Callable[..., Path], rankrl: Command, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Path],
+    rankrl: Command,
+    whole_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    whole = run("whole")
-
     class Killed(BaseException):
         pass
 
@@ -234,12 +244,12 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
     with monkeypatch.context() as patch:
         patch.setattr("rankrl.tasks.steps.apply_plan", kill)
         with pytest.raises(Killed):
-            run("broken")
-    broken = whole.parent / "broken"
+            run("broken", BUDGET)
+    broken = tmp_path / "broken"
     assert not (broken / "metrics.json").exists()
     rankrl(f"resume={broken}")
     for name in ("plan.json", "model.safetensors", "dense.safetensors"):
-        assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
+        assert (broken / name).read_bytes() == (whole_run / name).read_bytes(), name
 
 
 def test_run_that_dies_while_reporting_does_not_look_finished(
@@ -258,14 +268,18 @@ def test_run_that_dies_while_reporting_does_not_look_finished(
 
 
 def test_ctrl_c_says_how_to_go_on(
-    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Callable[..., Path],
+    whole_run: Path,
+    dense: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rankrl.tasks.steps.apply_plan", interrupt)
     with pytest.raises(SystemExit) as stopped:
-        run("stopped")
+        run("stopped", "task=apply", dense, f"plan={whole_run / 'plan.json'}")
     assert stopped.value.code == 130
     message = capfd.readouterr().err
     assert "`rankrl resume=" in message

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from rankrl.data import load_dataset
 from rankrl.models import create_model, save_checkpoint
-from rankrl.training import TrainingRecipe, train
 
 _spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
 assert _spec is not None
@@ -28,15 +26,6 @@ NOTE = "The checkpoint may have been trained on these held-out images"
 
 def network() -> nn.Module:
     return create_model("conv4", input_shape=(1, 8, 8), num_classes=10)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that is far better than guessing."""
-    path, model = tmp_path_factory.mktemp("weights") / "trained.safetensors", network()
-    train(model, load_dataset("digits"), TrainingRecipe(epochs=5, lr=3e-3, batch_size=64))
-    save_checkpoint(model, path)
-    return path
 
 
 @pytest.mark.parametrize("task", ["pipeline", "search", "prune", "compare"])
@@ -67,21 +56,21 @@ def test_a_training_that_learns_nothing_is_warned_of_with_its_rate(rankrl: Comma
 
 
 def test_the_judgement_reads_no_test_image(
-    rankrl: Command, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+    rankrl: Command, tmp_path: Path, dense: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankrl.data.images.TestImages.for_report", lambda _: pytest.fail("test images read"))
-    rankrl(*SHORT, "task=search", f"model.checkpoint={trained}", f"hydra.run.dir={tmp_path / 'run'}")
+    rankrl(*SHORT, "task=search", dense, f"hydra.run.dir={tmp_path / 'run'}")
 
 
 @pytest.mark.parametrize("task", ["search", "compare"])
 def test_a_checkpoint_is_noted_beside_held_out_accuracies(
-    rankrl: Command, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str], task: str
+    rankrl: Command, tmp_path: Path, dense: str, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     folder = tmp_path / "run"
-    rankrl(*SHORT, f"task={task}", f"model.checkpoint={trained}", f"hydra.run.dir={folder}")
+    rankrl(*SHORT, f"task={task}", dense, f"hydra.run.dir={folder}")
     metrics = read_json(folder / "metrics.json")
     assert metrics["warnings"] == []
-    assert metrics["checkpoint"] == "trained.safetensors"
+    assert metrics["checkpoint"] == "dense.safetensors"
     assert NOTE in capsys.readouterr().out
     assert NOTE in (folder / "report.html").read_text()
 

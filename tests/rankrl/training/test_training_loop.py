@@ -15,6 +15,7 @@ import optim
 from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from rankrl.state_file import write_state
 from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, list_schedules, train
 from rankrl.training.average import WeightAverage
 from rankrl.training.optimizer import build_optimizer
@@ -258,21 +259,24 @@ def test_a_missing_teacher_is_an_error(digits: ImageData, make_network: MakeNetw
             train(model, digits, TrainingRecipe(distillation=0.5), teacher=teacher)
 
 
-def test_the_average_of_constant_weights_is_them_and_follows_a_change() -> None:
-    model = nn.BatchNorm1d(2)
-    average = WeightAverage(model, decay=0.5)
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-        model.num_batches_tracked.fill_(7)  # type: ignore[union-attr, operator]
-    expected = 1.0
-    for updates in range(4):
-        average.update(model)
-        decay = min(0.5, (1 + updates) / (10 + updates))
-        expected = decay * expected + (1 - decay) * 3.0
-    state = average.model.state_dict()
-    torch.testing.assert_close(state["weight"], torch.full((2,), expected))
-    torch.testing.assert_close(state["running_var"], torch.ones(2))
-    assert state["num_batches_tracked"] == 7
+@pytest.mark.parametrize("decay", [0.5, 0.999])
+def test_the_average_follows_weights_and_buffers_ever_more_slowly(decay: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Linear(3, 2).double())
+    average = WeightAverage(model, decay)
+    expected = weights(model)
+    for updates in range(20):
+        for value in model.state_dict().values():  # the tensors themselves
+            value.copy_(torch.randn_like(value) if value.is_floating_point() else value + 7)
+        average.update_parameters(model)
+        share = 1 - min(decay, (1 + updates) / (10 + updates))
+        for key, value in model.state_dict().items():
+            follows = value.is_floating_point()
+            expected[key] = expected[key].lerp(value, share) if follows else value.clone()
+    assert same(weights(average.module), expected)
+    assert expected["1.num_batches_tracked"] == 140
+    assert not average.module.training
+    assert not any(parameter.requires_grad for parameter in average.parameters())
 
 
 @pytest.mark.parametrize("lr", [1e20])
@@ -341,6 +345,9 @@ def test_resuming_from_what_does_not_fit_is_refused(
         train(other, digits, recipe, state_file=path, resume=True)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="damaged"):
+        train(make_network(0), digits, recipe, state_file=path, resume=True)
+    write_state(path, {}, {"updates": 3}, version=2)  # of a former release
+    with pytest.raises(CheckpointError, match=r"has the version 2, .* start without resuming"):
         train(make_network(0), digits, recipe, state_file=path, resume=True)
 
 
