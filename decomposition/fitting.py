@@ -3,36 +3,34 @@
 The output of a layer with weight W on patches x differs from that of an approximation V by
 E|(W - V) x|^2 = tr((W - V) S (W - V)'), S = E[x x']; where the network's sensitivity G to the layer's output
 is known, errors count by what they change there: tr(G (W - V) S (W - V)'). Every format is V = A Q, and where
-A is free (plain modes) it is eliminated in closed form (variable projection, Golub & Pereyra 1973); a
-quasi-Newton method (L-BFGS, Liu & Nocedal 1989) minimises over the remaining cores, starting from the
-format's algebraic solution. One step costs features x D^2, independent of the number of images.
+A is free (plain modes) it is eliminated in closed form and L-BFGS minimises over the remaining cores,
+starting from the format's algebraic solution (`decomposition.least_squares`). Without a kernel all formats
+are products of two matrices, and one decomposition gives the solutions of all ranks
+(`decomposition.low_rank`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.optimize import minimize
 
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, TensorFormat
-from decomposition.metric import Metric, is_finite, scaled, times
+from decomposition.least_squares import LeastSquares
+from decomposition.low_rank import LowRank
+from decomposition.metric import Metric, in_float64, is_finite, times
 from decomposition.modes import WeightModes
 
 # Terms larger than this, relative to what they add up to, cancel one another and are lost in float32.
 LARGEST_AMPLIFICATION = 30.0
-_LEAST_PENALTY = 1e-14
 _FIRST_BOUNDING_PENALTY = 1e-10
 _LAST_BOUNDING_PENALTY = 1e-2
-_HISTORY = 20
 _COLUMNS_WORTH_THREADS = 1024
-# Share of its mean power that every output direction keeps at least: the sensitivity is only an estimate.
-_SENSITIVITY_FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,120 @@ class Fit:
         return self.tensor_format, self.modes
 
 
+class Fitter:
+    """Fits of one weight in one format; what all ranks have in common is computed once.
+
+    Args:
+        tensor_format: The format.
+        weight: Weight (out, in, kernel).
+        modes: How the weight is read as a tensor.
+        metric: E[x x'] (D, D) of the layer's input patches, D = in * kernel in the order of
+            `weight.flatten(1)`, whole or as rows; `None` fits to the weight itself.
+        sensitivity: G (out, out) of the network's output to the layer's (`collect_sensitivities`); its scale
+            does not matter. `None` counts all output channels alike.
+
+    Raises:
+        DecompositionError: If the weight, the metric or the sensitivity is not finite.
+    """
+
+    def __init__(
+        self,
+        tensor_format: TensorFormat,
+        weight: torch.Tensor,
+        modes: WeightModes,
+        metric: Metric | None = None,
+        sensitivity: torch.Tensor | None = None,
+    ) -> None:
+        if not bool(torch.isfinite(weight).all()):
+            raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
+        if metric is not None and not is_finite(metric):
+            raise DecompositionError(
+                "the input moments hold NaN or infinite values; check the calibration set"
+            )
+        if sensitivity is not None and not bool(torch.isfinite(sensitivity).all()):
+            raise DecompositionError(
+                "the sensitivity holds NaN or infinite values; check the calibration set"
+            )
+        self.tensor_format, self.modes = tensor_format, modes
+        self._weight = weight.double()
+        self._metric = None if metric is None else in_float64(metric)
+        self._sensitivity = sensitivity
+        # Without a kernel every format is a product of two matrices.
+        self._direct = modes.kernel == 1 and modes.plain
+
+    def fit(self, ranks: Ranks, options: FitOptions = FAST) -> Fit:
+        """Fit the format at some ranks.
+
+        Args:
+            ranks: One rank a bond, validated.
+            options: How much work to do.
+
+        Returns:
+            The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, in the Frobenius
+            norm, they are at most `LARGEST_AMPLIFICATION` times the weight, and so are their outputs in the
+            metric unless not even those of the algebraic solution are. Its error is no larger than that of
+            the algebraic solution, unless that one's terms cancel.
+        """
+        with _few_threads(self.modes.columns):
+            if self._vanishes:
+                shapes = self.tensor_format.core_shapes(self.modes, ranks)
+                cores: Cores = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+                error = 0.0
+            else:
+                cores, error = self._low_rank(ranks) if self._direct else self._search(ranks, options)
+                cores = _balance(self.tensor_format.normalised(cores))
+        return Fit(cores, error, self.tensor_format, self.modes, ranks)
+
+    @cached_property
+    def _vanishes(self) -> bool:
+        if not self._direct:
+            return self._problem.vanishes
+        rows = self._weight.flatten(1)
+        energy = rows if self._metric is None else times(rows, self._metric)
+        return not (bool(rows.any()) and float((energy * rows).sum()) > 0)
+
+    @cached_property
+    def _problem(self) -> LeastSquares:
+        return LeastSquares(self.tensor_format, self._weight, self.modes, self._metric, self._sensitivity)
+
+    @cached_property
+    def _solutions(self) -> tuple[LowRank, torch.Tensor]:
+        """All ranks' solutions of a weight without a kernel, and how their terms add up."""
+        found = LowRank(self._weight.flatten(1), self._metric, self._sensitivity)
+        return found, found.terms(self._metric)
+
+    @cached_property
+    def _bounded_solutions(self) -> list[tuple[LowRank, torch.Tensor]]:
+        """The same, of the weight itself, and of the problem in which all output channels count alike."""
+        metrics = [None] if self._metric is None else [None, self._metric]
+        found = [LowRank(self._weight.flatten(1), metric, None) for metric in metrics]
+        return [(each, each.terms(self._metric)) for each in found]
+
+    def _low_rank(self, ranks: Ranks) -> tuple[Cores, float]:
+        shapes = self.tensor_format.core_shapes(self.modes, ranks)
+        empty = [torch.empty(shape, device="meta") for shape in shapes]
+        rank = len(self.tensor_format.halves(empty, self.modes)[1])
+        best, terms = self._solutions
+        chosen, squared = best, 0.0
+        if _at(terms, rank) <= LARGEST_AMPLIFICATION:
+            squared = best.squared_error(rank)
+        else:  # what a sensitivity does not see may grow as it likes
+            others = self._bounded_solutions
+            bounded = [each for each, sizes in others if _at(sizes, rank) <= LARGEST_AMPLIFICATION]
+            # Of the weight itself the solution has terms that are no larger than the weight.
+            chosen = min(bounded, key=lambda each: each.squared_error_in(rank, best), default=others[0][0])
+            squared = chosen.squared_error_in(rank, best)
+        cores = self.tensor_format.from_halves(*chosen.halves(rank), self.modes, ranks)
+        return cores, max(0.0, squared) ** 0.5
+
+    def _search(self, ranks: Ranks, options: FitOptions) -> tuple[Cores, float]:
+        problem = self._problem
+        best = _search(problem, ranks, options)
+        if problem.amplification(best) > LARGEST_AMPLIFICATION:
+            best = _bounded(problem, ranks, options)
+        return problem.unscale(best), max(0.0, float(problem.squared_error(best))) ** 0.5
+
+
 def fit_weight(
     tensor_format: TensorFormat,
     weight: torch.Tensor,
@@ -116,278 +228,62 @@ def fit_weight(
     *,
     sensitivity: torch.Tensor | None = None,
 ) -> Fit:
-    """Fit a format to a weight.
+    """Fit a format to a weight at some ranks; for several ranks of one weight take a `Fitter`.
 
     Args:
         tensor_format: The format.
         weight: Weight (out, in, kernel).
         modes: How the weight is read as a tensor.
         ranks: One rank a bond, validated.
-        metric: E[x x'] (D, D) of the layer's input patches, D = in * kernel in the order of
-            `weight.flatten(1)`, whole or as rows; `None` fits to the weight itself.
+        metric: As for `Fitter`.
         options: How much work to do.
-        sensitivity: G (out, out) of the network's output to the layer's (`collect_sensitivities`); its scale
-            does not matter. `None` counts all output channels alike.
+        sensitivity: As for `Fitter`.
 
     Returns:
-        The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, they are at most
-        `LARGEST_AMPLIFICATION` times the weight, in the Frobenius norm and in the metric. It has no larger
-        error than the algebraic solution, unless that one is made of huge cancelling terms.
+        What `Fitter.fit` returns.
 
     Raises:
         DecompositionError: If the weight, the metric or the sensitivity is not finite.
     """
-    if not bool(torch.isfinite(weight).all()):
-        raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
-    if metric is not None and not is_finite(metric):
-        raise DecompositionError("the input moments hold NaN or infinite values; check the calibration set")
-    if sensitivity is not None and not bool(torch.isfinite(sensitivity).all()):
-        raise DecompositionError("the sensitivity holds NaN or infinite values; check the calibration set")
-    with _few_threads(modes.columns):
-        fit = _fit(_Problem(tensor_format, weight.double(), modes, metric, sensitivity), ranks, options)
-    return replace(fit, tensor_format=tensor_format, modes=modes, ranks=ranks)
+    return Fitter(tensor_format, weight, modes, metric, sensitivity).fit(ranks, options)
 
 
-def symmetric_root(sensitivity: torch.Tensor) -> torch.Tensor:
-    """Return the symmetric square root of a sensitivity (out, out), its small eigenvalues raised."""
-    matrix = (sensitivity.double() + sensitivity.double().T) / 2
-    values, vectors = torch.linalg.eigh(matrix)
-    floor = _SENSITIVITY_FLOOR * values.clamp_min(0).mean().clamp_min(1e-300)
-    return (vectors * (values.clamp_min(0) + floor).sqrt()) @ vectors.T
+def _at(terms: torch.Tensor, rank: int) -> float:
+    """Return the entry of a rank; those beyond the smaller side add nothing."""
+    return float(terms[min(rank, len(terms)) - 1])
 
 
-def _fit(problem: _Problem, ranks: Ranks, options: FitOptions) -> Fit:
-    tensor_format, modes = problem.format, problem.modes
-    if problem.vanishes:
-        shapes = tensor_format.core_shapes(modes, ranks)
-        return Fit([torch.zeros(shape, dtype=torch.float64) for shape in shapes], 0.0)
-    best = problem.low_rank(ranks) if problem.direct else _search(problem, ranks, options)
-    if problem.amplification(best) > LARGEST_AMPLIFICATION:
-        best = _bounded(problem, ranks, options)
-    error = max(0.0, float(problem.squared_error(best))) ** 0.5
-    return Fit(_balance(problem.unscale(best)), error)
-
-
-def _search(problem: _Problem, ranks: Ranks, options: FitOptions) -> Cores:
+def _search(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
     """Return the best end of all starts, by error alone unless all of its terms cancel."""
+    iterations, tolerance = options.iterations, options.tolerance
     starts = _starting_points(problem, ranks, options)
     if len(starts) > 1:  # a short race picks the start that is worth the long run
-        short = replace(options, iterations=min(options.iterations, 30))
-        raced = sorted((problem.minimise(cores, short) for cores in starts), key=problem.squared_error)
+        short = min(iterations, 30)
+        raced = sorted(
+            (problem.minimise(cores, short, tolerance) for cores in starts), key=problem.squared_error
+        )
         starts = raced[: max(2, len(starts) // 4)]
-    best = min((problem.minimise(cores, options) for cores in starts), key=problem.squared_error)
+    best = min(
+        (problem.minimise(cores, iterations, tolerance) for cores in starts), key=problem.squared_error
+    )
     penalty = _FIRST_BOUNDING_PENALTY
     while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
-        candidates = [problem.minimise(cores, options, penalty) for cores in starts]
+        candidates = [problem.minimise(cores, iterations, tolerance, penalty) for cores in starts]
         best = min(candidates, key=problem.squared_error)
         penalty *= 100
     return best
 
 
-def _bounded(problem: _Problem, ranks: Ranks, options: FitOptions) -> Cores:
+def _bounded(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
     """Return the better of two solutions that have other terms, among those that are bounded."""
     plain = problem.algebraic(ranks)
     found = [plain]
     if problem.root is not None:  # what a sensitivity does not see may grow as it likes
-        even = problem.without_sensitivity()
-        cores = even.low_rank(ranks) if problem.direct else _search(even, ranks, options)
-        found.append(problem.rescale(even.unscale(cores)))
+        cores = _search(problem.even, ranks, options)
+        found.append(problem.rescale(problem.even.unscale(cores)))
     bounded = [cores for cores in found if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
     # Of the weight itself the algebraic solution has terms that are no larger than the weight.
     return min(bounded, key=problem.squared_error, default=plain)
-
-
-class _Problem:
-    """The least-squares problem of one weight, scaled so that weight and output have norm one."""
-
-    def __init__(
-        self,
-        tensor_format: TensorFormat,
-        weight: torch.Tensor,
-        modes: WeightModes,
-        metric: Metric | None,
-        sensitivity: torch.Tensor | None = None,
-    ) -> None:
-        self.format, self.modes = tensor_format, modes
-        self.original, self.original_metric = weight, metric
-        self.free_output = modes.plain
-        # Without a kernel every format is a product of two matrices.
-        self.direct = modes.kernel == 1 and modes.plain
-        # With a free output factor the problem for L W, L' L = G, is one without G: A is turned back at the
-        # end. Other formats keep the weight and carry L through every step.
-        self.root = None if sensitivity is None else symmetric_root(sensitivity)
-        if self.root is not None:
-            self.root = self.root / self.root.diagonal().mean()
-            if self.free_output:
-                weight = (self.root @ weight.flatten(1)).reshape_as(weight)
-        self.scale = weight.norm()
-        matrix = weight.reshape(modes.out_channels, -1)
-        self.energy = _energy(self._seen(matrix), metric)
-        self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
-        if self.vanishes:
-            return
-        self.weight = weight / self.scale
-        self.matrix = matrix / self.scale
-        self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
-        self.target = self._apply(self._seen(self.matrix))
-
-    def _seen(self, rows: torch.Tensor) -> torch.Tensor:
-        """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
-        return rows if self.root is None or self.free_output else self.root @ rows
-
-    def _apply(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.metric is None else times(rows, self.metric)
-
-    def squared_error(self, cores: Cores) -> torch.Tensor:
-        """E|(W - V) x|^2 / E|W x|^2."""
-        output, features = self.format.halves(cores, self.modes)
-        rest = self._seen(self.matrix - output @ features)
-        return (self._apply(rest) * rest).sum()
-
-    def amplification(self, cores: Cores) -> float:
-        """Norm of the terms A[:, p] Q[p, :] relative to the weight's; 1 when they are orthogonal.
-
-        The larger one of two: of the terms themselves, and of their outputs on the metric's inputs.
-        """
-        output, features = self.format.halves(self.unscale(cores), self.modes)
-        sizes, rows = output.square().sum(0), self.original.flatten(1)
-        weight = (sizes * features.square().sum(1)).sum() / rows.square().sum()
-        if self.original_metric is None:
-            return float(weight) ** 0.5
-        energies = (times(features, self.original_metric) * features).sum(1).clamp_min(0)
-        energy = _energy(rows, self.original_metric)
-        return max(float(weight), float((sizes * energies).sum()) / energy if energy > 0 else 0.0) ** 0.5
-
-    def unscale(self, cores: Cores) -> Cores:
-        """Undo the scaling of the weight and of its output channels."""
-        cores = [cores[0] * self.scale, *cores[1:]]
-        if self.root is None or not self.free_output:
-            return cores
-        output = self.format.halves(cores, self.modes)[0]
-        return self.format.set_output(cores, self.modes, torch.linalg.solve(self.root, output))
-
-    def rescale(self, cores: Cores) -> Cores:
-        """Return what `unscale` turns into `cores`."""
-        if self.root is not None and self.free_output:
-            output = self.format.halves(cores, self.modes)[0]
-            cores = self.format.set_output(cores, self.modes, self.root @ output)
-        return [cores[0] / self.scale, *cores[1:]]
-
-    def without_sensitivity(self) -> _Problem:
-        """Return the problem in which all output channels count alike."""
-        return _Problem(self.format, self.original, self.modes, self.original_metric)
-
-    def algebraic(self, ranks: Ranks) -> Cores:
-        """Return the algebraic solution of the weight itself, which knows neither inputs nor sensitivity."""
-        return self.rescale(self.format.start(self.original, self.modes, ranks))
-
-    def low_rank(self, ranks: Ranks) -> Cores:
-        """Solve a matrix without kernel in closed form; every format is a product of two matrices then.
-
-        The best approximation of a rank keeps the outputs' leading directions: V = U U' W with U the leading
-        eigenvectors of W S W' (reduced-rank regression; Izenman 1975).
-        """
-        features = self.format.halves(
-            [torch.zeros(s, dtype=torch.float64) for s in self.format.core_shapes(self.modes, ranks)],
-            self.modes,
-        )[1].shape[0]
-        outputs = self.target @ self.matrix.T
-        leading = torch.linalg.eigh((outputs + outputs.T) / 2).eigenvectors[:, -features:]
-        projected = leading @ (leading.T @ self.matrix)
-        return self.format.start(projected.reshape_as(self.weight), self.modes, ranks)
-
-    def minimise(self, cores: Cores, options: FitOptions, penalty: float = _LEAST_PENALTY) -> Cores:
-        """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""
-        fixed = 1 if self.free_output else 0
-        if options.iterations == 0:
-            return self._with_best_output(cores, 0.0) if fixed else cores
-        shapes = [core.shape for core in cores[fixed:]]
-        lengths = [core.numel() for core in cores[fixed:]]
-
-        def split(vector: torch.Tensor) -> Cores:
-            parts = [part.reshape(s) for part, s in zip(vector.split(lengths), shapes, strict=True)]
-            return [*cores[:fixed], *parts]
-
-        objective = self._projected if fixed else self._joint
-
-        def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            vector = torch.from_numpy(flat).requires_grad_()
-            value, gradient = objective(split, vector, penalty)
-            return value, gradient.numpy()
-
-        initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
-        found = minimize(
-            value_and_gradient,
-            initial,
-            jac=True,
-            method="L-BFGS-B",
-            callback=_StopWhenFlat(options.tolerance),
-            options={"maxiter": options.iterations, "maxcor": _HISTORY, "ftol": 0.0, "gtol": 1e-12},
-        )
-        result = split(torch.from_numpy(found.x))
-        # A penalty that is to keep terms from growing has to hold for the last step too.
-        held = penalty if penalty > _LEAST_PENALTY else 0.0
-        return self._with_best_output(result, held) if fixed else result
-
-    def _best_output(
-        self, features: torch.Tensor, penalty: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Solve for A; returns A, Q S and W S Q'."""
-        weighted = self._apply(features)
-        gram = weighted @ features.T
-        gram = (gram + gram.T) / 2
-        # The penalty is absolute; the other summand only keeps the factorisation stable.
-        gram.diagonal().add_(penalty + 1e-14 * gram.diagonal().mean())
-        cross = self.target @ features.T
-        factor, failed = torch.linalg.cholesky_ex(gram)
-        if failed.item():
-            output = torch.linalg.lstsq(gram, cross.T).solution.T
-        else:
-            output = torch.cholesky_solve(cross.T, factor).T
-        return output, weighted, cross
-
-    def _with_best_output(self, cores: Cores, penalty: float) -> Cores:
-        placeholder = [torch.zeros_like(cores[0]), *cores[1:]]
-        features = self.format.halves(placeholder, self.modes)[1]
-        return self.format.set_output(cores, self.modes, self._best_output(features, penalty)[0])
-
-    def _projected(
-        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
-    ) -> tuple[float, torch.Tensor]:
-        """Value and gradient of min over A of error + penalty (|A|^2 + |Q|^2)."""
-        with torch.enable_grad():
-            features = self.format.halves(split(vector), self.modes)[1]
-        constant = features.detach()
-        output, weighted, cross = self._best_output(constant, penalty)
-        value = 1.0 - (output * cross).sum() + penalty * constant.square().sum()
-        # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
-        slope = 2 * (output.T @ (output @ weighted) - output.T @ self.target + penalty * constant)
-        (gradient,) = torch.autograd.grad(features, vector, slope)
-        return float(value), gradient
-
-    def _joint(
-        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
-    ) -> tuple[float, torch.Tensor]:
-        """Value and gradient of error + penalty (|A|^2 + |Q|^2) over all cores."""
-        with torch.enable_grad():
-            output, features = self.format.halves(split(vector), self.modes)
-        left, right = self._seen(output.detach()), features.detach()
-        weighted, cross = self._apply(right), self.target @ right.T
-        squares = left.T @ left
-        fitted = left @ (weighted @ right.T)
-        size = left.square().sum() + right.square().sum()
-        value = 1.0 - 2 * (left * cross).sum() + (left * fitted).sum() + penalty * size
-        slopes = (
-            2 * self._seen(fitted - cross + penalty * left),  # the root is symmetric
-            2 * (squares @ weighted - left.T @ self.target + penalty * right),
-        )
-        (gradient,) = torch.autograd.grad((output, features), vector, slopes)
-        return float(value), gradient
-
-
-def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
-    """Return E|rows x|^2, |rows|^2 without a metric."""
-    return float(rows.square().sum() if metric is None else (times(rows, metric) * rows).sum())
 
 
 @contextmanager
@@ -408,26 +304,8 @@ def _few_threads(columns: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _StopWhenFlat:
-    """Stops the minimiser when ten iterations lower the value by less than ten tolerances of it."""
-
-    _WINDOW = 10
-
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
-        self.values: list[float] = []
-
-    def __call__(self, intermediate_result: object) -> None:
-        value = float(intermediate_result.fun)  # type: ignore[attr-defined]
-        self.values.append(value)
-        if len(self.values) > self._WINDOW:
-            gained = self.values[-1 - self._WINDOW] - value
-            if value < 1e-15 or gained <= self._WINDOW * self.tolerance * value:
-                raise StopIteration
-
-
-def _starting_points(problem: _Problem, ranks: Ranks, options: FitOptions) -> list[Cores]:
-    algebraic = problem.format.start(problem.weight, problem.modes, ranks)
+def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> list[Cores]:
+    algebraic = problem.start(ranks)
     generator = torch.Generator().manual_seed(options.seed)
     # A zero core has a zero gradient: rank the weight does not fill starts small instead of dead.
     noise = 1e-3 if any(bool((core.flatten(1) == 0).any()) for core in algebraic) else 0.0

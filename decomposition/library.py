@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import nn
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing
-from decomposition.fitting import FAST, Fit, FitOptions, fit_weight, symmetric_root
+from decomposition.fitting import FAST, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.layers import LayerSpec, inspect_layers, weight_of
 from decomposition.metric import Metric, times, to_bytes
@@ -24,8 +25,13 @@ from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, calibration_batches, collect_moments
 from decomposition.operations import ChannelFactors, Factorise, Operation, dense_cost
 from decomposition.operations.factorise import factors_of
+from decomposition.processes import in_processes
 from decomposition.rank_grid import candidate_ranks
 from decomposition.sensitivity import collect_sensitivities
+from decomposition.sensitivity_root import floored, symmetric_root
+
+# Part of the names of fits on disk: raised when the same problem gets other cores than before.
+_VERSION = 2
 
 
 class FitLibrary:
@@ -91,7 +97,7 @@ class FitLibrary:
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
         self._fits: dict[tuple[str, Factorise], Fit] = {}
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
-        self._roots: dict[str, torch.Tensor] = {}
+        self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -174,15 +180,59 @@ class FitLibrary:
         return self.fitted(self.unfitted(name, limit=limit))
 
     def all_candidates(
-        self, *, limit: int = 16, progress: Callable[[str], None] | None = None
+        self,
+        *,
+        limit: int = 16,
+        progress: Callable[[str], None] | None = None,
+        workers: int | None = None,
     ) -> list[CandidateSet]:
-        """Return every layer's candidates in forward order, calling `progress` with each finished name."""
-        found = []
-        for name in self.specs:
-            found.append(self.candidates(name, limit=limit))
+        """Return every layer's candidates in forward order.
+
+        Args:
+            limit: Candidates a format and layer at most.
+            progress: Called with the name of each layer that is finished.
+            workers: Processes that fit layers side by side, with the same results; each holds one layer with
+                its moments and computes in one thread. They import the main module, so a script needs its
+                `if __name__ == "__main__":`. `None` fits in this process.
+
+        Raises:
+            DecompositionError: If a weight or a moment is not finite, naming the layer; if a worker ends
+                without a result; or if `workers` is less than 1.
+        """
+        found: dict[str, CandidateSet] = {}
+
+        def finish(site: CandidateSet) -> None:
+            found[site.name] = site
             if progress is not None:
-                progress(name)
-        return found
+                progress(site.name)
+
+        if workers is None:
+            for name in self.specs:
+                finish(self.candidates(name, limit=limit))
+            self._fitter = None
+        else:
+            largest_first = sorted(self.specs, key=self._work, reverse=True)
+            jobs = ((self._part(name), limit) for name in largest_first)
+            for fits, site in in_processes(_fit_part, jobs, workers, "fits"):
+                self._fits.update(fits)
+                finish(site)
+        return [found[name] for name in self.specs]
+
+    def _part(self, name: str) -> FitLibrary:
+        """Return a library of one layer, which shares everything with this one but the fits to come."""
+        part = copy.copy(self)
+        part.specs, part.weights = {name: self.specs[name]}, {name: self.weights[name]}
+        part.moments, part._fitter = None, None
+        part.sensitivities = {key: each for key, each in self.sensitivities.items() if key == name}
+        part._metrics = {name: self._metrics[name]}
+        part._fits = {key: fit for key, fit in self._fits.items() if key[0] == name}
+        return part
+
+    def _work(self, name: str) -> int:
+        """Return about how long a layer's fits take, in units of their own."""
+        spec = self.specs[name]
+        columns = self.weights[name][0].numel()
+        return spec.out_channels * columns**2 * (1 if spec.kernel_elements == 1 else 100)
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
         """Fit candidates and return them with their errors."""
@@ -200,7 +250,10 @@ class FitLibrary:
     def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0."""
         spec = self.specs[name]
-        choices = [choice for each in self.formats for choice in self._choices(name, each, limit)]
+        root = None
+        if spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
+            root = self._root(name)
+        choices = [choice for each in self.formats for choice in self._choices(name, each, limit, root)]
         reason = "dense is the better choice here" if choices else "no rank makes it smaller"
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         return CandidateSet(spec, (*choices, dense))
@@ -209,10 +262,12 @@ class FitLibrary:
         """Return how a layer's weight is read as a tensor in a format of the library."""
         return self._modes[name, tensor_format.name]
 
-    def _choices(self, name: str, tensor_format: TensorFormat, limit: int) -> list[Candidate]:
+    def _choices(
+        self, name: str, tensor_format: TensorFormat, limit: int, root: torch.Tensor | None
+    ) -> list[Candidate]:
         """Return the candidates of one format, not fitted."""
         spec, modes = self.specs[name], self.modes(name, tensor_format)
-        spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], self._root(name))
+        spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], root)
         ranks = candidate_ranks(
             tensor_format, spec, modes, limit=limit, multiple=self.multiple, spectra=spectra
         )
@@ -227,30 +282,32 @@ class FitLibrary:
 
         It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
         """
-        metric, root = self._metrics[name], self._root(name)
-        if metric is None or root is None:
+        metric, sensitivity = self._metrics[name], self.sensitivities.get(name)
+        if metric is None or sensitivity is None:
             return 1.0
-        seen = root @ self.weights[name].flatten(1)
-        return float((times(seen, metric) * seen).sum())
+        rows = self.weights[name].flatten(1).double()
+        return float((floored(sensitivity) @ times(rows, metric) * rows).sum())
 
     def _compute(self, name: str, operation: Factorise) -> Fit:
+        key = (name, operation.format, operation.factors)
         try:
-            return fit_weight(
-                operation.tensor_format,
-                self.weights[name],
-                operation.modes(self.specs[name]),
-                operation.ranks,
-                self._metrics[name],
-                self.options,
-                sensitivity=self.sensitivities.get(name),
-            )
+            if self._fitter is None or self._fitter[0] != key:
+                self._fitter = None  # the last one's memory is free before the next one takes its own
+                fitter = Fitter(
+                    operation.tensor_format,
+                    self.weights[name],
+                    operation.modes(self.specs[name]),
+                    self._metrics[name],
+                    self.sensitivities.get(name),
+                )
+                self._fitter = (key, fitter)
+            return self._fitter[1].fit(operation.ranks, self.options)
         except DecompositionError as error:
             raise DecompositionError(f"layer {name!r}: {error}") from error
 
     def _root(self, name: str) -> torch.Tensor | None:
-        if name not in self._roots and name in self.sensitivities:
-            self._roots[name] = symmetric_root(self.sensitivities[name])
-        return self._roots.get(name)
+        sensitivity = self.sensitivities.get(name)
+        return None if sensitivity is None else symmetric_root(sensitivity)
 
     def _key(self, name: str, operation: Factorise) -> str:
         """Hash everything that a fit of this layer depends on but its ranks."""
@@ -258,7 +315,7 @@ class FitLibrary:
         if key not in self._keys:
             digest = hashlib.sha256()
             modes = operation.modes(self.specs[name])
-            digest.update(repr((operation.format, modes, self.options)).encode())
+            digest.update(repr((_VERSION, operation.format, modes, self.options)).encode())
             if operation.tensor_format.splits_kernel:
                 digest.update(repr(modes.kernel_size).encode())
             digest.update(self.weights[name].numpy().tobytes())
@@ -294,3 +351,14 @@ class FitLibrary:
         cores = {f"core{j}": core.contiguous() for j, core in enumerate(fit.cores)}
         with replacing(path) as temporary:
             save_file(cores, temporary, metadata={"error": repr(fit.error)})
+
+
+def _fit_part(
+    job: tuple[FitLibrary, int],
+) -> tuple[dict[tuple[str, Factorise], Fit], CandidateSet]:
+    """Fit the candidates of a library's only layer, in a process of its own; return the fits that are new."""
+    part, limit = job
+    known = set(part._fits)
+    (name,) = part.specs
+    site = part.candidates(name, limit=limit)
+    return {key: fit for key, fit in part._fits.items() if key not in known}, site

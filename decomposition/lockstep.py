@@ -276,7 +276,7 @@ def _many_patches(
     # W C_xy by way of the outputs W x: they are far fewer than the inputs.
     outputs = dense @ weight.T.to(dense)
     cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
-    share = 0.0 if labels is None else shrinkage(arriving - mean.to(arriving), labels, covariance)
+    share = 0.0 if labels is None else shrinkage(arriving, labels, covariance, mean.to(arriving))
     metric = shrunk_matrix(covariance, share)
     cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
     if not centred:

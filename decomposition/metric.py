@@ -48,6 +48,22 @@ def times(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
     return rows @ metric
 
 
+def whole(metric: Metric) -> torch.Tensor:
+    """Return the matrix (D, D)."""
+    if isinstance(metric, RowFactor):
+        matrix = metric.rows.T @ metric.rows
+        matrix.diagonal().add_(metric.ridge)
+        return matrix
+    return metric
+
+
+def in_float64(metric: Metric) -> Metric:
+    """Return the metric in float64."""
+    if isinstance(metric, RowFactor):
+        return RowFactor(metric.rows.double(), metric.ridge)
+    return metric.double()
+
+
 def scaled(metric: Metric, factor: torch.Tensor | float) -> Metric:
     """Return factor * metric, in float64."""
     if isinstance(metric, RowFactor):

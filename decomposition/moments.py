@@ -71,7 +71,7 @@ class MomentAccumulator:
         if self._count == 0:
             self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
             self._centre = patches.mean(0)  # stands in for the mean of all, which is not known yet
-        self._spread.add(patches - self._centre, labels)
+        self._spread.add(patches, labels, self._centre)
         self._sum += patches.sum(0).double().cpu()
         self._count += patches.shape[0]
         if self._products is None:

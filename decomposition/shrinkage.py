@@ -25,17 +25,18 @@ class Spread:
         self._squared_rows = 0.0
         self._squares = 0.0
 
-    def add(self, rows: torch.Tensor, labels: torch.Tensor) -> None:
+    def add(self, rows: torch.Tensor, labels: torch.Tensor, mean: torch.Tensor | None = None) -> None:
         """Add patches.
 
         Args:
-            rows: Patches around their mean, (n, D).
+            rows: Patches, (n, D).
             labels: Which input each is from, (n,), integers from 0; those of another call are other inputs.
+            mean: What is subtracted from every patch, (D,); nothing when omitted.
         """
-        counts = labels.bincount()
+        counts = labels.cpu().bincount().to(labels.device)
         self._rows += len(rows)
         self._squared_rows += float(counts.double().square().sum())
-        self._squares += _squared_norms(rows, labels, counts)
+        self._squares += _squared_norms(rows, labels, counts, mean)
 
     def shrinkage(self, metric: Metric, scale: float | None = None) -> float:
         """Return the proportion of the identity, from 0 to 1 (b^2 / d^2 in the paper).
@@ -53,16 +54,19 @@ class Spread:
         return min(max(variance / distance, 0.0), 1.0)
 
 
-def shrinkage(rows: torch.Tensor, labels: torch.Tensor, metric: Metric) -> float:
+def shrinkage(
+    rows: torch.Tensor, labels: torch.Tensor, metric: Metric, mean: torch.Tensor | None = None
+) -> float:
     """Return the proportion of the identity for the matrix E[x x'] of some patches, from 0 to 1.
 
     Args:
-        rows: Patches around their mean, (n, D).
+        rows: Patches, (n, D).
         labels: Which input each is from, (n,), integers from 0.
         metric: Their matrix, (D, D).
+        mean: What was subtracted from every patch, (D,); nothing when omitted.
     """
     spread = Spread()
-    spread.add(rows, labels)
+    spread.add(rows, labels, mean)
     return spread.shrinkage(metric)
 
 
@@ -71,19 +75,21 @@ def labels_or_single(labels: torch.Tensor, inputs: int) -> torch.Tensor:
     return labels if inputs > 1 else torch.arange(len(labels), device=labels.device)
 
 
-def _squared_norms(rows: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> float:
-    """Return the sum of |R' R|^2 over the inputs, R an input's rows."""
-    order = labels.argsort()
-    rows, labels = rows[order], labels[order]
-    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[labels]
+def _squared_norms(
+    rows: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, mean: torch.Tensor | None
+) -> float:
+    """Return the sum of |R' R|^2 over the inputs, R an input's rows without the mean."""
+    order, ends = labels.argsort(), counts.cumsum(0)
+    labels = labels[order]
+    place = torch.arange(len(rows), device=rows.device) - (ends - counts)[labels]
     most, width = int(counts.max()), rows.shape[1]
     total, step = 0.0, max(1, _BLOCK // (most * width))
-    ends = counts.cumsum(0)
     for first in range(0, len(counts), step):
         last = min(first + step, len(counts))
         some = slice(int(ends[first] - counts[first]), int(ends[last - 1]))
+        chosen = rows[order[some]]
         block = rows.new_zeros(last - first, most, width)
-        block[labels[some] - first, place[some]] = rows[some]
+        block[labels[some] - first, place[some]] = chosen if mean is None else chosen - mean
         products = block @ block.mT if most <= width else block.mT @ block
         total += float(products.square().sum(dtype=torch.float64))
     return total

@@ -4,18 +4,18 @@
     train_masks(masked, batches, loss, MaskTrainingOptions(), cost=macs, target=0.5)
     smaller = masked.removed()
 
-What goes together (`groups`), what matters (`importance`, the masks) and the surgery (`removal`) are
+What goes together (`groups`), what matters (`criteria`, the masks) and the surgery (`removal`) are
 independent: the surgery takes a plain mapping from layer names to kept output channels, wherever it comes
 from.
 """
 
 from pruning import reconstruction
+from pruning.criteria import Criterion
 from pruning.errors import PruningError
 from pruning.from_scratch import untrained_copy
 from pruning.group_lasso import GroupLassoMask
 from pruning.groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
 from pruning.hard_concrete import HardConcreteMask
-from pruning.importance import Criterion
 from pruning.masked_network import MaskedNetwork
 from pruning.masks import ChannelMask
 from pruning.registry import Pruner, get_pruner, list_pruners, register_pruner

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from pruning.criteria import ReaderHook, Scores, observed
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
-from pruning.importance import ReaderHook, Scores, observed
 from pruning.registry import register_pruner
 
 # Share of the channels' mean variance that no combination of others explains.

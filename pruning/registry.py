@@ -21,7 +21,7 @@ class Pruner:
         name: what it is called in configurations.
         description: one line for listings.
         definition: a `ChannelMask` class (trained by `train_masks`), or a criterion, a function that scores
-            the units of groups (see `pruning.importance`).
+            the units of groups (see `pruning.criteria`).
         scope: how the scores of a criterion are best compared (see `keep_within`).
     """
 

@@ -46,7 +46,7 @@ def _run(config: DictConfig) -> None:
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(
-                lambda: _carry_out(settings, plain, folder),
+                lambda: _run_task(settings, plain, folder),
                 folder,
                 number=int(hydra_config.job.num),
                 config=recorded,
@@ -59,7 +59,7 @@ def _run(config: DictConfig) -> None:
                 refuse_used_folder(folder)
             folder.prepare()
             folder.claim(recorded, overrides, resume=True)
-            _carry_out(settings, plain, folder)
+            _run_task(settings, plain, folder)
     except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
         stopped = error if isinstance(error, RunStoppedError) else RunStoppedError(folder.path)
         _leave(stopped, INTERRUPTED)
@@ -70,7 +70,7 @@ def _run(config: DictConfig) -> None:
         _leave(explained, USER_ERROR)
 
 
-def _carry_out(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> None:
+def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> None:
     """Run the task, tracked."""
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -72,7 +72,7 @@ TITLES = {
     "network": "Calibration and fit of a whole network",
 }
 WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48, "spatial_svd": 12}
-CHOOSERS = ("uniform", "greedy")
+SELECTORS = ("uniform", "greedy")
 COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequential + BN")
 
 
@@ -291,7 +291,7 @@ def accuracy_report(options: argparse.Namespace) -> str:
     ]
     rows = _finished_rows(options.rows)
     for name in options.formats:
-        keys = [(name, ratio, chooser) for ratio in options.ratios for chooser in CHOOSERS]
+        keys = [(name, ratio, selector) for ratio in options.ratios for selector in SELECTORS]
         if all(key in rows for key in keys):
             lines += [rows[key] for key in keys]
             continue
@@ -300,20 +300,20 @@ def accuracy_report(options: argparse.Namespace) -> str:
         sites = library.all_candidates()
         for ratio in options.ratios:
             budget = Budget(1 / ratio, "params", total, fixed)
-            for chooser in CHOOSERS:
-                if (name, ratio, chooser) in rows:
-                    lines.append(rows[name, ratio, chooser])
+            for selector in SELECTORS:
+                if (name, ratio, selector) in rows:
+                    lines.append(rows[name, ratio, selector])
                     continue
-                _say(f"{name}, {ratio:g}x, {chooser} ranks ...")
-                choices = get_heuristic(chooser).choose(library, sites, budget)
-                plan = plan_from_choices(sites, choices, all_specs, data.input_shape, chooser)
+                _say(f"{name}, {ratio:g}x, {selector} ranks ...")
+                choices = get_heuristic(selector).choose(library, sites, budget)
+                plan = plan_from_choices(sites, choices, all_specs, data.input_shape, selector)
                 spent = fixed + sum(int(site.params[j]) for site, j in zip(sites, choices, strict=True))
                 cells = " | ".join(f"{value:.1f}" for value in accuracies(model, plan, images, data))
                 _say(cells)
-                lines.append(f"| {name} | {total / spent:.2f} | {chooser} | {cells} |")
+                lines.append(f"| {name} | {total / spent:.2f} | {selector} | {cells} |")
                 if options.rows is not None:
                     with options.rows.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps([name, ratio, chooser, lines[-1]]) + "\n")
+                        file.write(json.dumps([name, ratio, selector, lines[-1]]) + "\n")
     return "\n".join(lines)
 
 
@@ -352,11 +352,11 @@ def peak_memory() -> float:
 
 
 def _finished_rows(path: Path | None) -> dict[tuple[str, float, str], str]:
-    """Return the rows of an earlier run by format, ratio and chooser."""
+    """Return the rows of an earlier run by format, ratio and selector."""
     if path is None or not path.exists():
         return {}
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {(name, ratio, chooser): row for name, ratio, chooser, row in entries}
+    return {(name, ratio, selector): row for name, ratio, selector, row in entries}
 
 
 def write_part(path: Path, part: str, text: str) -> None:

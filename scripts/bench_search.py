@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rankrl.workflow.choose import CandidateOptions, fit_candidates
 
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision

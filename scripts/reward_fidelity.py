@@ -26,12 +26,6 @@ from typing import get_args
 
 import numpy as np
 import torch
-from rankrl.workflow.choose import (
-    CALIBRATION_BATCH,
-    CandidateOptions,
-    calibration_images,
-    fit_candidates,
-)
 from scipy.stats import spearmanr
 from torch import nn
 

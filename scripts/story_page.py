@@ -99,7 +99,7 @@ def kept_figure(panels: Mapping[str, Mapping[str, Curve]], y: str, *, dense: flo
 
 
 def search_figure(rewards: Sequence[float], others: Mapping[str, float]) -> Figure:
-    """Draw the agent's rewards, the best so far, and the best of other choosers as lines."""
+    """Draw the agent's rewards, the best so far, and the best of other selectors as lines."""
     figure, (axes,) = _panels(1, "episode", "reward (held-out accuracy)")
     episodes = range(1, len(rewards) + 1)
     axes.plot(episodes, rewards, ".", color=_BLUE, alpha=0.5, label="agent")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -61,6 +61,25 @@ class TensorFormat(ABC):
     @abstractmethod
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
         """Return the algebraic solution for a weight (out, in, kernel) in the plain Frobenius norm."""
+
+    def starter(self, weight: torch.Tensor, modes: WeightModes) -> Callable[[Ranks], Cores]:
+        """Return what computes `start` for many ranks of one weight, sharing what they have in common."""
+        return lambda ranks: self.start(weight, modes, ranks)
+
+    def from_halves(
+        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
+    ) -> Cores:
+        """Return cores whose halves are A (out, features) and Q (features, in); only without a kernel."""
+        weight = (output @ features).reshape(modes.out_channels, modes.in_channels, modes.kernel)
+        return self.start(weight, modes, ranks)
+
+    def conditioned(self, cores: Cores) -> Cores:
+        """Return cores of the same weight from which a minimiser over all but the output's goes faster."""
+        return cores
+
+    def normalised(self, cores: Cores) -> Cores:
+        """Return cores of the same weight, sized as the format's cores customarily are."""
+        return cores
 
     @abstractmethod
     def build(

@@ -94,6 +94,14 @@ class ChainFormat(TensorFormat):
         rest = (vectors.T @ matrix).reshape(closing, opening, -1).movedim(0, -1)
         return [head.contiguous(), *split_chain(rest, sizes[1:], bonds[2:-1])]
 
+    def from_halves(
+        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
+    ) -> Cores:
+        """Read A and Q as the output's and the input's core."""
+        left, right = self.bonds(modes, ranks)[:2]
+        inner = features.reshape(left, right, modes.in_channels).permute(1, 2, 0)
+        return [output.reshape(-1, left, right).permute(1, 0, 2).contiguous(), inner.contiguous()]
+
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
     ) -> FactorisedLayer:

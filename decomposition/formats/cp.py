@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from decomposition.formats.base import Cores, Ranks, TensorFormat, register_form
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.modes import WeightModes
+
+# Terms smaller than that, relative to the largest, are treated as if they were that large.
+_SMALLEST_TERM = 1e-2
 
 
 @register_format
@@ -51,29 +55,71 @@ class CP(TensorFormat):
         CP has no algebraic solution. The kernel's leading directions are combined with the leading singular
         pairs of the weight's slice along each of them, the largest first.
         """
-        rank = ranks[0]
+        return self.starter(weight, modes)(ranks)
+
+    def starter(self, weight: torch.Tensor, modes: WeightModes) -> Callable[[Ranks], Cores]:
+        """Decompose the weight's slices once and return what takes the leading pairs of any rank."""
         matrix = weight.reshape(modes.out_channels, -1)
         if modes.kernel == 1:
-            output = leading_left_vectors(matrix, rank)
-            return [output, (output.T @ matrix).T]
+            vectors = leading_left_vectors(matrix, self.max_ranks(modes)[0])
+            features = (vectors.T @ matrix).T
+            return lambda ranks: [vectors[:, : ranks[0]], features[:, : ranks[0]]]
         directions = leading_left_vectors(weight.movedim(2, 0).reshape(modes.kernel, -1), modes.kernel)
         slices = torch.einsum("oik,kd->doi", weight, directions)
         left, values, right = torch.linalg.svd(slices, full_matrices=False)
-        order = values.flatten().argsort(descending=True, stable=True)[:rank]
-        slice_index, pair = order // values.shape[1], order % values.shape[1]
-        cores = [
-            left[slice_index, :, pair].T * values[slice_index, pair],
-            right[slice_index, pair, :].T,
-            directions[:, slice_index],
-        ]
-        missing = rank - len(order)
-        if missing > 0:  # more terms than all slices have singular pairs: the rest starts small and random
-            generator = torch.Generator().manual_seed(rank)
-            for position, core in enumerate(cores):
-                noise = torch.randn(core.shape[0], missing, generator=generator, dtype=core.dtype)
-                scale = 1e-2 * weight.square().mean().sqrt() if position == 0 else 1.0
-                cores[position] = torch.cat([core, noise * scale], dim=1)
-        return cores
+        order = values.flatten().argsort(descending=True, stable=True)
+
+        def start(ranks: Ranks) -> Cores:
+            chosen = order[: ranks[0]]
+            slice_index, pair = chosen // values.shape[1], chosen % values.shape[1]
+            cores = [
+                left[slice_index, :, pair].T * values[slice_index, pair],
+                right[slice_index, pair, :].T,
+                directions[:, slice_index],
+            ]
+            return self._filled(cores, weight, ranks[0])
+
+        return start
+
+    def _filled(self, cores: Cores, weight: torch.Tensor, rank: int) -> Cores:
+        """Add terms where all slices have fewer singular pairs than that: they start small and random."""
+        missing = rank - cores[0].shape[1]
+        if missing <= 0:
+            return cores
+        generator = torch.Generator().manual_seed(rank)
+        filled = []
+        for position, core in enumerate(cores):
+            noise = torch.randn(core.shape[0], missing, generator=generator, dtype=core.dtype)
+            scale = 1e-2 * weight.square().mean().sqrt() if position == 0 else 1.0
+            filled.append(torch.cat([core, noise * scale], dim=1))
+        return filled
+
+    def from_halves(
+        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
+    ) -> Cores:
+        """Take A and the transpose of Q."""
+        return [output, features.T]
+
+    def conditioned(self, cores: Cores) -> Cores:
+        """Give B and C the terms' sizes, down to a hundredth of the largest.
+
+        The curvature over a column of B is |A[:, r]|^2 |C[:, r]|^2: it is the same for all terms when both
+        inner factors are as long as the term, while A, which is eliminated, takes what is left.
+        """
+        if len(cores) < 3:
+            return cores
+        output, inner, kernel = self.normalised(cores)
+        sizes = output.norm(dim=0)
+        sizes = (sizes / sizes.max().clamp_min(1e-300)).clamp_min(_SMALLEST_TERM)
+        return [output / sizes.square(), inner * sizes, kernel * sizes]
+
+    def normalised(self, cores: Cores) -> Cores:
+        """Give the columns of B and C the norm 1."""
+        if len(cores) < 3:
+            return cores
+        output, inner, kernel = cores
+        lengths = [core.norm(dim=0).clamp_min(1e-300) for core in (inner, kernel)]
+        return [output * lengths[0] * lengths[1], inner / lengths[0], kernel / lengths[1]]
 
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks

@@ -58,6 +58,12 @@ class SpatialSVD(TensorFormat):
         inner = (vectors.T @ unfolding).reshape(ranks[0], modes.in_channels, height)
         return [output.contiguous(), inner]
 
+    def from_halves(
+        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
+    ) -> Cores:
+        """Take A and Q as they are."""
+        return [output[:, :, None], features[:, :, None]]
+
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
     ) -> FactorisedLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,21 +56,39 @@ class Tucker(TensorFormat):
 
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
         """Higher-order orthogonal iteration (De Lathauwer et al. 2000) from the truncated HOSVD."""
-        matrix = weight.reshape(modes.out_channels, -1)
-        output = leading_left_vectors(matrix, ranks[0])
+        return self.starter(weight, modes)(ranks)
+
+    def starter(self, weight: torch.Tensor, modes: WeightModes) -> Callable[[Ranks], Cores]:
+        """Decompose the weight's unfoldings once and return what goes on from there for any ranks."""
         if modes.kernel == 1:
-            return [output, (output.T @ matrix).T]
-        by_input = weight.movedim(1, 0)
-        inner = leading_left_vectors(by_input.reshape(modes.in_channels, -1), ranks[1])
-        captured = torch.zeros((), dtype=weight.dtype)
-        for _ in range(_HOOI_SWEEPS):
-            output = leading_left_vectors(torch.einsum("oik,ib->obk", weight, inner).flatten(1), ranks[0])
-            inner = leading_left_vectors(torch.einsum("oik,oa->iak", weight, output).flatten(1), ranks[1])
-            core = torch.einsum("oik,oa,ib->abk", weight, output, inner)
-            previous, captured = captured, core.square().sum()
-            if captured - previous <= 1e-6 * captured:
-                break
-        return [output, core, inner]
+            matrix = weight.reshape(modes.out_channels, -1)
+            vectors = leading_left_vectors(matrix, self.max_ranks(modes)[0])
+            features = (vectors.T @ matrix).T
+            return lambda ranks: [vectors[:, : ranks[0]], features[:, : ranks[0]]]
+        by_input = weight.movedim(1, 0).reshape(modes.in_channels, -1)
+        directions = leading_left_vectors(by_input, self.max_ranks(modes)[1])
+
+        def start(ranks: Ranks) -> Cores:
+            inner = directions[:, : ranks[1]]
+            captured = torch.zeros((), dtype=weight.dtype)
+            for _ in range(_HOOI_SWEEPS):
+                projected = torch.einsum("oik,ib->obk", weight, inner).flatten(1)
+                output = leading_left_vectors(projected, ranks[0])
+                projected = torch.einsum("oik,oa->iak", weight, output).flatten(1)
+                inner = leading_left_vectors(projected, ranks[1])
+                core = torch.einsum("oik,oa,ib->abk", weight, output, inner)
+                previous, captured = captured, core.square().sum()
+                if captured - previous <= 1e-6 * captured:
+                    break
+            return [output, core, inner]
+
+        return start
+
+    def from_halves(
+        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
+    ) -> Cores:
+        """Take U and the transpose of Q."""
+        return [output, features.T]
 
     def spectra(
         self,

@@ -1,4 +1,4 @@
-"""Choosers side by side: one row for each search, and their means and spreads."""
+"""Selectors side by side: one row for each search, and their means and spreads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rankrl.report.stages import UNKNOWN
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One search of one chooser, a row of `compare.csv`.
+    """One search of one selector, a row of `compare.csv`.
 
     Attributes:
-        selector: The chooser.
+        selector: The selector.
         seed: Its seed; None for one that draws nothing.
         best_reward: Reward of the plan it ended with.
         heldout_accuracy: That plan's accuracy on the held-out images it was scored on, a fraction.
@@ -84,11 +84,11 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class ChooserSummary:
-    """What the searches of one chooser have in common.
+class SelectorSummary:
+    """What the searches of one selector have in common.
 
     Attributes:
-        selector: The chooser.
+        selector: The selector.
         runs: Its searches.
         measures: Spread of each of `MEASURES` that was taken.
     """
@@ -98,8 +98,8 @@ class ChooserSummary:
     measures: dict[str, Spread]
 
 
-def summarise(rows: Sequence[ComparisonRow]) -> list[ChooserSummary]:
-    """Return a summary of every chooser, the highest mean reward first."""
+def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
+    """Return a summary of every selector, the highest mean reward first."""
     found = []
     for name in dict.fromkeys(row.selector for row in rows):
         runs = [row for row in rows if row.selector == name]
@@ -109,7 +109,7 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[ChooserSummary]:
             if values:
                 std = statistics.stdev(values) if len(values) > 1 else None
                 measures[measure] = Spread(float(statistics.fmean(values)), std)
-        found.append(ChooserSummary(name, len(runs), measures))
+        found.append(SelectorSummary(name, len(runs), measures))
     return sorted(found, key=lambda summary: -summary.measures["best_reward"].mean)
 
 
@@ -123,7 +123,7 @@ def comparison_cells(
         measures: What to show; what was not measured is left out.
 
     Returns:
-        Titles, and a row for every chooser with `mean ± spread` in its cells.
+        Titles, and a row for every selector with `mean ± spread` in its cells.
     """
     summaries = summarise(rows)
     taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
@@ -131,7 +131,7 @@ def comparison_cells(
         [summary.selector, str(summary.runs), *(_cell(summary.measures.get(name), name) for name in taken)]
         for summary in summaries
     ]
-    return ["Chooser", "Runs", *(_TITLES[name] for name in taken)], cells
+    return ["Selector", "Runs", *(_TITLES[name] for name in taken)], cells
 
 
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:

@@ -1,4 +1,4 @@
-"""The plots of a comparison of choosers. Each has a second panel that looks closer at the better half."""
+"""The plots of a comparison of selectors. Each has a second panel that looks closer at the better half."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEWEST_FOR_CLOSER_LOOK = 4
 
 
 def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Best reward so far over the episodes: mean of each chooser's searches, and the band they span.
+    """Best reward so far over the episodes: mean of each selector's searches, and the band they span.
 
     Args:
         rows: The searches, at least one.
@@ -77,7 +77,7 @@ def _panels(rows: Sequence[ComparisonRow], size: tuple[float, float]) -> tuple[F
 
 
 def _leaders(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the searches of the better half of the choosers, by mean reward."""
+    """Return the searches of the better half of the selectors, by mean reward."""
     summaries = summarise(rows)
     names = [summary.selector for summary in summaries[: (len(summaries) + 1) // 2]]
     return [row for row in rows if row.selector in names]

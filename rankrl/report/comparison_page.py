@@ -1,24 +1,23 @@
-"""The page and the files of a comparison of choosers."""
+"""The page and the files of a comparison of selectors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rankrl.files import write_atomically
 from rankrl.report.comparison import ComparisonRow, comparison_cells, comparison_csv, comparison_markdown
 from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
-from rankrl.report.figures import NARROW, WIDE
-from rankrl.report.html_page import facts, figure, page, section, table, warnings
+from rankrl.report.html_page import Head, drawing, render, text_table
 from rankrl.report.run_page import run_title
 from rankrl.report.stages import heldout_note, number
 from rankrl.report.write import save_figure
 
 _CAPTION = (
-    "Every chooser had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
-    "over the seeds. The test set chose nothing. Best reward first."
+    "Every selector had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
+    "over the seeds. Test images gave the test accuracy and nothing else. Best reward first."
 )
 
 
@@ -32,34 +31,26 @@ def comparison_page(
         metrics: The content of `metrics.json`.
         setup: What the run was made with, from `collect_setup`.
     """
-    title = f"Choosers compared: {run_title(metrics)}"
     baseline = number(metrics, "baseline", "accuracy")
     columns, cells = comparison_cells(rows)
-    sections = [
-        section("Result", table(f"{_CAPTION} {heldout_note(metrics)}".strip(), columns, cells)),
-        section(
-            "Search",
-            figure(
-                rewards_figure(rows, WIDE),
-                rewards_figure(rows, NARROW),
-                "rewards",
-                "Best reward so far of every chooser over the episodes; the table holds the last values.",
-                "Mean over the seeds; the band spans them. Dashed: choosers with a single plan.",
-            ),
+    return render(
+        "comparison",
+        Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
+        result=text_table(f"{_CAPTION} {heldout_note(metrics)}".strip(), columns, cells),
+        rewards=drawing(
+            partial(rewards_figure, rows),
+            "rewards",
+            "Best reward so far of every selector over the episodes; the table holds the last values.",
+            "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
         ),
-        section(
-            "Test accuracy",
-            figure(
-                accuracies_figure(rows, baseline, WIDE),
-                accuracies_figure(rows, baseline, NARROW),
-                "accuracies",
-                "Test accuracy of every search's plan. The table above holds the means.",
-                "One dot for each search.",
-            ),
+        accuracies=drawing(
+            partial(accuracies_figure, rows, baseline),
+            "accuracies",
+            "Test accuracy of every search's plan. The table above holds the means.",
+            "One dot for each search.",
         ),
-        section("Setup", facts(setup)),
-    ]
-    return page(title, f"<h1>{escape(title)}</h1>\n{warnings(metrics)}", sections)
+        setup=setup,
+    )
 
 
 def write_comparison(

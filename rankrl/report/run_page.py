@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rankrl.report.data import LayerRow, RunReport
-from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
-from rankrl.report.html_page import cards, facts, figure, page, section, table, warnings
+from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
+from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.stages import (
     UNKNOWN,
     format_accuracy,
@@ -41,16 +41,19 @@ def run_page(report: RunReport) -> str:
     Raises:
         ReportError: A value in the metrics is no finite number.
     """
-    title = run_title(report.metrics)
-    sections = [
-        section("Before and after", _comparison(report.metrics)),
-        section("Search", _search(report)),
-        section("Layers", _layers(report)),
-        section("Fine-tuning", _fine_tuning(report)),
-        section("ONNX file", facts(_onnx_facts(report.metrics))),
-        section("Setup", facts(report.setup)),
-    ]
-    return page(title, _header(title, report.metrics), sections)
+    metrics = report.metrics
+    head = Head(run_title(metrics), _eyebrow(metrics), metrics.get("warnings") or (), _headline(metrics))
+    return render(
+        "run",
+        head,
+        comparison=_comparison(metrics),
+        search=_search(report),
+        layers=_layers(report),
+        layer_table=_layer_table(report.layers),
+        fine_tuning=_fine_tuning(report),
+        onnx=_onnx_facts(metrics),
+        setup=report.setup,
+    )
 
 
 def run_title(metrics: Mapping[str, Any]) -> str:
@@ -58,7 +61,7 @@ def run_title(metrics: Mapping[str, Any]) -> str:
     return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or "rankrl run"
 
 
-def _header(title: str, metrics: Mapping[str, Any]) -> str:
+def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
     parts = [
         str(metrics[key]).replace("_", " ")
         for key in ("task", "pruner", "decomposition", "selector")
@@ -66,15 +69,7 @@ def _header(title: str, metrics: Mapping[str, Any]) -> str:
     ]
     if metrics.get("seed") is not None:
         parts.append(f"seed {metrics['seed']}")
-    headline = _headline(metrics)
-    return "\n".join(
-        [
-            f'<p class="eyebrow">{escape(" · ".join(parts))}</p>' if parts else "",
-            f"<h1>{escape(title)}</h1>",
-            warnings(metrics),
-            cards(headline),
-        ]
-    ).strip()
+    return parts
 
 
 def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -101,19 +96,17 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return values
 
 
-def _comparison(metrics: Mapping[str, Any]) -> str:
+def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     columns, rows = comparison_rows(metrics)
-    if not rows:
-        return ""
     caption = "Accuracy is measured on the test set, which nothing was chosen by."
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
-    return table(caption, columns, rows)
+    return text_table(caption, columns, rows)
 
 
-def _search(report: RunReport) -> str:
+def _search(report: RunReport) -> Drawing | None:
     if not report.episodes:
-        return ""
+        return None
     best = max(report.episodes, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
     plans = counted(len(report.episodes), "evaluated plan")
@@ -124,35 +117,36 @@ def _search(report: RunReport) -> str:
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
         f"{heldout_note(report.metrics)}"
     )
-    return figure(
-        reward_figure(report.episodes, WIDE),
-        reward_figure(report.episodes, NARROW),
+    return drawing(
+        partial(reward_figure, report.episodes),
         "reward",
         f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
         caption.strip(),
     )
 
 
-def _layers(report: RunReport) -> str:
+def _layers(report: RunReport) -> Drawing | None:
     if not report.layers:
-        return ""
+        return None
     dense = sum(not row.is_compressed for row in report.layers)
-    reasoned = any(row.reason for row in report.layers)
     kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
     caption = (
         f"{counted(len(report.layers), 'layer')}, {dense} left dense; "
         f"together they keep {format_share(kept)} of their parameters."
     )
-    drawing = figure(
-        layers_figure(report.layers, WIDE),
-        layers_figure(report.layers, NARROW),
+    return drawing(
+        partial(layers_figure, report.layers),
         "layers",
         "Share of its parameters that each layer keeps, and its ranks. The table below holds the numbers.",
         caption,
     )
-    ranked = any(row.ranks for row in report.layers)
-    pruned = any(row.channels for row in report.layers)
-    measured = any(row.error is not None for row in report.layers)
+
+
+def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
+    ranked = any(row.ranks for row in layers)
+    pruned = any(row.channels for row in layers)
+    measured = any(row.error is not None for row in layers)
+    reasoned = any(row.reason for row in layers)
     columns = [
         "Layer",
         "Shape",
@@ -168,10 +162,10 @@ def _layers(report: RunReport) -> str:
     ]
     rows = [
         _layer_cells(row, pruned=pruned, ranked=ranked, measured=measured, reasoned=reasoned)
-        for row in report.layers
+        for row in layers
     ]
     text_columns = (0, len(columns) - 1) if reasoned else (0,)
-    return f"{drawing}\n{table('Every layer, before and after.', columns, rows, text_columns=text_columns)}"
+    return text_table("Every layer, before and after.", columns, rows, text_columns=text_columns)
 
 
 def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, reasoned: bool) -> list[str]:
@@ -190,13 +184,12 @@ def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, r
     ]
 
 
-def _fine_tuning(report: RunReport) -> str:
+def _fine_tuning(report: RunReport) -> Drawing | None:
     if not report.epochs:
-        return ""
+        return None
     best = max(report.epochs, key=lambda row: row.accuracy)
-    return figure(
-        fine_tuning_figure(report.epochs, WIDE),
-        fine_tuning_figure(report.epochs, NARROW),
+    return drawing(
+        partial(fine_tuning_figure, report.epochs),
         "fine-tuning",
         "Held-out accuracy and training loss per epoch of fine-tuning.",
         f"Best held-out accuracy: {format_accuracy(best.accuracy)}, after epoch {best.epoch} "

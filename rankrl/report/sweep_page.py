@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
 from pathlib import Path
+from typing import get_args
 
 from rankrl.files import write_atomically
-from rankrl.report.gather import GatheredRun, gather_runs
-from rankrl.report.html_page import cards, facts, figure, page, section, sortable_table, table
+from rankrl.report.figures import NARROW
+from rankrl.report.gather import GatheredRun, Status, gather_runs
+from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.pareto import COSTS, dense_costs, dense_network, pareto_figure, plotted
 from rankrl.report.run_page import run_title
 from rankrl.report.stages import format_accuracy
@@ -50,31 +51,18 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path) -> str:
         The document; it refers to nothing but the runs' own pages below its folder.
     """
     finished = [run for run in runs if run.status == "finished"]
-    sections = [
-        section("Accuracy and cost", _pareto(finished)),
-        section("Runs", _table(finished)),
-        section("Warnings", _warnings(finished)),
-        section("Failed and unfinished", _others(runs)),
-        section("The same in all runs", facts(shared_values(finished))),
-    ]
     titles = {run_title(run.metrics) for run in finished}
     title = titles.pop() if len(titles) == 1 else folder.resolve().name
-    script = resources.files("rankrl.report").joinpath("sort.js").read_text(encoding="utf-8")
-    return page(title, _header(title, folder, runs), sections, script=script)
-
-
-def _header(title: str, folder: Path, runs: Sequence[GatheredRun]) -> str:
-    counts = [
-        folder.resolve().name,
-        *(
-            f"{sum(run.status == status for run in runs)} {status}"
-            for status in ("finished", "failed", "unfinished")
-            if any(run.status == status for run in runs)
-        ),
-    ]
-    return (
-        f'<p class="eyebrow">{escape(" · ".join(counts))}</p>\n<h1>{escape(title)}</h1>\n'
-        f"{cards(_headline(runs))}"
+    counts = Counter(run.status for run in runs)
+    states = [f"{counts[status]} {status}" for status in get_args(Status) if counts[status]]
+    return render(
+        "sweep",
+        Head(title, [folder.resolve().name, *states], cards=_headline(runs)),
+        pareto=_pareto(finished),
+        runs=_table(finished),
+        warnings=_warnings(finished),
+        others=_others(runs),
+        shared=shared_values(finished),
     )
 
 
@@ -113,9 +101,9 @@ def _name(run: GatheredRun) -> str:
     return ", ".join(part for part in (run.method.replace("_", " "), run.budget) if part)
 
 
-def _pareto(runs: Sequence[GatheredRun]) -> str:
+def _pareto(runs: Sequence[GatheredRun]) -> Drawing | None:
     if not any(plotted(runs, cost) for cost in COSTS):
-        return ""
+        return None
     caption = (
         "Each point is a run, as it ended. The line joins the runs that no other one beats in both accuracy "
         "and cost. Accuracy is that on the test set, which nothing was chosen by."
@@ -124,38 +112,33 @@ def _pareto(runs: Sequence[GatheredRun]) -> str:
         caption += (
             " Latency is that of the ONNX file, as a share of the dense network's, timed in turns with it."
         )
-    return figure(
-        pareto_figure(runs, narrow=False),
-        pareto_figure(runs, narrow=True),
+    return drawing(
+        lambda size: pareto_figure(runs, narrow=size == NARROW),
         "pareto",
         "Test accuracy over parameters, MACs and latency of every run. The table below holds the numbers.",
         caption,
     )
 
 
-def _table(runs: Sequence[GatheredRun]) -> str:
+def _table(runs: Sequence[GatheredRun]) -> Table | None:
     if not runs:
-        return ""
+        return None
     columns = shown_columns(runs)
-    return sortable_table(
+    return Table(
         "A click on a column's title sorts by it. The first column leads to the run's own page.",
         [column.title for column in columns],
         table_rows(runs, columns),
-        text_columns=[index for index, column in enumerate(columns) if column.is_text],
+        [index for index, column in enumerate(columns) if column.is_text],
     )
 
 
-def _warnings(runs: Sequence[GatheredRun]) -> str:
+def _warnings(runs: Sequence[GatheredRun]) -> Table | None:
     rows = [[str(run.folder), str(text)] for run in runs for text in run.metrics.get("warnings") or ()]
-    if not rows:
-        return ""
     caption = "What these runs warn of; their numbers may mean little."
-    return table(caption, ["Folder", "Warning"], rows, text_columns=(0, 1))
+    return text_table(caption, ["Folder", "Warning"], rows, text_columns=(0, 1))
 
 
-def _others(runs: Sequence[GatheredRun]) -> str:
+def _others(runs: Sequence[GatheredRun]) -> Table | None:
     rows = [[str(run.folder), run.status, run.error] for run in runs if run.status != "finished"]
-    if not rows:
-        return ""
     caption = "The sweep's command, given again with the same hydra.sweep.dir, runs these, no others."
-    return table(caption, ["Folder", "State", "Error"], rows, text_columns=(0, 1, 2))
+    return text_table(caption, ["Folder", "State", "Error"], rows, text_columns=(0, 1, 2))

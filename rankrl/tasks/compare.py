@@ -1,4 +1,4 @@
-"""`task=compare`: choosers side by side."""
+"""`task=compare`: selectors side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, sum
 from rankrl.report.comparison_page import write_comparison
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.compare import FinalTest, contestants, search_all, tested, winner
+from rankrl.workflow.compare import FinalTest, compared_searches, search_all, tested, winner
 from rankrl.workflow.measure import network_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
@@ -29,7 +29,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     """
     recipe = options.comparison_recipe(config)
     options.check(config, finetuning=recipe is not None)
-    entered = contestants(options.compared_selectors(config), config.compare.seeds)
+    entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)

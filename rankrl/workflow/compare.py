@@ -1,4 +1,4 @@
-"""Comparing choosers: the same fits, evaluator and number of evaluations, then the same fine-tuning."""
+"""Comparing selectors: the same fits, evaluator and number of evaluations, then the same fine-tuning."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ComparedSearch:
     """One search of a comparison.
 
     Attributes:
         selector: Name of the selector.
-        seed: Its seed; None for a selector that draws nothing.
+        seed: Its seed; None for one that is not random.
         options: The selector's options.
     """
 
@@ -48,8 +48,10 @@ class Contestant:
         return self.selector if self.seed is None else f"{self.selector}-{self.seed}"
 
 
-def contestants(selectors: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> list[Contestant]:
-    """Return all searches: every selector with every seed, those that draw nothing once.
+def compared_searches(
+    selectors: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]
+) -> list[ComparedSearch]:
+    """Return all searches: every selector with every seed, selectors that are not random once.
 
     Args:
         selectors: Options by name of the selector.
@@ -64,42 +66,40 @@ def contestants(selectors: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]
     if min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ConfigError(f"compare.seeds must be different whole numbers >= 0, got {list(seeds)}")
     return [
-        Contestant(name, seed, options)
+        ComparedSearch(name, seed, options)
         for name, options in selectors.items()
         for seed in (seeds if selector_is_seeded(name) else (None,))
     ]
 
 
 def search_all(
-    session: SearchSession, entered: Sequence[Contestant], folder: Path
-) -> dict[Contestant, SearchResult]:
-    """Let every contestant search; finished searches are read, an interrupted one is continued.
+    session: SearchSession, entered: Sequence[ComparedSearch], folder: Path
+) -> dict[ComparedSearch, SearchResult]:
+    """Run every search; finished searches are read, an interrupted one is continued.
 
     Args:
         session: What all of them share.
-        entered: The contestants.
+        entered: The searches.
         folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
 
     Raises:
         ConfigError: A selector's options are wrong, or it lacks a package; nothing was searched yet.
         RunStoppedError: The user stopped a search.
     """
-    for contestant in entered:
-        if contestant.seed is not None:  # the others are quick to fail and slow to make
-            _check_options(session, contestant)
+    for compared in entered:
+        if compared.seed is not None:  # the others are quick to fail and slow to make
+            _check_options(session, compared)
     results = {}
-    for number, contestant in enumerate(entered, 1):
-        log.info("compare: %s (%d of %d)", contestant.folder_name, number, len(entered))
-        own = folder / contestant.folder_name
-        # What one chooser has scored must not help, or be counted for, the next.
+    for number, compared in enumerate(entered, 1):
+        log.info("compare: %s (%d of %d)", compared.folder_name, number, len(entered))
+        own = folder / compared.folder_name
+        # What one selector has scored must not help, or be counted for, the next.
         session.evaluator.restore({"first_scores": []}, {})
-        result = session.search(
-            contestant.selector, contestant.options, seed=contestant.seed or 0, folder=own
-        )
+        result = session.search(compared.selector, compared.options, seed=compared.seed or 0, folder=own)
         if result.stopped_by == "interrupt":
             raise RunStoppedError(folder.parent)
         result.plan.save(own / "plan.json")
-        results[contestant] = result
+        results[compared] = result
     return results
 
 
@@ -141,25 +141,23 @@ class FinalTest:
         return before, after
 
 
-def winner(results: Mapping[Contestant, SearchResult]) -> SearchResult:
+def winner(results: Mapping[ComparedSearch, SearchResult]) -> SearchResult:
     """Return the search whose plan has the best reward; the first of equals."""
     return max(results.values(), key=lambda result: result.chosen.reward)
 
 
 def tested(
-    problem: SearchProblem, results: Mapping[Contestant, SearchResult], final: FinalTest
+    problem: SearchProblem, results: Mapping[ComparedSearch, SearchResult], final: FinalTest
 ) -> list[ComparisonRow]:
     """Return the rows of the comparison: every search with the test accuracies of its plan."""
     rows = []
-    for contestant, result in results.items():
+    for compared, result in results.items():
         before, after = final.accuracies(problem, result.plan)
-        log.info(
-            "compare: %s: test accuracy %.4f", contestant.folder_name, before if after is None else after
-        )
+        log.info("compare: %s: test accuracy %.4f", compared.folder_name, before if after is None else after)
         rows.append(
             ComparisonRow(
-                selector=contestant.selector,
-                seed=contestant.seed,
+                selector=compared.selector,
+                seed=compared.seed,
                 best_reward=result.chosen.reward,
                 heldout_accuracy=result.chosen.accuracy,
                 params_kept=result.chosen.params_kept,
@@ -175,7 +173,5 @@ def tested(
     return rows
 
 
-def _check_options(session: SearchSession, contestant: Contestant) -> None:
-    create_selector(
-        contestant.selector, session.problem, episodes=session.options.episodes, **contestant.options
-    )
+def _check_options(session: SearchSession, compared: ComparedSearch) -> None:
+    create_selector(compared.selector, session.problem, episodes=session.options.episodes, **compared.options)

@@ -54,7 +54,7 @@ def refuse_to_fit(*_: object, **__: object) -> NoReturn:
 def test_a_fit_is_computed_once(small_net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     library = library_of(small_net)
     first = library.fit("3", AT_3_2)
-    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    monkeypatch.setattr(decomposition.library, "Fitter", refuse_to_fit)
     assert library.fit("3", AT_3_2) is first
 
 
@@ -64,7 +64,7 @@ def test_fits_on_disk_are_used_by_the_next_run(
 ) -> None:
     first = library_of(small_net, name, data=True, folder=tmp_path / "fits")
     wanted = [site.errors for site in first.all_candidates(limit=3)]
-    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    monkeypatch.setattr(decomposition.library, "Fitter", refuse_to_fit)
     second = library_of(small_net, name, data=True, folder=tmp_path / "fits")
     for site, errors in zip(second.all_candidates(limit=3), wanted, strict=True):
         np.testing.assert_array_equal(site.errors, errors)
@@ -95,7 +95,7 @@ def test_fits_of_other_settings_are_not_taken(
         other_first = library_of(small_net, **arguments, data=True)
         other_first.fit("3", at_rank_2(other_first))
     second = library_of(small_net, **(arguments | change))
-    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    monkeypatch.setattr(decomposition.library, "Fitter", refuse_to_fit)
     with pytest.raises(AssertionError, match="come from the cache"):
         second.fit("3", at_rank_2(second))
 
@@ -145,14 +145,14 @@ def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Pat
         ("tucker", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
     ],
 )
-def test_fits_stay_under_the_names_of_earlier_versions(
+def test_fits_on_disk_are_named_by_version_problem_and_options(
     small_net: nn.Module, tmp_path: Path, name: str, modes: str
 ) -> None:
     library = library_of(small_net, name, folder=tmp_path)
     (chosen,) = library.formats
     ranks = chosen.expand(library.modes("3", chosen), 2)
     library.fit("3", Factorise(name, ranks))
-    digest = hashlib.sha256(f"('{name}', {modes}, {library.options!r})".encode())
+    digest = hashlib.sha256(f"(2, '{name}', {modes}, {library.options!r})".encode())
     digest.update(library.weights["3"].numpy().tobytes() + b"none" + b"none")
     (entry,) = tmp_path.glob("*.safetensors")
     assert entry.stem == f"{digest.hexdigest()[:32]}-{'-'.join(map(str, ranks))}"
@@ -314,7 +314,7 @@ def test_several_formats_share_the_fits_on_disk_with_each_alone(
         for name in names
         for each in library_of(small_net, name, folder=tmp_path).all_candidates(limit=2)
     ]
-    monkeypatch.setattr(decomposition.library, "fit_weight", refuse_to_fit)
+    monkeypatch.setattr(decomposition.library, "Fitter", refuse_to_fit)
     found = library_of(small_net, names, folder=tmp_path).all_candidates(limit=2)
     errors = {error for site in wanted for error in site.errors}
     assert {error for site in found for error in site.errors} == errors

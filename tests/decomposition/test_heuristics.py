@@ -234,6 +234,10 @@ def additive_loss(model: nn.Module, plan: CompressionPlan, sites: Sequence[Candi
 def test_of_several_formats_each_layer_takes_what_serves_it_best(small_net: nn.Module, measure: str) -> None:
     shape = (3, 10, 10)
     images = torch.randn(32, *shape, generator=torch.Generator().manual_seed(0))
+    middle: nn.Conv2d = small_net[3]  # type: ignore[index, assignment]
+    with torch.no_grad():  # a weight that Tucker meets with few numbers, CP with many
+        factors = (torch.randn(3, 3, 3, 3), torch.randn(12, 3), torch.randn(8, 3))
+        middle.weight.copy_(torch.einsum("abyx,oa,ib->oiyx", *factors))
     library = FitLibrary.calibrated(small_net, shape, SEVERAL, images, options=QUICK)
     sites = library.all_candidates()
     efficient = [site.efficient(measure) for site in sites]

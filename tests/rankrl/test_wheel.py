@@ -34,7 +34,9 @@ def test_wheel_holds_packages_and_configuration(wheel: Path) -> None:
         assert f"{package}/__init__.py" in names
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert sources <= names
-    assert {"rankrl/report/page.css", "rankrl/report/sort.js"} <= names
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "rankrl/report/templates").iterdir()}
+    assert "rankrl/report/templates/base.html.jinja" in templates
+    assert templates <= names
     assert not any(name.startswith(("tests/", "scripts/")) for name in names)
 
 

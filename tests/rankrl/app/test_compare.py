@@ -1,4 +1,4 @@
-"""`task=compare`: the same terms for all choosers, one table, and an exact continuation after a kill."""
+"""`task=compare`: the same terms for all selectors, one table, and an exact continuation after a kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankrl.errors import ConfigError
 from rankrl.models import create_model, save_checkpoint
 from rankrl.selectors import list_selectors, selector_options
 from rankrl.workflow import compare
-from rankrl.workflow.compare import contestants
+from rankrl.workflow.compare import compared_searches
 
 _spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
 assert _spec is not None
@@ -126,8 +126,8 @@ def test_each_selector_has_the_options_of_its_file() -> None:
         assert set(found[name]) == set(selector_options(name))
 
 
-def test_choosers_that_draw_nothing_run_once() -> None:
-    entered = contestants({name: {} for name in list_selectors()}, [5, 6])
+def test_selectors_that_draw_nothing_run_once() -> None:
+    entered = compared_searches({name: {} for name in list_selectors()}, [5, 6])
     once = {each.selector for each in entered if each.seed is None}
     assert once == {"energy", "greedy", "uniform", "vbmf"}
     assert len(entered) == len(once) + 2 * (len(list_selectors()) - len(once))
@@ -146,7 +146,7 @@ def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
 @pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])
 def test_bad_seeds_are_refused(seeds: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        contestants({"random": {}}, seeds)
+        compared_searches({"random": {}}, seeds)
 
 
 def test_wrong_options_are_refused_before_anything_is_searched(

@@ -228,7 +228,7 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.tasks.steps.carry_out", kill)
+        patch.setattr("rankrl.tasks.steps.apply_plan", kill)
         with pytest.raises(Killed):
             run("broken")
     broken = whole.parent / "broken"
@@ -259,7 +259,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankrl.tasks.steps.carry_out", interrupt)
+    monkeypatch.setattr("rankrl.tasks.steps.apply_plan", interrupt)
     with pytest.raises(SystemExit) as stopped:
         run("stopped")
     assert stopped.value.code == 130

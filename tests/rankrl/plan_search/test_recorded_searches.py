@@ -65,8 +65,8 @@ def test_a_search_finds_what_it_found_before(
         options=EvaluatorOptions(term="soft_agreement"),
         precision=Precision(torch.device("cpu"), torch.float32),
     )
-    chooser = create_selector(selector, problem, seed=0, episodes=EPISODES)
-    found = run_search(problem, evaluator, chooser, episodes=EPISODES)
+    selector = create_selector(selector, problem, seed=0, episodes=EPISODES)
+    found = run_search(problem, evaluator, selector, episodes=EPISODES)
     chosen = found.plan.chosen(Factorise)
     assert {name: list(operation.ranks) for name, operation in chosen.items()} == expected["ranks"]
     assert {operation.format for operation in chosen.values()} == {tensor_format}

@@ -1,4 +1,4 @@
-"""What choosers know of a network, and what a plan costs."""
+"""What selectors know of a network, and what a plan costs."""
 
 from __future__ import annotations
 

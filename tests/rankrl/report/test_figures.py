@@ -125,10 +125,10 @@ def test_a_counting_axis_has_whole_numbers_only(count: int, first: int) -> None:
 
 
 def comparison_rows(count: int, episodes: int) -> list[ComparisonRow]:
-    """Searches of several choosers whose accuracies lie within two points."""
+    """Searches of several selectors whose accuracies lie within two points."""
     return [
         ComparisonRow(
-            selector=f"chooser {index}",
+            selector=f"selector {index}",
             seed=seed,
             best_reward=0.92 + 0.001 * index,
             heldout_accuracy=0.93,
@@ -225,7 +225,9 @@ STORY: dict[str, Callable[[], Figure]] = {
     "one episode": lambda: story_page.search_figure([0.95], {"greedy": 0.95, "uniform": 0.95}),
     "epochs": lambda: story_page.epochs_figure([0.76, 0.83, 0.84], 0.998),
     "no epoch": lambda: story_page.epochs_figure([0.95], 0.95),
-    "latency": lambda: story_page.latency_figure({"dense": Latency(23.0, 22.8, 23.5, 64, 1, 30)}),
+    "latency": lambda: story_page.latency_figure(
+        {"dense": Latency(23.0, 22.8, 23.5, 64, 1, 30, "processor")}
+    ),
     "shares": lambda: story_page.shares_figure(make_specs(), params=1000, macs=1000),
 }
 

@@ -213,9 +213,19 @@ def test_a_metric_that_is_no_number_is_refused(metrics: dict[str, Any], value: o
 def test_text_from_the_run_is_never_markup(text: str) -> None:
     hostile = f"<script>{text}</script>"
     metrics = {"model": hostile, "decomposition": hostile, "baseline": {"accuracy": 0.5}}
-    document = run_page(RunReport(metrics, setup={hostile: hostile}))
+    document = run_page(RunReport({**metrics, "warnings": [hostile]}, setup={hostile: hostile}))
     assert "<script" not in document
     assert outline(document).headings == ["Before and after", "Setup"]
+
+
+def test_names_of_layers_and_attributes_are_never_markup(metrics: dict[str, Any]) -> None:
+    hostile = "\"><img src=x onerror='alert(1)'>"
+    row = LayerRow(hostile, (8, 3, 3, 3), (), 216, 216, 9000, 9000, reason=hostile)
+    metrics["onnx"]["busy"] = hostile  # stands in the label of the table, an attribute
+    found = outline(run_page(RunReport(metrics, [row])))
+    assert "onerror" not in dict(found.attributes)
+    assert [cell for cell in found.cells if "onerror" in cell] == [hostile, hostile]
+    assert any(name == "aria-label" and hostile in str(value) for name, value in found.attributes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 70])

@@ -160,6 +160,18 @@ def test_what_differs_gets_a_column(sweep: Path) -> None:
     assert "<b>resnet56" not in page
 
 
+def test_text_from_runs_is_never_markup(tmp_path: Path) -> None:
+    hostile = "\"'><script>alert(1)"
+    for seed in (0, 1):
+        content = {**metrics("cp", 0.5, seed), "model": hostile, "selector": hostile, "warnings": [hostile]}
+        make_run(tmp_path / f"{hostile.partition('/')[0]}{seed}", content)
+    (tmp_path / hostile).mkdir()
+    (tmp_path / hostile / "error.json").write_text(json.dumps({"error": hostile}))
+    page = write_sweep_report(tmp_path).read_text()
+    assert page.count("<script") == 1  # the page's own, which sorts the table
+    assert page.count("&lt;script&gt;alert(1)") > 8
+
+
 def test_damaged_metrics_count_as_failed(sweep: Path) -> None:
     path = sweep / "budget.params-0.5+decomposition-cp" / "metrics.json"
     path.write_text("{")

@@ -14,7 +14,7 @@ from rankrl.plan_search.run import best_rows, choosing, run_search
 from rankrl.selectors import create_selector
 from rankrl.training import predict_logits
 from rankrl.workflow import compare
-from rankrl.workflow.compare import Contestant, winner
+from rankrl.workflow.compare import ComparedSearch, winner
 from rankrl.workflow.finalists import best_finalist, finalists
 from rankrl.workflow.latency import LatencyBudget
 from rankrl.workflow.scoring import ImageScoring
@@ -175,8 +175,8 @@ def test_plans_that_all_take_too_long_are_refused(timed) -> None:
 def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
     """A result whose plan is not the one with the best reward counts by its plan."""
     rows = best_rows(result.rows, 3)
-    slow = Contestant("random", 0, {}), choosing(small_problem, result, rows[2])
-    fast = Contestant("random", 1, {}), choosing(small_problem, result, rows[1])
+    slow = ComparedSearch("random", 0, {}), choosing(small_problem, result, rows[2])
+    fast = ComparedSearch("random", 1, {}), choosing(small_problem, result, rows[1])
     results = dict([slow, fast])
     assert winner(results) is fast[1]
 

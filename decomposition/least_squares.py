@@ -1,0 +1,258 @@
+"""The least-squares problem that fitting a format to a weight is, and its minimiser.
+
+Every format is V = A Q. Where A is free (plain modes) it is eliminated in closed form (variable projection,
+Golub & Pereyra 1973); a quasi-Newton method (L-BFGS, Liu & Nocedal 1989) minimises over the remaining cores.
+One step costs features x D^2, independent of the number of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+
+from decomposition.formats import Cores, Ranks, TensorFormat
+from decomposition.metric import Metric, RowFactor, scaled, times
+from decomposition.modes import WeightModes
+from decomposition.sensitivity_root import symmetric_root
+
+LEAST_PENALTY = 1e-14
+_HISTORY = 20
+# A fit gets all of its iterations while a step takes no more multiply-accumulates than that; the first ones
+# gain the most.
+_FULL_STEP = 1e9
+_LEAST_ITERATIONS = 20
+
+
+class LeastSquares:
+    """The least-squares problem of one weight, scaled so that weight and output have norm one.
+
+    Args:
+        tensor_format: The format.
+        weight: Weight (out, in, kernel), float64.
+        modes: How it is read as a tensor.
+        metric: E[x x'], float64; `None` fits to the weight itself.
+        sensitivity: G (out, out); `None` counts all output channels alike.
+    """
+
+    def __init__(
+        self,
+        tensor_format: TensorFormat,
+        weight: torch.Tensor,
+        modes: WeightModes,
+        metric: Metric | None,
+        sensitivity: torch.Tensor | None = None,
+    ) -> None:
+        self.format, self.modes = tensor_format, modes
+        self.original, self.original_metric = weight, metric
+        self.free_output = modes.plain
+        # With a free output factor the problem for L W, L' L = G, is one without G: A is turned back at the
+        # end. Other formats keep the weight and carry L through every step.
+        self.root = None if sensitivity is None else symmetric_root(sensitivity)
+        if self.root is not None:
+            self.root = self.root / self.root.diagonal().mean()
+            if self.free_output:
+                weight = (self.root @ weight.flatten(1)).reshape_as(weight)
+        self.scale = weight.norm()
+        matrix = weight.reshape(modes.out_channels, -1)
+        self.energy = _energy(self._seen(matrix), metric)
+        self.original_energy = self.energy if self.root is None else _energy(self.original.flatten(1), metric)
+        self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
+        if self.vanishes:
+            return
+        self.weight = weight / self.scale
+        self.matrix = matrix / self.scale
+        self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
+        self.target = self._apply(self._seen(self.matrix))
+
+    def _seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
+        return rows if self.root is None or self.free_output else self.root @ rows
+
+    def _apply(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.metric is None else times(rows, self.metric)
+
+    def squared_error(self, cores: Cores) -> torch.Tensor:
+        """E|(W - V) x|^2 / E|W x|^2."""
+        output, features = self.format.halves(cores, self.modes)
+        rest = self._seen(self.matrix - output @ features)
+        return (self._apply(rest) * rest).sum()
+
+    def amplification(self, cores: Cores) -> float:
+        """Norm of the terms A[:, p] Q[p, :] relative to the weight's; 1 when they are orthogonal.
+
+        The larger one of two: of the terms themselves, and of their outputs on the metric's inputs.
+        """
+        output, features = self.format.halves(self.unscale(cores), self.modes)
+        sizes, rows = output.square().sum(0), self.original.flatten(1)
+        weight = (sizes * features.square().sum(1)).sum() / rows.square().sum()
+        if self.original_metric is None:
+            return float(weight) ** 0.5
+        energies = (times(features, self.original_metric) * features).sum(1).clamp_min(0)
+        energy = self.original_energy
+        return max(float(weight), float((sizes * energies).sum()) / energy if energy > 0 else 0.0) ** 0.5
+
+    def unscale(self, cores: Cores) -> Cores:
+        """Undo the scaling of the weight and of its output channels."""
+        cores = [cores[0] * self.scale, *cores[1:]]
+        if self.root is None or not self.free_output:
+            return cores
+        output = self.format.halves(cores, self.modes)[0]
+        return self.format.set_output(cores, self.modes, torch.linalg.solve(self.root, output))
+
+    def rescale(self, cores: Cores) -> Cores:
+        """Return what `unscale` turns into `cores`."""
+        if self.root is not None and self.free_output:
+            output = self.format.halves(cores, self.modes)[0]
+            cores = self.format.set_output(cores, self.modes, self.root @ output)
+        return [cores[0] / self.scale, *cores[1:]]
+
+    @cached_property
+    def even(self) -> LeastSquares:
+        """The problem in which all output channels count alike."""
+        return LeastSquares(self.format, self.original, self.modes, self.original_metric)
+
+    def algebraic(self, ranks: Ranks) -> Cores:
+        """Return the algebraic solution of the weight itself, which knows neither inputs nor sensitivity."""
+        return self.rescale(self.format.start(self.original, self.modes, ranks))
+
+    @cached_property
+    def start(self) -> Callable[[Ranks], Cores]:
+        """What returns the algebraic solution of the problem's weight at given ranks."""
+        return self.format.starter(self.weight, self.modes)
+
+    def affordable(self, cores: Cores, iterations: int) -> int:
+        """Return how many iterations the size of the problem leaves of those asked for."""
+        features, columns = self.format.halves(cores, self.modes)[1].shape
+        inputs = len(self.metric.rows) * 2 if isinstance(self.metric, RowFactor) else columns
+        step = features * columns * (inputs + features + 3 * self.modes.out_channels)
+        return min(iterations, max(_LEAST_ITERATIONS, int(iterations * _FULL_STEP / step)))
+
+    def minimise(
+        self, cores: Cores, iterations: int, tolerance: float, penalty: float = LEAST_PENALTY
+    ) -> Cores:
+        """Run L-BFGS from `cores`; the output factor is eliminated where it is free.
+
+        Args:
+            cores: The start.
+            iterations: Iterations at most; where each takes long, no more than are affordable.
+            tolerance: Stop when an iteration lowers the squared error by less than this fraction of it.
+            penalty: Weight of |A|^2 + |Q|^2, which keeps terms from growing.
+        """
+        fixed = 1 if self.free_output else 0
+        if iterations == 0:
+            return self._with_best_output(cores, 0.0) if fixed else cores
+        cores = self.format.conditioned(cores)
+        shapes = [core.shape for core in cores[fixed:]]
+        lengths = [core.numel() for core in cores[fixed:]]
+
+        def split(vector: torch.Tensor) -> Cores:
+            parts = [part.reshape(s) for part, s in zip(vector.split(lengths), shapes, strict=True)]
+            return [*cores[:fixed], *parts]
+
+        objective = self._projected if fixed else self._joint
+
+        def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
+            vector = torch.from_numpy(flat).requires_grad_()
+            value, gradient = objective(split, vector, penalty)
+            return value, gradient.numpy()
+
+        initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
+        found = minimize(
+            value_and_gradient,
+            initial,
+            jac=True,
+            method="L-BFGS-B",
+            callback=_StopWhenFlat(tolerance),
+            options={
+                "maxiter": self.affordable(cores, iterations),
+                "maxcor": _HISTORY,
+                "ftol": 0.0,
+                "gtol": 1e-12,
+            },
+        )
+        result = split(torch.from_numpy(found.x))
+        # A penalty that is to keep terms from growing has to hold for the last step too.
+        held = penalty if penalty > LEAST_PENALTY else 0.0
+        return self._with_best_output(result, held) if fixed else result
+
+    def _best_output(
+        self, features: torch.Tensor, penalty: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Solve for A; returns A, Q S and W S Q'."""
+        weighted = self._apply(features)
+        gram = weighted @ features.T
+        gram = (gram + gram.T) / 2
+        # The penalty is absolute; the other summand only keeps the factorisation stable.
+        gram.diagonal().add_(penalty + 1e-14 * gram.diagonal().mean())
+        cross = self.target @ features.T
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if failed.item():
+            output = torch.linalg.lstsq(gram, cross.T).solution.T
+        else:
+            output = torch.cholesky_solve(cross.T, factor).T
+        return output, weighted, cross
+
+    def _with_best_output(self, cores: Cores, penalty: float) -> Cores:
+        placeholder = [torch.zeros_like(cores[0]), *cores[1:]]
+        features = self.format.halves(placeholder, self.modes)[1]
+        return self.format.set_output(cores, self.modes, self._best_output(features, penalty)[0])
+
+    def _projected(
+        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
+    ) -> tuple[float, torch.Tensor]:
+        """Value and gradient of min over A of error + penalty (|A|^2 + |Q|^2)."""
+        with torch.enable_grad():
+            features = self.format.halves(split(vector), self.modes)[1]
+        constant = features.detach()
+        output, weighted, cross = self._best_output(constant, penalty)
+        value = 1.0 - (output * cross).sum() + penalty * constant.square().sum()
+        # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
+        slope = 2 * (output.T @ (output @ weighted) - output.T @ self.target + penalty * constant)
+        (gradient,) = torch.autograd.grad(features, vector, slope)
+        return float(value), gradient
+
+    def _joint(
+        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
+    ) -> tuple[float, torch.Tensor]:
+        """Value and gradient of error + penalty (|A|^2 + |Q|^2) over all cores."""
+        with torch.enable_grad():
+            output, features = self.format.halves(split(vector), self.modes)
+        left, right = self._seen(output.detach()), features.detach()
+        weighted, cross = self._apply(right), self.target @ right.T
+        squares = left.T @ left
+        fitted = left @ (weighted @ right.T)
+        size = left.square().sum() + right.square().sum()
+        value = 1.0 - 2 * (left * cross).sum() + (left * fitted).sum() + penalty * size
+        slopes = (
+            2 * self._seen(fitted - cross + penalty * left),  # the root is symmetric
+            2 * (squares @ weighted - left.T @ self.target + penalty * right),
+        )
+        (gradient,) = torch.autograd.grad((output, features), vector, slopes)
+        return float(value), gradient
+
+
+def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
+    """Return E|rows x|^2, |rows|^2 without a metric."""
+    return float(rows.square().sum() if metric is None else (times(rows, metric) * rows).sum())
+
+
+class _StopWhenFlat:
+    """Stops the minimiser when ten iterations lower the value by less than ten tolerances of it."""
+
+    _WINDOW = 10
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.values: list[float] = []
+
+    def __call__(self, intermediate_result: object) -> None:
+        value = float(intermediate_result.fun)  # type: ignore[attr-defined]
+        self.values.append(value)
+        if len(self.values) > self._WINDOW:
+            gained = self.values[-1 - self._WINDOW] - value
+            if value < 1e-15 or gained <= self._WINDOW * self.tolerance * value:
+                raise StopIteration
