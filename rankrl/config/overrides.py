@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rankrl.config.applicable import check_applicable
 from rankrl.config.folder import config_folder
 from rankrl.config.groups import group_choices, group_names
 from rankrl.config.values import check_value, check_values
@@ -94,8 +95,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
     to Hydra.
 
     Raises:
-        ConfigError: An option or value is unknown, of the wrong type, or cannot be parsed; the message gives
-            the nearest known one.
+        ConfigError: An option or value is unknown, of the wrong type, cannot be parsed, or has no effect; the
+            message gives the nearest known one, or what to do.
     """
     flags = get_args_parser().parse_known_args(list(arguments))[0]
     parsed = parsed_overrides(flags.overrides)
@@ -107,8 +108,10 @@ def check_overrides(arguments: Sequence[str]) -> None:
             parsed = [*_swept_by_configuration(parsed, multirun=flags.multirun), *parsed]
             for overrides in _tried(parsed):
                 config = compose("config", overrides=overrides)
-                check_values(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+                plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+                check_values(plain)
                 OmegaConf.to_object(config)
+                check_applicable(plain, [each.key_or_group for each in parsed_overrides(overrides)])
         except RecursionError as error:
             raise ConfigError(_TOO_DEEP) from error
         # Hydra itself raises ValueError for some choices of groups that it cannot read.

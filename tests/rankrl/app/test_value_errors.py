@@ -152,7 +152,7 @@ def test_folders_that_cannot_be_made_are_refused(
 
 
 def test_jobs_whose_folder_names_are_too_long_are_refused(refused: Refused, tmp_path: Path) -> None:
-    message = refused("-m", "task=evaluate", f"plan=a,{'b' * 300}")
+    message = refused("-m", "task=apply", f"plan=a,{'b' * 300}")
     assert "hydra.sweep.subdir" in message
     assert not list(tmp_path.iterdir())
 
