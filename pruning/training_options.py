@@ -14,20 +14,21 @@ class MaskTrainingOptions:
     """How masks are trained.
 
     Attributes:
-        epochs: of the pruning phase, in which the masks learn.
-        settling_epochs: after it, with the masks fixed.
+        epochs: epochs of the pruning phase, in which the masks learn.
+        settling_epochs: epochs after it, with the masks fixed.
         strength: factor of the mask penalty (summed over all units); where it starts, if there is a target.
         strengths: further factors for single groups, by group name (per-branch strengths).
         l1: factor of the sum of absolute values of all weight matrices and kernels of the network.
         l2: factor of the sum of their squares. Without a penalty or `unit_norm` a ReLU network rescales its
             weights around the masks.
         unit_norm: hold the norm of the weights that read each unit (see `MaskedNetwork.constrain_norms`).
-        push_pull: alternate between network and mask steps.
-        trap_threshold: a mask value below it is set to zero and stays zero; None never traps in training.
+        push_pull: steps of the network alone, then of the masks alone; (0, 0) trains both in every step.
+        trap_threshold: a mask value below it is set to zero and stays zero; None sets none
+            to zero before the end.
         limit: share of each group's units that may remain at most when the masks are fixed (hard limit); None
             for no limit.
-        temperature: of hard-concrete masks at the start and at the end of the pruning phase, annealed
-            linearly.
+        temperature: temperature of hard-concrete masks at the start and at the end of the pruning phase,
+            annealed linearly.
         checks_per_epoch: how often the cost is compared with the target and the strength adapted.
     """
 

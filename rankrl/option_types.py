@@ -40,6 +40,17 @@ def parameter_types(function: Callable[..., Any], *, without: Collection[str] = 
     }
 
 
+def parameter_defaults(function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the defaults of a function's or a class's named parameters; `Parameter.empty` for none.
+
+    Args:
+        function: What takes the options.
+        without: Parameters that are no options.
+    """
+    parameters = inspect.signature(function).parameters
+    return {name: parameters[name].default for name in parameter_types(function, without=without)}
+
+
 def takes_any_option(function: Callable[..., Any]) -> bool:
     """Return whether a function has `**options`."""
     return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())

@@ -1,6 +1,7 @@
 """Write docs/configuration.md: every option with its type, default and explanation.
 
-The explanations are the comments in `configs/`, the types those of `rankrl.config.schema`.
+Types and explanations are those of the dataclass, class or function that takes the option; the defaults are
+the composed configuration's.
 
     python scripts/make_config_reference.py            # writes docs/configuration.md
     python scripts/make_config_reference.py --check    # exit code 1 if the file is not current
@@ -10,112 +11,105 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
-import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from optim import optimizer_record
+from rankrl.config.docstrings import explanations
 from rankrl.config.folder import config_folder
+from rankrl.config.groups import GROUPS, group_choices, group_names
 from rankrl.config.schema import AppConfig
+from rankrl.option_types import described, parameter_defaults, parameter_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# All options
 
-Written by `scripts/make_config_reference.py` from the files in `configs/`; a test checks that it is current.
+Written by `scripts/make_config_reference.py` from the code; a test checks that it is current.
 
-An option is given as `NAME=VALUE`, a group as `GROUP=CHOICE`; `null` means none. `rankrl --cfg job` prints
-the whole configuration of a command without running it.
+An option is given as `NAME=VALUE`, a group as `GROUP=CHOICE`; `null` means none, `???` that the option must
+be given. Entries are added to a mapping with a plus in front: `'+pruner.strengths={conv1: 2.0}'`. `rankrl
+--cfg job` prints the whole configuration of a command without running it.
 """
-# Options of whole groups, of Hydra, and the list of defaults have no row of their own.
-SKIPPED_BLOCKS = ("defaults", "hydra")
+_IN_YAML = {"None": "null", "True": "true", "False": "false"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One line of a configuration file.
+    """One row of the page.
 
     Attributes:
         name: Dotted name.
-        default: The default as it is written.
-        comment: The comment above it.
+        kind: Its type in words.
+        default: The default as YAML has it.
+        explanation: What it is.
     """
 
     name: str
+    kind: str
     default: str
-    comment: str
+    explanation: str
 
 
-def read_options(text: str) -> tuple[str, list[Option]]:
-    """Read a configuration file.
-
-    A comment explains the options that follow it, up to an empty line or the next comment.
+def section_options(section: type, values: Mapping[str, Any], prefix: str) -> Iterator[Option]:
+    """Yield the options of a section of the schema, those of the sections within it too.
 
     Args:
-        text: The file's content: YAML of nested mappings with one option a line.
-
-    Returns:
-        The file's first comment, and its options in order.
+        section: A dataclass of `rankrl.config.schema`.
+        values: The defaults.
+        prefix: What the names begin with.
     """
-    options: list[Option] = []
-    comment: list[str] = []
-    first: list[str] | None = None
-    path: list[tuple[int, str]] = []
-    used = False
-    for line in text.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("# @"):
-            continue
-        if stripped.startswith("#"):
-            if used:
-                comment = []
-            used = False
-            comment.append(stripped.removeprefix("#").strip())
-            continue
-        if first is None:
-            first, comment = comment, []
-        if not stripped or stripped.startswith("- "):
-            comment = [] if not stripped else comment
-            continue
-        match = re.fullmatch(r"([\w.\"]+):\s*(.*)", stripped)
-        if match is None:
-            continue
-        indent = len(line) - len(line.lstrip())
-        path = [(depth, key) for depth, key in path if depth < indent] + [(indent, match[1])]
-        if path[0][1] in SKIPPED_BLOCKS:
-            continue
-        name = ".".join(key for _, key in path)
-        if match[2] or not used:
-            options.append(Option(name, match[2], " ".join(comment)))
-        used = True
-        if not match[2]:  # the comment belongs to the block
-            comment = []
-    return " ".join(first or comment), options
-
-
-def option_types(schema: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the type of every option of a schema."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        hint = hints[field.name]
+    hints, own = typing.get_type_hints(section), explanations(section)
+    for field in dataclasses.fields(section):
+        hint, explanation = hints[field.name], own.get(field.name, "")
         if dataclasses.is_dataclass(hint):
-            yield from option_types(typing.cast(type, hint), f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", type_name(hint)
+            yield from section_options(typing.cast(type, hint), values[field.name], f"{prefix}{field.name}.")
+            continue
+        if "owner" in field.metadata:
+            owner, name = field.metadata["owner"], field.metadata["name"]
+            explanation = explanation or explanations(owner)[name]
+            taken = parameter_types(owner)[name]
+            hint = hint if type(None) in typing.get_args(hint) else taken
+        yield row(f"{prefix}{field.name}", hint, values[field.name], explanation)
 
 
-def type_name(hint: object) -> str:
-    """Return a type as a reader of the page knows it."""
-    if isinstance(hint, types.UnionType):
-        return " or ".join(type_name(part) for part in typing.get_args(hint))
-    origin = typing.get_origin(hint)
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
-    if origin is list:
-        return f"list of {type_name(typing.get_args(hint)[0])}"
-    if origin is dict:
-        return "options"
-    return names.get(hint, "any")  # type: ignore[call-overload,no-any-return]
+def choice_options(group: str, choice: str, values: Mapping[str, Any]) -> Iterator[Option]:
+    """Yield the options of a registered choice of a group.
+
+    Args:
+        group: A name of `GROUPS`.
+        choice: A registered name.
+        values: What the configuration holds with that choice.
+    """
+    found = GROUPS[group]
+    types, words = found.types(choice)[0], explanations(*found.owners(choice))
+    prefix, added = f"{group}.", {}
+    if group == "optim":
+        prefix, factory = "+optim.options.", optimizer_record(choice).factory
+        added = parameter_defaults(factory, without=("params", "lr"))
+    options = values["options"] if found.nested else values
+    prefix = "tracking.options." if group == "tracking" else prefix
+    for name, default in {**added, **{key: options[key] for key in options if key in types}}.items():
+        yield row(f"{prefix}{name}", types[name], default, words[name])
+
+
+def row(name: str, hint: Any, default: Any, explanation: str) -> Option:
+    """Return a row in the page's words."""
+    text = re.sub(r"\b(None|True|False)\b", lambda found: _IN_YAML[found[1]], explanation)
+    text = f"{text[:1].upper()}{text[1:]}"
+    value = list(default) if isinstance(default, tuple) else default
+    written = (
+        yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).removesuffix("\n...\n").strip()
+    )
+    return Option(name, described(hint), "???" if default == "???" else written, text)
 
 
 def cell(text: str) -> str:
@@ -123,34 +117,95 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def table(options: list[Option], kinds: dict[str, str]) -> str:
-    """Return options as a Markdown table; a comment on several options stands at the first of them."""
-    rows = []
-    previous = ""
-    for option in options:
-        default = f"`{cell(option.default)}`" if option.default else ""
-        comment = "as above" if option.comment and option.comment == previous else cell(option.comment)
-        rows.append(f"| `{option.name}` | {kinds.get(option.name, '')} | {default} | {comment} |")
-        previous = option.comment
+def table(options: list[Option]) -> str:
+    """Return options as a Markdown table."""
+    rows = [
+        f"| `{each.name}` | {cell(each.kind)} | `{cell(each.default)}` | {cell(each.explanation)} |"
+        for each in options
+    ]
     return "\n".join(["| option | type | default | |", "|---|---|---|---|", *rows])
+
+
+def about(section: type) -> str:
+    """Return what the docstring of a section says of it as a whole."""
+    text = inspect.cleandoc(section.__doc__ or "").split("Attributes:")[0]
+    return " ".join(text.split())
+
+
+def comment(path: Path) -> str:
+    """Return the comment that a configuration file begins with."""
+    lines = (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# @"))
+    words = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        words.append(line.removeprefix("#").strip())
+    return " ".join(words)
+
+
+def written_options(path: Path) -> list[tuple[str, str]]:
+    """Return what a configuration file sets, dotted; Hydra's own options are left out."""
+
+    def leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                yield from leaves(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", str(yaml.safe_dump(value, default_flow_style=True)).split("\n")[0]
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return list(leaves({key: each for key, each in values.items() if key not in ("defaults", "hydra")}, ""))
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """Return a configuration as plain values."""
+    return typing.cast(dict[str, Any], OmegaConf.to_container(compose("config", overrides=list(overrides))))
 
 
 def reference() -> str:
     """Return the page."""
-    folder = config_folder()
-    kinds = dict(option_types(AppConfig))
-    _, options = read_options((folder / "config.yaml").read_text(encoding="utf-8"))
-    parts = [HEAD, "## Options of every run\n", table(options, kinds), ""]
-    for group in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "hydra"):
-        parts.append(f"\n## `{group.name}=`\n")
-        for path in sorted(group.glob("*.yaml")):
-            about, options = read_options(path.read_text(encoding="utf-8"))
-            if group.name != "experiment":
-                options = [dataclasses.replace(each, name=f"{group.name}.{each.name}") for each in options]
-            parts += [f"### `{group.name}={path.stem}`\n", f"{about}\n"]
-            if options:
-                parts.append(table(options, kinds) + "\n")
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        default = composed()
+        parts = [HEAD, "## Options of every run\n"]
+        hints = typing.get_type_hints(AppConfig)
+        plain = [name for name, hint in hints.items() if not _holds_options(hint)]
+        parts += [table([each for each in section_options(AppConfig, default, "") if each.name in plain])]
+        groups = [name for name in group_names() if not name.startswith("hydra")]
+        for name, hint in hints.items():
+            if dataclasses.is_dataclass(hint) and name not in groups:
+                section = typing.cast(type, hint)
+                rows = list(section_options(section, default[name], f"{name}."))
+                parts += [f"\n### `{name}`\n", f"{about(section)}\n", table(rows)]
+        for group in groups:
+            parts += _group(group, hints.get(group), default)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def _holds_options(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or hint == dict[str, Any]
+
+
+def _group(group: str, hint: Any, default: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of the page on a group."""
+    yield f"\n## `{group}=`\n"
+    if dataclasses.is_dataclass(hint):  # all choices have these
+        section = typing.cast(type, hint)
+        yield f"{about(section)}\n"
+        yield table(list(section_options(section, default[group], f"{group}.")))
+    for choice in group_choices(group):
+        path = config_folder() / group / f"{choice}.yaml"
+        registered = group in GROUPS and choice in GROUPS[group].known()
+        if not (registered or path.is_file()):
+            continue
+        yield f"\n### `{group}={choice}`\n"
+        yield (comment(path) if path.is_file() else GROUPS[group].about(choice)) + "\n"
+        if path.is_file():
+            prefix = "" if group == "experiment" else f"{group}."
+            values = [f"`{prefix}{name}={value}`" for name, value in written_options(path)]
+            yield f"It sets {', '.join(values)}.\n"
+        if registered:
+            rows = list(choice_options(group, choice, composed(f"{group}={choice}")[group]))
+            yield table(rows) + "\n" if rows else ""
 
 
 def main() -> int:

@@ -16,14 +16,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import hydra
 import make_config_reference
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from torch import nn
 
 from decomposition.registry import Registry
 from rankrl.app import main
+from rankrl.config.docstrings import explanations, summary
+from rankrl.config.folder import config_folder
 from rankrl.config.overrides import check_overrides
 from rankrl.selectors import list_selectors
 from rankrl.tasks import list_tasks
@@ -210,14 +214,43 @@ def test_configuration_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> 
     assert make_config_reference.main() == 0, "run python scripts/make_config_reference.py"
 
 
-def test_options_of_nested_blocks_and_shared_comments_are_read() -> None:
-    text = "# About.\na: 1\n# Two.\nb: 2\nc: {d: 3}\n\ne:\n  # Deep.\n  f: null\ndefaults:\n  - x: y\n"
-    about, options = make_config_reference.read_options(text)
-    assert about == "About."
-    found = [(option.name, option.default, option.comment) for option in options if option.default]
-    assert found == [
-        ("a", "1", ""),
-        ("b", "2", "Two."),
-        ("c", "{d: 3}", "Two."),
-        ("e.f", "null", "Deep."),
-    ]
+def test_the_configuration_reference_explains_every_option() -> None:
+    rows = [line for line in make_config_reference.reference().splitlines() if line.startswith("| `")]
+    options = set()
+    for line in rows:
+        name, kind, default, explanation = re.split(r"(?<!\\)\|", line)[1:-1]
+        assert all(part.strip(" `") for part in (name, kind, default, explanation)), line
+        options.add(name.strip(" `"))
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config: Any = OmegaConf.to_container(hydra.compose("config", ["dataset=npz", "tracking=wandb"]))
+    missing = {name for name in _dotted(config) if name not in options}
+    named = {
+        "model.architecture",
+        *(f"{group}.name" for group in ("dataset", "selector", "reward", "pruner")),
+    }
+    assert missing == named
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value and key != "options":
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def test_explanations_are_read_from_docstrings() -> None:
+    def owner(first: int, second: int) -> None:
+        """Do it.
+
+        Args:
+            first: What
+                it is.
+            second: Half: a colon.
+
+        Raises:
+            third: No option.
+        """
+
+    assert explanations(owner) == {"first": "What it is.", "second": "Half: a colon."}
+    assert summary(owner) == "Do it."

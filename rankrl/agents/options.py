@@ -16,12 +16,14 @@ class AgentOptions:
     Returns are not discounted (gamma 1): a plan is good or bad as a whole.
 
     Attributes:
-        action: What an action stands for: `importance` (None with a budget) or `rank` (None without).
+        action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
+            without.
         per_bond: One action component a bond of the format, with `rank`.
-        features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
+        features: What the policy sees beyond the layer's own descriptors and the previous action
+            (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `importance`.
         hidden: Units of the hidden layers of actor and critics.
-        learning_rate: Of actor and critics (Adam).
+        learning_rate: Learning rate of actor and critics (Adam).
         batch_size: Transitions in an update.
         buffer_episodes: Episodes in the replay buffer; None keeps all.
         tau: Share of the networks that their targets take over in each update, in (0, 1].

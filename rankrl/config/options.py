@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
-from omegaconf import OmegaConf
 from torch import nn
 
 from decomposition import FitOptions
 from decomposition.apply import BatchNormCorrection
-from rankrl.config.folder import config_folder
 from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
-from rankrl.selectors import check_selector, list_selectors
+from rankrl.selectors import check_selector, list_selectors, selector_options
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
@@ -30,7 +28,9 @@ FAST_MULTIPLE = 8
 AUTO = "auto"
 """What `metrics.json` calls a choice among several formats."""
 
-# Where optim.lr is null; configs/optim/onnx_adam.yaml holds the figures.
+# Where optim.lr is null: the rate that keeps most, of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
+# CIFAR-10). After a decomposition (tensor ring at 2.5x, 3 epochs) 99.1, 98.8 and 97.4 %, after a removal of
+# channels (half of the MACs, 2 epochs on 10,000 images) 90.1, 91.4 and 92.6 %.
 _LR_AFTER_DECOMPOSITION = {"onnx_adam": 1e-4}
 _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
 # Where train.optim.lr is null; the rate of sgd is the network's own, that of the others hardly depends on it.
@@ -232,8 +232,8 @@ def comparison_recipe(config: AppConfig) -> TrainingRecipe | None:
 def compared_selectors(config: AppConfig) -> dict[str, dict[str, Any]]:
     """Return the options of each selector that is compared, by name.
 
-    They are those of its file in the configuration tree; for the selector that the configuration itself
-    names, those of the configuration, with whatever was set on the command line.
+    They are its defaults; for the selector that the configuration itself names, those of the configuration,
+    with whatever was set on the command line.
 
     Raises:
         ConfigError: A selector is unknown or named twice.
@@ -249,15 +249,9 @@ def compared_selectors(config: AppConfig) -> dict[str, dict[str, Any]]:
         if names.count(name) > 1:
             raise ConfigError(f"compare.selectors names {name!r} twice; compare.seeds repeats a search")
     return {
-        name: _named(config.selector if name == config.selector["name"] else _selector_file(name))[1]
+        name: _named(config.selector)[1] if name == config.selector["name"] else selector_options(name)
         for name in names
     }
-
-
-def _selector_file(name: str) -> dict[str, Any]:
-    content = OmegaConf.to_container(OmegaConf.load(config_folder() / "selector" / f"{name}.yaml"))
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
 
 
 def export_options(config: AppConfig) -> ExportOptions:

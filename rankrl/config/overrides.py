@@ -18,8 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rankrl.config import schema  # noqa: F401 - registers the types that the configuration refers to
+from rankrl.config.applicable import check_applicable
 from rankrl.config.folder import config_folder
+from rankrl.config.groups import group_choices, group_names
 from rankrl.config.values import check_value, check_values
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.workflow.run_folder import RunFolder
@@ -94,8 +95,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
     to Hydra.
 
     Raises:
-        ConfigError: An option or value is unknown, of the wrong type, or cannot be parsed; the message gives
-            the nearest known one.
+        ConfigError: An option or value is unknown, of the wrong type, cannot be parsed, or has no effect; the
+            message gives the nearest known one, or what to do.
     """
     flags = get_args_parser().parse_known_args(list(arguments))[0]
     parsed = parsed_overrides(flags.overrides)
@@ -107,8 +108,10 @@ def check_overrides(arguments: Sequence[str]) -> None:
             parsed = [*_swept_by_configuration(parsed, multirun=flags.multirun), *parsed]
             for overrides in _tried(parsed):
                 config = compose("config", overrides=overrides)
-                check_values(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+                plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+                check_values(plain)
                 OmegaConf.to_object(config)
+                check_applicable(plain, [each.key_or_group for each in parsed_overrides(overrides)])
         except RecursionError as error:
             raise ConfigError(_TOO_DEEP) from error
         # Hydra itself raises ValueError for some choices of groups that it cannot read.
@@ -157,12 +160,12 @@ def _check_override(override: Override) -> None:
     name, value = override.key_or_group, override.value()
     if any(part.startswith("__") for part in name.split(".")):  # OmegaConf would set the attribute
         raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
-    if name in _groups() and not isinstance(value, str) and (name, value) != ("experiment", None):
+    if name in group_names() and not isinstance(value, str) and (name, value) != ("experiment", None):
         raise ConfigError(
             f"{override.input_line}: a group is chosen by name, one of "
-            f"{', '.join(_choices(name))}; its options are set one by one, as {name}.OPTION=VALUE"
+            f"{', '.join(group_choices(name))}; its options are set one by one, as {name}.OPTION=VALUE"
         )
-    if name not in _groups():
+    if name not in group_names():
         check_value(name, value)
 
 
@@ -200,7 +203,7 @@ def _values(override: Override) -> list[str]:
     key = line.partition("=")[0]
     found: Any = override.value()
     if isinstance(found, Glob):
-        return [f"{key}={name}" for name in found.filter(_choices(override.key_or_group))] or [line]
+        return [f"{key}={name}" for name in found.filter(group_choices(override.key_or_group))] or [line]
     if not override.is_discrete_sweep():  # an interval, which some sweepers understand
         return [f"{key}={found.start}"] if isinstance(found, IntervalSweep) else [line]
     try:
@@ -222,7 +225,7 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:
         name, value = group.groups()
-        known = _choices(name)
+        known = group_choices(name)
         return f"{name}={value} is unknown; choose from {', '.join(known)}.{did_you_mean(value, known)}"
     unknown = re.search(
         r"Could not override '([^']+)'|Could not find '([^']+)'|Key '([^']+)' is not in", text
@@ -258,30 +261,19 @@ def _nearest(name: str, overrides: Sequence[Override]) -> str:
             found = f"{group}.{near[0]}"
             choice = "" if known is options else f" ({known[found]})"
             return f" Did you mean {found!r}{choice}?"
-    return did_you_mean(name, [*options, *_groups()])
+    return did_you_mean(name, [*options, *group_names()])
 
 
 def _chosen(overrides: Sequence[Override]) -> list[str]:
     """Return those overrides that choose a group, with the first value of each sweep."""
-    return [line for line in next(_tried(overrides)) if line.partition("=")[0] in _groups()]
-
-
-def _groups() -> list[str]:
-    """Return the names of the groups, those within others too."""
-    folder = config_folder()
-    return sorted({path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.yaml")})
-
-
-def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    return [line for line in next(_tried(overrides)) if line.partition("=")[0] in group_names()]
 
 
 def _options_of_choices(group: str) -> dict[str, str]:
     """Return all options that a group has with one choice or another, and the choice."""
     found: dict[str, str] = {}
-    for choice in _choices(group):
-        content = OmegaConf.load(config_folder() / group / f"{choice}.yaml")
-        for name in _dotted(content, f"{group}."):  # type: ignore[arg-type]
+    for choice in group_choices(group):
+        for name in _dotted(compose("config", overrides=[f"{group}={choice}"])[group], f"{group}."):
             found.setdefault(name, f"{group}={choice}")
     return found
 

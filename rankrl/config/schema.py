@@ -1,142 +1,231 @@
-"""The types of the configuration tree; values and explanations are in `configs/`, and only there."""
+"""The types of the configuration tree, and what `docs/configuration.md` says of its options.
+
+An option that the workflow takes as it is has one owner there: `owned` takes over its default, and the page
+its type and explanation. The others are explained here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from decomposition import apply_plan
+from decomposition.operations.base import FINAL
+from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
+from rankrl.training import TrainingRecipe
+from rankrl.workflow.measure import ExportOptions
+from rankrl.workflow.session import CandidateOptions, SearchOptions
+
+
+def owned(owner: Callable[..., Any], name: str, *, default: Any = dataclasses.MISSING) -> Any:
+    """Return the field of an option that a class or function of the workflow takes.
+
+    Args:
+        owner: What takes it.
+        name: Its name there.
+        default: The default, where the owner has none or is not given its own.
+    """
+    if default is dataclasses.MISSING:
+        default = inspect.signature(owner).parameters[name].default
+    return field(default=default, metadata={"owner": owner, "name": name})
+
 
 @dataclass
 class DecompositionConfig:
-    """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits."""
+    """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits.
+
+    Attributes:
+        format: The tensor format; auto for the best of `formats` in every layer.
+        formats: What every layer chooses from, with format auto.
+        rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None takes 8
+            for budget.latency, else 1.
+        final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
+        final_starts: Starting points of each of these fits.
+    """
 
     format: str = MISSING
-    # What a file may leave out: only `auto` lists formats, and not all formats can split channel counts.
     formats: list[str] | None = None
-    tensorised: bool = False
-    candidates: int = MISSING
-    rank_multiple: int | None = MISSING
-    iterations: int = MISSING
-    final_iterations: int = MISSING
-    final_starts: int = MISSING
-    weigh_outputs: bool = MISSING
-    sequential: bool = MISSING
-    batch_norm: str = MISSING
+    tensorised: bool = owned(CandidateOptions, "tensorised")
+    candidates: int = owned(CandidateOptions, "candidates")
+    rank_multiple: int | None = None
+    iterations: int = owned(CandidateOptions, "iterations")
+    final_iterations: int = FINAL.iterations
+    final_starts: int = FINAL.starts
+    weigh_outputs: bool = owned(CandidateOptions, "weigh_outputs")
+    sequential: bool = owned(apply_plan, "sequential")
+    batch_norm: str = owned(apply_plan, "batch_norm")
 
 
 @dataclass
 class BudgetConfig:
-    """The fraction of the dense network's cost that may be kept; at most one of them."""
+    """The fraction of the dense network's cost that every plan keeps at most; set one.
 
-    params: float | None = MISSING
-    macs: float | None = MISSING
-    bytes: float | None = MISSING
-    latency: float | None = MISSING
+    With none, rewards that ignore size keep 0.4 of the parameters, the others have no limit.
+    """
+
+    params: float | None = owned(SearchOptions, "params")
+    macs: float | None = owned(SearchOptions, "macs")
+    bytes: float | None = owned(SearchOptions, "bytes")
+    latency: float | None = owned(SearchOptions, "latency")
 
 
 @dataclass
 class PruneConfig:
-    """What follows pruning: the fraction of the pruned network that a decomposition keeps; at most one."""
+    """What task=prune does when budget.params or budget.macs is reached (0.5 of the MACs if neither is set).
 
-    decompose_params: float | None = MISSING
-    decompose_macs: float | None = MISSING
+    Attributes:
+        decompose_params: Decompose what is left (decomposition, selector, search) to this fraction of its
+            parameters; None does not.
+        decompose_macs: The same for its multiply-accumulates.
+    """
+
+    decompose_params: float | None = None
+    decompose_macs: float | None = None
 
 
 @dataclass
 class CalibrationConfig:
-    """Training images that layers are fitted on."""
+    """The training images that layers are fitted on.
 
-    images: int = MISSING
+    Attributes:
+        images: How many. More than 1,000 rarely help.
+    """
+
+    images: int = 768
 
 
 @dataclass
 class HalvingConfig:
-    """Which plans are scored on a part of the images only; none without a fraction."""
+    """Successive halving: which plans are scored on a part of the images only.
 
-    fraction: float | None = MISSING
-    keep: float = MISSING
+    Attributes:
+        fraction: Successive halving: share of the images that every plan is scored on, in (0, 1); only those
+            whose first score is among the best `keep` so far are scored on the rest. None scores all on all.
+    """
+
+    fraction: float | None = owned(Halving, "fraction", default=None)
+    keep: float = owned(Halving, "keep")
 
 
 @dataclass
 class SearchConfig:
-    """How long plans are searched and how they are scored."""
+    """How long plans are searched and how they are scored.
 
-    episodes: int = MISSING
-    seconds: float | None = MISSING
-    patience: int | None = MISSING
-    images: int = MISSING
-    term: str = MISSING
-    augmented: bool = MISSING
-    statistics: str = MISSING
-    reestimation_images: int = MISSING
-    batch_size: int | None = MISSING
+    Attributes:
+        images: Images held out of the training set that each plan is scored on.
+    """
+
+    episodes: int = owned(SearchOptions, "episodes")
+    seconds: float | None = owned(SearchOptions, "seconds")
+    patience: int | None = owned(SearchOptions, "patience")
+    images: int = 2000
+    term: str = owned(EvaluatorOptions, "term")
+    augmented: bool = owned(EvaluatorOptions, "augmented")
+    statistics: str = owned(EvaluatorOptions, "statistics")
+    reestimation_images: int = owned(EvaluatorOptions, "reestimation_images")
+    batch_size: int | None = owned(EvaluatorOptions, "batch_size")
     halving: HalvingConfig = field(default_factory=HalvingConfig)
-    finalists: int = MISSING
-    workers: int | None = MISSING
-    cluster: str = MISSING
+    finalists: int = owned(SearchOptions, "finalists")
+    workers: int | None = owned(SearchOptions, "workers")
+    cluster: str = owned(SearchOptions, "cluster")
 
 
 @dataclass
 class CompareConfig:
-    """Which selectors are compared, and over which seeds."""
+    """What task=compare runs on the same evaluator, with search.episodes evaluations each.
 
-    selectors: list[str] = MISSING
-    seeds: list[int] = MISSING
+    Selectors that are not random run once. finetune.epochs=0 leaves out fine-tuning.
+
+    Attributes:
+        selectors: Their names. Each has its own defaults; the one that `selector` names has the options
+            given.
+        seeds: The seeds that each runs with.
+    """
+
+    selectors: list[str] = field(
+        default_factory=lambda: [
+            *("bayes_ddpg", "bayes", "ddpg", "tpe", "local", "random"),
+            *("greedy", "energy", "vbmf", "uniform"),
+        ]
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer of fine-tuning."""
+    """An optimizer.
+
+    Attributes:
+        name: A registered optimizer.
+        lr: Its learning rate; for fine-tuning with onnx_adam, None takes 1e-4 after a decomposition, and 1e-3
+            after a removal of channels, which moves weights further. For training from scratch None takes
+            what suits the network: for sgd 0.1 for the CIFAR ResNets, 0.01 for lenet5 and 0.05 for conv4; for
+            torchvision's and your own 0.1 with batch normalisation, 0.01 without. 1e-3 for onnx_adam, 1e-2
+            for onnx_adagrad.
+        options: What the optimizer takes beside its rate, where it is not to have its own default.
+    """
 
     name: str = MISSING
-    lr: float | None = MISSING
+    lr: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class RecipeConfig:
-    """A training recipe but for its optimizer."""
+    """Fine-tuning of the compressed network, with the dense one as teacher."""
 
-    epochs: int = MISSING
-    batch_size: int = MISSING
-    halvings: int = MISSING
-    schedule: str = MISSING
-    warmup: float = MISSING
-    label_smoothing: float = MISSING
-    gradient_clip: float | None = MISSING
-    ema_decay: float | None = MISSING
-    distillation: float = MISSING
-    temperature: float = MISSING
-    augment: bool = MISSING
-    early_stop_patience: int | None = MISSING
-    restore_best: bool = MISSING
+    epochs: int = owned(TrainingRecipe, "epochs")
+    batch_size: int = owned(TrainingRecipe, "batch_size")
+    halvings: int = owned(TrainingRecipe, "halvings")
+    schedule: str = owned(TrainingRecipe, "schedule")
+    warmup: float = owned(TrainingRecipe, "warmup")
+    label_smoothing: float = owned(TrainingRecipe, "label_smoothing")
+    gradient_clip: float | None = owned(TrainingRecipe, "gradient_clip")
+    ema_decay: float | None = owned(TrainingRecipe, "ema_decay")
+    distillation: float = owned(TrainingRecipe, "distillation")
+    temperature: float = owned(TrainingRecipe, "temperature")
+    augment: bool = owned(TrainingRecipe, "augment")
+    early_stop_patience: int | None = owned(TrainingRecipe, "early_stop_patience")
+    restore_best: bool = owned(TrainingRecipe, "restore_best")
 
 
 @dataclass
 class TrainConfig(RecipeConfig):
-    """The recipe with which a network is trained from scratch."""
+    """How a network without a checkpoint is trained first (He et al. 2016, shortened)."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 @dataclass
 class ExportConfig:
-    """The ONNX file and how its latency is measured."""
+    """The ONNX file and how its latency in onnxruntime is measured; one thread is timed in processor time.
 
-    opset: int | None = MISSING
-    preprocess: bool = MISSING
-    batch: int = MISSING
-    threads: int = MISSING
-    runs: int = MISSING
-    training: bool = MISSING
+    Attributes:
+        training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
+    """
+
+    opset: int | None = owned(ExportOptions, "opset")
+    preprocess: bool = owned(ExportOptions, "preprocess")
+    batch: int = owned(ExportOptions, "batch")
+    threads: int = owned(ExportOptions, "threads")
+    runs: int = owned(ExportOptions, "runs")
+    training: bool = False
 
 
 @dataclass
 class TrackingConfig:
-    """Where the run is tracked while it goes on."""
+    """Where the run is tracked while it goes on.
+
+    Attributes:
+        name: A registered tracker.
+        options: Its own options.
+    """
 
     name: str = MISSING
     options: dict[str, Any] = field(default_factory=dict)
@@ -144,14 +233,25 @@ class TrackingConfig:
 
 @dataclass
 class AppConfig:
-    """The whole configuration."""
+    """The whole configuration.
 
-    task: str = MISSING
-    seed: int = MISSING
-    resume: str | None = MISSING
-    plan: str | None = MISSING
-    weights: str | None = MISSING
-    runs: str | None = MISSING
+    Attributes:
+        task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
+            inspect, report, compare.
+        seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
+        resume: A run folder to go on with after it was interrupted; its own configuration is used.
+        plan: The plan that task=apply applies: a plan.json.
+        weights: The compressed network that finetune, evaluate and export work on: a model.safetensors with
+            its plan inside.
+        runs: The folder whose runs task=report gathers in one page.
+    """
+
+    task: str = "pipeline"
+    seed: int = 0
+    resume: str | None = None
+    plan: str | None = None
+    weights: str | None = None
+    runs: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
     decomposition: DecompositionConfig = field(default_factory=DecompositionConfig)

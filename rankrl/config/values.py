@@ -8,39 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from optim import list_optimizers, optimizer_record
-from pruning import list_pruners
+from rankrl.config.groups import GROUPS, Group
 from rankrl.config.schema import AppConfig
-from rankrl.data import dataset_option_types, list_datasets
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.models import list_models, model_option_types
-from rankrl.option_types import OptionTypes, check_option, check_options, parameter_types, shown
-from rankrl.plan_search.rewards import list_rewards, reward_option_types
-from rankrl.selectors import list_selectors, selector_option_types
-from rankrl.tracking import list_trackers, tracker_option_types
-from rankrl.workflow.pruner_options import pruner_option_types
-
-_OF_EVERY_MODEL: OptionTypes = {"checkpoint": str | None}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-    """What takes the options of a group that the schema leaves open.
-
-    Attributes:
-        noun: What the owner is, in messages.
-        key: The option that names it.
-        known: Returns the registered names.
-        types: Returns the types of the options of one of them, and whether it takes others too.
-    """
-
-    noun: str
-    key: str
-    known: Callable[[], Sequence[str]]
-    types: Callable[[str], tuple[OptionTypes, bool]]
+from rankrl.option_types import check_option, check_options, shown
 
 
 def check_values(config: Mapping[str, Any]) -> None:
@@ -54,7 +28,7 @@ def check_values(config: Mapping[str, Any]) -> None:
     """
     _check_typed(AppConfig, config, "")
     for group, prefix, name, options in _owned(config):
-        owner = _OWNERS[group]
+        owner = GROUPS[group]
         types, takes_others = owner.types(name)
         others = {key: Any for key in options if key not in types} if takes_others else {}
         check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
@@ -101,7 +75,7 @@ def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the annotations of the options that the schema leaves open, by full name."""
     found: dict[str, Any] = {}
     for group, prefix, name, _ in _owned(config):
-        found |= {f"{prefix}.{key}": each for key, each in _OWNERS[group].types(name)[0].items()}
+        found |= {f"{prefix}.{key}": each for key, each in GROUPS[group].types(name)[0].items()}
     return found
 
 
@@ -123,7 +97,7 @@ def _check_section(name: str, value: Any, section: Any) -> None:
         raise ConfigError(f"{name} holds options of its own, got {shown(value)}; set {options}")
 
 
-def _name(prefix: str, options: Mapping[str, Any], owner: _Owner) -> str:
+def _name(prefix: str, options: Mapping[str, Any], owner: Group) -> str:
     """Return the registered name in a group."""
     if options.get(owner.key) is None:
         raise ConfigError(
@@ -138,50 +112,23 @@ def _name(prefix: str, options: Mapping[str, Any], owner: _Owner) -> str:
     return name
 
 
-def _listed(owner: _Owner) -> str:
+def _listed(owner: Group) -> str:
     return ", ".join(owner.known())
 
 
 def _owned(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """Yield what the schema leaves open: kind of owner, first part of the options' names, owner, options."""
     for group in ("model", "dataset", "selector", "reward", "pruner"):
-        options, owner = config[group], _OWNERS[group]
+        options, owner = config[group], GROUPS[group]
         rest = {key: value for key, value in options.items() if key != owner.key}
         yield group, group, _name(group, options, owner), rest
     optimizers = {"optim": config["optim"], "train.optim": config["train"]["optim"]}
     for prefix, optimizer in optimizers.items():
-        yield "optim", f"{prefix}.options", _name(prefix, optimizer, _OWNERS["optim"]), optimizer["options"]
+        yield "optim", f"{prefix}.options", _name(prefix, optimizer, GROUPS["optim"]), optimizer["options"]
     tracking = config["tracking"]
     yield (
         "tracking",
         "tracking.options",
-        _name("tracking", tracking, _OWNERS["tracking"]),
+        _name("tracking", tracking, GROUPS["tracking"]),
         tracking["options"],
     )
-
-
-def _model_types(name: str) -> tuple[OptionTypes, bool]:
-    types, takes_others = model_option_types(name)
-    return {**types, **_OF_EVERY_MODEL}, takes_others
-
-
-def _optimizer_types(name: str) -> tuple[OptionTypes, bool]:
-    factory = optimizer_record(name).factory
-    return parameter_types(factory, without=("params", "lr")), False
-
-
-def _closed(types: Callable[[str], OptionTypes]) -> Callable[[str], tuple[OptionTypes, bool]]:
-    return lambda name: (types(name), False)
-
-
-_OWNERS = {
-    "model": _Owner("model", "architecture", list_models, _model_types),
-    "dataset": _Owner("dataset", "name", list_datasets, _closed(dataset_option_types)),
-    "selector": _Owner("selector", "name", list_selectors, _closed(selector_option_types)),
-    "reward": _Owner("reward", "name", list_rewards, _closed(reward_option_types)),
-    "pruner": _Owner(
-        "pruner", "name", lambda: [each.name for each in list_pruners()], _closed(pruner_option_types)
-    ),
-    "optim": _Owner("optimizer", "name", list_optimizers, _optimizer_types),
-    "tracking": _Owner("tracker", "name", lambda: [*list_trackers(), "none"], _closed(tracker_option_types)),
-}

@@ -143,15 +143,16 @@ def load_dataset(
 
     Args:
         name: A registered name, see `list_datasets`.
-        root: The folder to look in; the environment variable RANKRL_DATA, or `data`, when omitted.
-        heldout: Images to hold out of the training file, stratified by class. When omitted: 5000, or a
-            fifth of the training file where that is less.
+        root: The folder to look in; None takes the environment variable RANKRL_DATA, or `data`.
+        heldout: Images to hold out of the training file for every choice, stratified by class; None takes
+            5000, or a fifth of the training file where that is less.
         train_images: How many of the others to train on, stratified by class, for quick trials; None for all.
         seed: Seed of the draw of the held-out images.
-        mean: Per-channel mean for pixels in [0, 1], instead of the dataset's own.
-        std: Per-channel standard deviation for pixels in [0, 1], instead of the dataset's own.
-        padding: Padding of the random crop in pixels, instead of the dataset's own.
-        flip: Whether training images are mirrored at random, instead of the dataset's own.
+        mean: Per-channel mean for pixels in [0, 1]; None takes the dataset's own, or measures it.
+        std: Per-channel standard deviation for pixels in [0, 1]; None takes the dataset's own, or measures
+            it.
+        padding: Padding of the random crop in pixels; None takes the dataset's own.
+        flip: Whether training images are mirrored at random; None takes the dataset's own.
         **options: The source's own options, such as `path` for npz and imagefolder.
 
     Raises:

@@ -27,7 +27,8 @@ def custom(
         input_shape: (channels, height, width) of one image.
         num_classes: Number of classes.
         _target_: Dotted path of a callable that returns a `torch.nn.Module`, such as
-            "package.module.function".
+            "package.module.function". Its further arguments are given as +model.width=64; one that hides them
+            behind **kwargs, such as timm.create_model, needs +model.num_classes=10.
         **options: Passed on to the callable.
 
     Raises:

@@ -68,7 +68,8 @@ class CifarResNet(nn.Module):
         blocks: Basic blocks in a stage; the depth is 6 * blocks + 2.
         in_channels: Channels of the images.
         num_classes: Number of classes.
-        shortcut: "A", parameter-free, or "B", a 1x1 convolution, where a stage changes the shape.
+        shortcut: Shortcuts where the shape changes: "A" (subsampled, zero-padded, no parameters) or "B" (1x1
+            convolution).
     """
 
     def __init__(self, blocks: int, in_channels: int, num_classes: int, shortcut: str = "A") -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from rankrl.option_types import parameter_types
+from rankrl.option_types import parameter_defaults, parameter_types
 from rankrl.plan_search.problem import Choices, SearchProblem
+
+# What every selector is given beside its own options.
+_GIVEN = ("problem", "seed", "episodes")
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,19 @@ class Selector(ABC):
         self.options: Mapping[str, Any] = {}
 
     @classmethod
+    def option_owner(cls) -> Callable[..., Any]:
+        """Return what takes the options: its signature and docstring say what they are."""
+        return cls
+
+    @classmethod
     def default_options(cls) -> dict[str, Any]:
         """Return the selector's own options, by name, with their defaults."""
-        given = {"self", "problem", "seed", "episodes"}
-        parameters = inspect.signature(cls.__init__).parameters
-        return {name: each.default for name, each in parameters.items() if name not in given}
+        return parameter_defaults(cls.option_owner(), without=_GIVEN)
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:
         """Return the types of the selector's own options, by name."""
-        return parameter_types(cls, without=("problem", "seed", "episodes"))
+        return parameter_types(cls.option_owner(), without=_GIVEN)
 
     @classmethod  # noqa: B027 (some have nothing to check)
     def check_ranges(cls, options: Mapping[str, Any]) -> None:

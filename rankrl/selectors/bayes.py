@@ -40,7 +40,8 @@ class BayesSelector(Selector):
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Plans that the decay of the step spans.
-        action: What an action stands for: `importance` (None with a budget) or `rank` (None without).
+        action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
+            without.
         importance_scale: Log-importance of action 1.
         warmup_episodes: Plans around greedy's before the process chooses.
         warmup_noise: Standard deviation of the noise around it.

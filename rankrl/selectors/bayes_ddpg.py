@@ -28,9 +28,10 @@ class BayesDDPGSelector(BayesSelector):
         seed: Seed of the draws.
         episodes: Plans that the decay of the step spans.
         policy_share: Share of the imagined plans that are the policy's, in (0, 1].
-        features: Features that the policy sees (`ObservationEncoder`).
+        features: What the policy sees beyond the layer's own descriptors and the previous action
+            (`ObservationEncoder`).
         hidden: Units of the hidden layers of actor and critic.
-        learning_rate: Of actor and critic (Adam).
+        learning_rate: Learning rate of actor and critic (Adam).
         **options: Those of `bayes`.
     """
 
@@ -61,9 +62,7 @@ class BayesDDPGSelector(BayesSelector):
     @classmethod
     def default_options(cls) -> dict[str, Any]:
         """Return the options of `bayes` and those of the policy, by name, with their defaults."""
-        own = super().default_options()
-        own.pop("options")
-        return {**BayesSelector.default_options(), **own}
+        return {**BayesSelector.default_options(), **super().default_options()}
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:

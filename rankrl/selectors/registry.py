@@ -39,7 +39,7 @@ def selector_description(name: str) -> str:
     Raises:
         ConfigError: There is none of that name.
     """
-    return _find(name).description
+    return selector_class(name).description
 
 
 def selector_is_seeded(name: str) -> bool:
@@ -48,7 +48,7 @@ def selector_is_seeded(name: str) -> bool:
     Raises:
         ConfigError: There is none of that name.
     """
-    return _find(name).seeded
+    return selector_class(name).seeded
 
 
 def selector_options(name: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def selector_options(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is none of that name.
     """
-    return _find(name).default_options()
+    return selector_class(name).default_options()
 
 
 def selector_option_types(name: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def selector_option_types(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is none of that name.
     """
-    return _find(name).option_types()
+    return selector_class(name).option_types()
 
 
 def check_selector(name: str, options: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ def check_selector(name: str, options: Mapping[str, Any]) -> None:
         ConfigError: The name or an option is unknown, of another type or out of range.
     """
     check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
-    _find(name).check_ranges({**selector_options(name), **options})
+    selector_class(name).check_ranges({**selector_options(name), **options})
 
 
 def create_selector(
@@ -97,12 +97,17 @@ def create_selector(
     check_selector(name, options)
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
-    selector = _find(name)(problem, seed=seed, episodes=episodes, **options)
+    selector = selector_class(name)(problem, seed=seed, episodes=episodes, **options)
     selector.options = {**selector_options(name), **options}
     return selector
 
 
-def _find(name: str) -> type[Selector]:
+def selector_class(name: str) -> type[Selector]:
+    """Return the class of a selector.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
     if name in list_heuristics():
         return heuristic_selector(name)
     if name not in _SELECTORS:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rankrl.agents import AgentOptions, PolicyAgent
-from rankrl.option_types import parameter_types
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
     Proposal,
@@ -36,14 +34,9 @@ class ReinforcementSelector(Selector):
         self._actions: list[np.ndarray] = []
 
     @classmethod
-    def default_options(cls) -> dict[str, Any]:
+    def option_owner(cls) -> type[AgentOptions]:
         """Return the hyper-parameters of the agent."""
-        return asdict(AgentOptions())
-
-    @classmethod
-    def option_types(cls) -> dict[str, Any]:
-        """Return the types of the agent's hyper-parameters."""
-        return parameter_types(AgentOptions)
+        return AgentOptions
 
     @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
@@ -96,7 +89,7 @@ def agent_options(options: Mapping[str, Any]) -> AgentOptions:
 
 @register_selector
 class DDPGSelector(ReinforcementSelector):
-    """Deep deterministic policy gradient (Lillicrap et al., ICLR 2016)."""
+    """Deep deterministic policy gradient (Lillicrap et al., ICLR 2016), as stable-baselines3 has it."""
 
     name = "ddpg"
     description = "deep deterministic policy gradient, from greedy's plan"
@@ -104,7 +97,10 @@ class DDPGSelector(ReinforcementSelector):
 
 @register_selector
 class TD3Selector(ReinforcementSelector):
-    """Twin delayed DDPG (Fujimoto et al., ICML 2018)."""
+    """Twin delayed DDPG (Fujimoto et al., ICML 2018), as stable-baselines3 has it.
+
+    It has two critics, and an actor that learns at every other step.
+    """
 
     name = "td3"
     description = "twin delayed DDPG: two critics, an actor that learns at every other step"
@@ -112,7 +108,7 @@ class TD3Selector(ReinforcementSelector):
 
 @register_selector
 class SACSelector(ReinforcementSelector):
-    """Soft actor-critic (Haarnoja et al., ICML 2018)."""
+    """Soft actor-critic (Haarnoja et al., ICML 2018), as stable-baselines3 has it: a stochastic policy."""
 
     name = "sac"
     description = "soft actor-critic: a stochastic policy that is paid for entropy"

@@ -23,7 +23,7 @@ STUDY_FILE = "tpe.sqlite3"
 
 @register_selector
 class TPESelector(Selector):
-    """Optuna's TPE sampler over the agent's own actions, with greedy's plan as its first trial.
+    """Optuna's TPE sampler (extra `tpe`) over the agent's own actions, with greedy's plan as its first trial.
 
     Every trial draws with a seed made of the search's seed and the trial's number, so that the trials told so
     far are all that it takes to go on exactly. They are in the state; the study on disk is a copy for

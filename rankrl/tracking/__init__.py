@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from rankrl.tracking import csv_files, mlflow_runs, tensorboard_files, wandb_runs
 from rankrl.tracking.base import Tracker
-from rankrl.tracking.registry import create_tracker, list_trackers, register_tracker, tracker_option_types
+from rankrl.tracking.registry import (
+    create_tracker,
+    list_trackers,
+    register_tracker,
+    tracker_class,
+    tracker_option_types,
+)
 from rankrl.tracking.tracking import NOT_TRACKED, Tracking, start_tracking
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "register_tracker",
     "start_tracking",
     "tensorboard_files",
+    "tracker_class",
     "tracker_option_types",
     "wandb_runs",
 ]

@@ -12,7 +12,7 @@ from rankrl.tracking.registry import register_tracker
 
 @register_tracker("csv")
 class CsvTracker(Tracker):
-    """One file a stage, one line a step, and `result.csv` with a line for every final number."""
+    """Writes `tracking/*.csv`: a file a stage, a line a step; `result.csv` has a line a final number."""
 
     def point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Add a line to the stage's file."""

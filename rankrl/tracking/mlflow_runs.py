@@ -17,7 +17,7 @@ _RUN_FILE = "mlflow-run"
 
 @register_tracker("mlflow")
 class MlflowTracker(Tracker):
-    """Logs parameters and metrics through MLflow's client, without MLflow's global state.
+    """Logs to MLflow (extra `mlflow`), beside the CSV files, through its client and without its global state.
 
     Args:
         folder: The run folder.

@@ -35,6 +35,15 @@ def list_trackers() -> list[str]:
     return _TRACKERS.names()
 
 
+def tracker_class(name: str) -> type[Tracker]:
+    """Return the class of a tracker.
+
+    Raises:
+        ConfigError: There is no such tracker.
+    """
+    return _TRACKERS[name]
+
+
 def tracker_option_types(name: str) -> dict[str, Any]:
     """Return the types of a tracker's options, by name; `none` has none.
 

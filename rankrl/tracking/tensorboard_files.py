@@ -11,7 +11,7 @@ from rankrl.tracking.registry import import_optional, register_tracker
 
 @register_tracker("tensorboard")
 class TensorBoardTracker(Tracker):
-    """Writes `tensorboard/` in the run folder."""
+    """Writes `tensorboard/` in the run folder (`tensorboard --logdir runs`), beside the CSV files."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -22,8 +22,8 @@ class TrainingRecipe:
         epochs: Passes through the training images, at least 1.
         batch_size: Images in a step, at least 1; a smaller training set makes one batch.
         lr: Highest learning rate of the schedule, positive.
-        halvings: How often a training that diverges starts again from its first weights with half the
-            learning rate; 0 never.
+        halvings: How often a training that diverges, or falls back to guessing, starts again from its first
+            weights with half the learning rate; 0 never.
         optimizer: A name of `optim.list_optimizers()`.
         optimizer_options: Its options beside the learning rate, such as momentum or weight decay.
         decay_vectors: Whether weight decay (`weight_decay`, `norm_coefficient`) also applies to biases and

@@ -46,7 +46,9 @@ class ExportOptions:
         batch: Images a timed batch.
         threads: Threads of onnxruntime.
         runs: Timed runs of each network.
-        preprocess: Whether the file normalises images itself and takes their bytes.
+        preprocess: Whether the normalisation is part of the graph: the file then takes images as bytes, uint8
+            (N, height, width, channels). If not, it takes float32 (N, channels, height, width), normalised as
+            its metadata says.
     """
 
     opset: int | None = None

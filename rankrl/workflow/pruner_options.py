@@ -26,7 +26,8 @@ class NetworkSteps:
     Attributes:
         batch_size: Images in a step.
         lr: Learning rate of Adam for the network's parameters.
-        mask_lr: Learning rate of Adam for the masks' parameters; None for each mask's own.
+        mask_lr: Learning rate of Adam for the masks' parameters; None for each mask's own, faster in short
+            trainings.
         augment: Whether training images are cropped and flipped at random.
     """
 
@@ -53,13 +54,14 @@ class PruningOptions:
         measure: What the target counts.
         kept: The target: the fraction of the dense network's cost to keep at most, in (0, 1).
         layers: Names of the layers whose channels may go; None for all that can be pruned.
-        scope: Criteria only: see `pruning.keep_within`.
-        multiple: Criteria only: see there.
+        scope: Criteria only: `uniform` keeps the same share of every channel group, `global` ranks all
+            channels together, `per_cost` by what they save (see `pruning.keep_within`).
+        multiple: Criteria only: channels are kept in multiples of it; processors compute several at a time.
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
-        rewind: Masks only: keep what the masks chose and go back to the dense network's weights; None for
-            whichever weights do better on held-out images.
+        rewind: Masks only: keep what the masks chose and go back to the dense network's weights, solved for
+            anew like those that a criterion leaves; None for whichever weights do better on held-out images.
         sequential: Where the weights are the dense network's: let what stays make up for what goes (see
             `decomposition.apply_plan`).
         batch_norm: There, see `decomposition.apply_plan`.

@@ -43,18 +43,20 @@ class CandidateOptions:
 
     Attributes:
         formats: Names of the tensor formats that every layer chooses from.
-        tensorised: Whether channel counts are split into factors.
+        tensorised: Whether channel counts are split into small factors (64 = 4x4x4), for very high
+            compression; tensor ring and tensor train alone.
         candidates: Candidate ranks a layer and format at most.
         multiple: They are multiples of it.
         iterations: L-BFGS iterations of each fit.
-        weigh_outputs: Whether channels and layers count by what the network's output makes of them.
+        weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
+            backward pass, no labels).
     """
 
     formats: tuple[str, ...]
     tensorised: bool = False
     candidates: int = 16
     multiple: int = 1
-    iterations: int = 60
+    iterations: int = FitOptions.iterations
     weigh_outputs: bool = True
 
 
@@ -65,8 +67,8 @@ class SearchOptions:
     Attributes:
         params: Fraction of the parameters to keep at most, or None.
         macs: Fraction of the multiply-accumulates to keep at most, or None.
-        bytes: Fraction of the parameters' bytes to keep at most, or None.
-        latency: Fraction of the dense network's time in onnxruntime to keep at most, or None.
+        bytes: Fraction of the bytes of the parameters in a file to keep at most, or None.
+        latency: Fraction of the dense network's time in onnxruntime on this machine to keep at most, or None.
         timing: How that time is measured.
         reward: Name of the reward.
         reward_options: Its options.
@@ -74,10 +76,11 @@ class SearchOptions:
             plan; the best of them is chosen. 1 takes the plan with the best reward. With `latency` they are
             the best plans that keep the time when they are exported and timed.
         episodes: Plans to score.
-        seconds: Time limit, or None.
+        seconds: Stop after so many seconds, or None.
         patience: Stop after so many episodes without a better plan, or None.
-        workers: Processes that score plans; None scores in this one.
-        cluster: Where they are: `local`, or `ray`.
+        workers: Processes that score plans, one thread each; None scores in this one. They share out the
+            plans of a step (selector.plans_per_step), or the images of one plan.
+        cluster: Where these processes are: `local`, or `ray` (extra `ray`).
     """
 
     params: float | None = None

@@ -1,67 +1,157 @@
-"""The configuration tree offers what the registries hold, with the defaults that the code has."""
+"""The groups offer what the registries hold; the files of the configuration tree hold what differs."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-import optim
 from decomposition import list_formats
+from optim import list_optimizers
 from pruning import list_pruners
+from rankrl.config.folder import config_folder
+from rankrl.config.groups import GROUPS, group_choices, group_names, store_groups
+from rankrl.config.overrides import check_overrides
+from rankrl.config.schema import AppConfig
 from rankrl.data import list_datasets
+from rankrl.errors import ConfigError
 from rankrl.models import list_models
-from rankrl.plan_search.rewards import list_rewards
-from rankrl.selectors import list_selectors, selector_options
+from rankrl.plan_search.rewards import _REWARDS, list_rewards, register_reward
+from rankrl.selectors import list_selectors
 from rankrl.tracking import list_trackers
-from rankrl.workflow.pruner_options import pruner_defaults
 
-PRUNERS = [pruner.name for pruner in list_pruners()]
-CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted(path for path in config_folder().rglob("*.yaml") if "hydra" not in path.parts)
+CHOICES = [(group, choice) for group in GROUPS for choice in GROUPS[group].known()]
 
 
-def group(name: str) -> dict[str, Any]:
-    files = (CONFIGS / name).glob("*.yaml")
-    return {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in files}  # type: ignore[misc]
+def composed(*overrides: str) -> dict[str, Any]:
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config: Any = OmegaConf.to_container(hydra.compose("config", list(overrides)))
+    return config
+
+
+@cache
+def chosen(group: str, choice: str) -> dict[str, Any]:
+    found: dict[str, Any] = composed(f"{group}={choice}")[group]
+    return found
+
+
+def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "registered"),
+    ("name", "registered"),
     [
-        ("selector", "name", list_selectors()),
-        ("reward", "name", list_rewards()),
-        ("decomposition", "format", [*list_formats(), "auto"]),
-        ("dataset", "name", list_datasets()),
-        ("model", "architecture", list_models()),
-        ("optim", "name", optim.list_optimizers()),
-        ("tracking", "name", [*list_trackers(), "none"]),
-        ("pruner", "name", PRUNERS),
+        ("selector", list_selectors()),
+        ("reward", list_rewards()),
+        ("decomposition", [*list_formats(), "auto"]),
+        ("dataset", list_datasets()),
+        ("model", list_models()),
+        ("optim", list_optimizers()),
+        ("tracking", [*list_trackers(), "none"]),
+        ("pruner", [each.name for each in list_pruners()]),
     ],
 )
-def test_every_registered_name_has_its_file(name: str, key: str, registered: list[str]) -> None:
-    assert {stem: content[key] for stem, content in group(name).items()} == {
-        each: each for each in registered
-    }
+def test_what_is_registered_can_be_chosen_and_hydra_lists_it(name: str, registered: list[str]) -> None:
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        listed = GlobalHydra.instance().config_loader().get_group_options(name)
+    assert listed == group_choices(name) == sorted(registered)
 
 
-@pytest.mark.parametrize("name", list_selectors())
-def test_selector_files_hold_the_defaults_of_the_code(name: str) -> None:
-    written = {key: value for key, value in group("selector")[name].items() if key != "name"}
-    known = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in selector_options(name).items()
-    }
-    assert written == known
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_a_choice_names_itself(group: str, choice: str) -> None:
+    assert chosen(group, choice)[GROUPS[group].key] == choice
 
 
-@pytest.mark.parametrize("name", PRUNERS)
-def test_pruner_files_hold_the_defaults_of_the_code(name: str) -> None:
-    written = {key: value for key, value in group("pruner")[name].items() if key != "name"}
-    assert written == pruner_defaults(name)
+def test_hydra_has_the_groups_that_messages_list() -> None:
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        listed = GlobalHydra.instance().config_loader().list_groups("")
+    assert set(group_names()) - {"hydra/help"} <= set(listed)
+
+
+def test_a_reward_that_is_registered_later_can_be_chosen_too() -> None:
+    with _REWARDS.restored():
+
+        @register_reward("thrifty", "the accuracy term per kept parameter")
+        def thrifty(*, power: float = 1.5) -> Any:
+            return lambda evaluation: evaluation.score / evaluation.params_kept**power
+
+        store_groups()
+        assert composed("reward=thrifty", "reward.power=2")["reward"] == {"name": "thrifty", "power": 2}
+
+
+def test_a_file_of_ones_own_holds_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "selector").mkdir()
+    (tmp_path / "selector" / "careful.yaml").write_text("defaults: [bayes]\nstep: 0.1\n")
+    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "selector=careful", "selector.optimism=2")
+    assert found["selector"] == {**composed("selector=bayes")["selector"], "step": 0.1, "optimism": 2}
+
+
+@pytest.mark.parametrize("group", ["selector", "pruner", "dataset"])
+def test_an_option_that_a_choice_has_not_is_refused_by_name(group: str) -> None:
+    for added in ("", "+"):
+        with pytest.raises(ConfigError, match="nothing_such"):
+            check_overrides([f"{added}{group}.nothing_such=1"])
+
+
+def test_a_sweep_with_a_pattern_finds_choices_without_files() -> None:
+    check_overrides(["-m", "selector=glob(bayes*)", "selector.step=0.1"])
+    with pytest.raises(ConfigError, match=r"selector\.step"):  # ddpg has no such option
+        check_overrides(["-m", "selector=glob(*)", "selector.step=0.1"])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(config_folder()).as_posix())
+def test_files_hold_only_what_differs(path: Path) -> None:
+    """A value of a file is neither the schema's default nor that of the registered thing that it chooses."""
+    content = yaml.safe_load(path.read_text())
+    content.pop("defaults", None)
+    content.pop("hydra", None)
+    default = dict(leaves(OmegaConf.to_container(OmegaConf.structured(AppConfig))))
+    group = "" if path.parent.name in ("configs", "experiment") else f"{path.parent.name}."
+    key = GROUPS[group[:-1]].key if group[:-1] in GROUPS else None
+    written = {f"{group}{name}": value for name, value in leaves(content) if name != key}
+    assert not {name: value for name, value in written.items() if default.get(name, "absent") == value}
 
 
 def test_every_file_begins_with_an_explanation() -> None:
-    for path in CONFIGS.rglob("*.yaml"):
+    for path in config_folder().rglob("*.yaml"):
         assert path.read_text().startswith("# "), path
+
+
+@pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("decomposition", "optim")])
+def test_every_default_of_a_choice_is_its_owners(group: str) -> None:
+    compared = 0
+    for choice in GROUPS[group].known():
+        held = chosen(group, choice)
+        known: dict[str, Any] = {}
+        for owner in reversed(GROUPS[group].owners(choice)):
+            parameters = inspect.signature(owner).parameters if callable(owner) else {}
+            known |= {name: each.default for name, each in parameters.items()}
+        options = {**held, **held.get("options", {})}
+        for name in (options.keys() & known.keys()) - OTHERWISE.get(group, set()):
+            default = "???" if known[name] is inspect.Parameter.empty else known[name]
+            assert options[name] == (list(default) if isinstance(default, tuple) else default), (choice, name)
+            compared += 1
+    assert compared >= 3
+
+
+# What signatures say otherwise: defaults made by factories, the scope that suits a criterion, the folder that
+# a dataset's reader is handed, and arguments that are no options.
+OTHERWISE = {
+    "pruner": {"push_pull", "strengths", "scope", "temperature"},
+    "dataset": {"root", "name"},
+    "model": {"name"},
+}

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,14 @@ import pytest
 from omegaconf import OmegaConf
 
 import rankrl
+from decomposition import apply_plan
 from rankrl import api
 from rankrl.config.folder import config_folder
+from rankrl.config.groups import GROUPS, group_choices
 from rankrl.config.schema import AppConfig
 from rankrl.data import load_dataset
-from rankrl.data.registry import dataset_source
-from rankrl.models.registry import model_source
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
-from rankrl.plan_search.rewards import reward_source
 from rankrl.selectors import create_selector
-from rankrl.tracking.registry import _TRACKERS, list_trackers
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
@@ -52,7 +51,6 @@ DERIVED = {
     "training": "pruner.*",
     "steps": "pruner.*",
     "scope": "pruner.scope, of criteria alone",
-    "root": "the environment variable RANKRL_DATA",
 }
 # Which options a class or function of the code stands for: prefixes, first hit counts.
 OWNERS: list[tuple[Any, tuple[str, ...]]] = [
@@ -109,52 +107,37 @@ def test_the_code_has_the_defaults_of_the_configuration(owner: Any, defaults: di
         assert plain(parameter.default) == defaults[option], f"{function.__name__}.{name} and {option}"
 
 
-@pytest.mark.parametrize("group", ["dataset", "model", "reward", "tracking"])
-def test_files_of_groups_have_the_defaults_of_the_code(group: str) -> None:
-    key = {"model": "architecture"}.get(group, "name")
-    owners = {
-        "dataset": lambda name: dataset_source(name).read,
-        "model": lambda name: model_source(name).build,
-        "reward": lambda name: reward_source(name).make,
-        "tracking": lambda name: _TRACKERS[name] if name in list_trackers() else Path,
-    }
-    compared = 0
-    for path in sorted((config_folder() / group).glob("*.yaml")):
-        content: Any = OmegaConf.to_container(OmegaConf.load(path))
-        written = content["options"] if group == "tracking" else content
-        known = inspect.signature(owners[group](content[key])).parameters
-        for name, value in written.items():
-            if name in known and known[name].default is not inspect.Parameter.empty:
-                assert value == plain(known[name].default), f"{path.name}: {name}"
-                compared += 1
-    assert compared > 0
+def test_an_option_of_the_schema_has_a_default_of_its_own_or_its_owners() -> None:
+    owners = {owner for owner, _ in OWNERS}
+    owned = {}
+    for section, field in schema_fields(AppConfig):
+        if "owner" in field.metadata:
+            owner, name = field.metadata["owner"], field.metadata["name"]
+            owned[f"{section}.{field.name}"] = owner
+            known = inspect.signature(owner).parameters[name].default
+            assert field.default == (None if known is inspect.Parameter.empty else known), field.name
+    assert len(owned) > 40
+    assert set(owned.values()) <= owners | {apply_plan}
 
 
-def test_the_schema_has_no_defaults_of_its_own() -> None:
-    """But for empty mappings, nested sections, and what a file may leave out."""
-    found = {}
-    sections = [AppConfig]
-    while sections:
-        for field in dataclasses.fields(section := sections.pop()):
-            made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
-            if dataclasses.is_dataclass(made):
-                sections.append(type(made))
-            elif made is None and field.default != "???":
-                found[f"{section.__name__}.{field.name}"] = field.default
-            else:
-                assert made in (None, {})
-    assert found == {"DecompositionConfig.formats": None, "DecompositionConfig.tensorised": False}
+def schema_fields(section: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from schema_fields(hints[field.name])
+        else:
+            yield section.__name__, field
 
 
 def option_names() -> set[str]:
-    """Every option with one choice of a group or another, those that have no file too, and the groups."""
+    """Every option with one choice of a group or another, and the groups."""
+    names: set[str] = set()
     with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
-        names = {name for name, _ in leaves(OmegaConf.to_container(hydra.compose("config")), "")}
-    for path in config_folder().glob("*/*.yaml"):
-        content: Any = OmegaConf.to_container(OmegaConf.load(path))
-        names |= {name for name, _ in leaves(content, f"{path.parent.name}.")}
-    common = inspect.signature(load_dataset).parameters
-    return names | {f"dataset.{name}" for name in common}
+        for group in GROUPS:
+            for choice in group_choices(group):
+                config = OmegaConf.to_container(hydra.compose("config", [f"{group}={choice}"]))
+                names |= {name for name, _ in leaves(config, "")}
+    return names
 
 
 # What looks like an option and is none: placeholders, functions, files, and a name that a message refuses.
@@ -168,8 +151,8 @@ NO_OPTIONS = {
     "task.fields": "the progress bar's",
 }
 FILES = ("json", "safetensors", "csv", "md", "png", "onnx", "html")
-GROUPS = "|".join(field.name for field in dataclasses.fields(AppConfig))
-NAMED = re.compile(rf"(?<![\w./])({GROUPS})((?:\.[A-Za-z_]\w*)+)")
+SECTIONS = "|".join(field.name for field in dataclasses.fields(AppConfig))
+NAMED = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[A-Za-z_]\w*)+)")
 
 
 def messages() -> Iterator[tuple[Path, int, str]]:

@@ -17,6 +17,8 @@ from onnxruntime import InferenceSession
 from safetensors import safe_open
 
 from decomposition import CompressionPlan, list_formats
+from rankrl.config.docstrings import explanations
+from rankrl.config.schema import AppConfig
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.export import ExportError
 from rankrl.tasks import list_tasks
@@ -335,8 +337,5 @@ def test_shell_completion_can_be_installed(rankrl: Command, capfd: pytest.Captur
 
 
 def test_every_task_is_named_in_the_configuration() -> None:
-    text = (Path(__file__).parents[3] / "configs" / "config.yaml").read_text()
-    line = next(line for line in text.splitlines() if line.startswith("# What to do:"))
-    assert set(list_tasks()) == set(
-        line.removeprefix("# What to do:").replace("(all of it)", "").strip(" .").replace(" ", "").split(",")
-    )
+    named = explanations(AppConfig)["task"].removeprefix("What to do: ").replace("(all of it)", "")
+    assert set(list_tasks()) == {name.strip() for name in named.strip(".").split(",")}

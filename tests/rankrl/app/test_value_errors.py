@@ -46,7 +46,7 @@ Refused = Callable[..., str]
         (("selector.hidden=1e308",), "selector.hidden must be a list of whole numbers, got 1e+308"),
         (("selector.hidden=[64,x]",), "selector.hidden must be a list of whole numbers"),
         (("selector.features=[identity,plam]",), "selector.features must be a list of"),
-        (("selector.noise=true",), "selector.noise must be a number, got true"),
+        (("selector=ddpg", "selector.noise=true"), "selector.noise must be a number, got true"),
         (("selector.action=ranks",), "selector.action must be one of importance, rank or null"),
         (("reward=weighted", "reward.compression=much"), "reward.compression must be a number, got 'much'"),
         (("reward=amc", "reward.measure=latency"), "reward.measure must be one of params, macs"),
@@ -100,7 +100,7 @@ def test_values_are_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("selector.noise=-1",), "selector.noise must be at least 0"),
+        (("selector=ddpg", "selector.noise=-1"), "selector.noise must be at least 0"),
         (("selector.hidden=[0]",), "selector.hidden must hold numbers of units >= 1"),
         (("selector=local", "selector.step=-1"), "selector.step must be positive"),
         (("selector=tpe", "selector.importance_scale=0"), "selector.importance_scale must be positive"),
@@ -159,7 +159,7 @@ def test_the_folder_of_hydras_own_record_is_checked_too(refused: Refused, tmp_pa
 
 
 def test_jobs_whose_folder_names_are_too_long_are_refused(refused: Refused, tmp_path: Path) -> None:
-    message = refused("-m", "task=evaluate", f"plan=a,{'b' * 300}")
+    message = refused("-m", "task=apply", f"plan=a,{'b' * 300}")
     assert "hydra.sweep.subdir" in message
     assert not list(tmp_path.iterdir())
 

@@ -20,7 +20,8 @@ _spec.loader.exec_module(_conftest)
 QUICK, read_json = _conftest.QUICK, _conftest.read_json
 
 Command = Callable[..., None]
-SHORT = (*QUICK, "selector=greedy", "search.episodes=1", "compare.selectors=[greedy]", "compare.seeds=[0]")
+SHORT = (*QUICK, "selector=greedy", "search.episodes=1")
+OF_TASK = {"compare": ("compare.selectors=[greedy]", "compare.seeds=[0]"), "prune": ("pruner=magnitude",)}
 NOTE = "The checkpoint may have been trained on these held-out images"
 
 
@@ -37,8 +38,8 @@ def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
 ) -> None:
     save_checkpoint(network(), tmp_path / "fresh.safetensors")
     folder = tmp_path / "run"
-    arguments = (f"task={task}", f"model.checkpoint={tmp_path / 'fresh.safetensors'}", "pruner=magnitude")
-    rankrl(*SHORT, *arguments, f"hydra.run.dir={folder}")
+    arguments = (f"task={task}", f"model.checkpoint={tmp_path / 'fresh.safetensors'}")
+    rankrl(*SHORT, *OF_TASK.get(task, ()), *arguments, f"hydra.run.dir={folder}")
     (warning,) = read_json(folder / "metrics.json")["warnings"]
     assert re.match(r"The network is hardly better than guessing: it answers [\d.]+ % of 287 h", warning)
     assert "fresh.safetensors was trained on this dataset" in warning

@@ -1,0 +1,157 @@
+"""Options without effect: what is given on the command line, and would be ignored, is refused.
+
+One table says when an option does nothing; its default may stand, only who sets it expects something of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decomposition import get_format, list_formats
+from rankrl.errors import ConfigError
+from rankrl.option_types import shown
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an option does nothing.
+
+    Attributes:
+        option: Its full name; with a dot at the end, all options of a section; a group's choice is one too.
+        idle: Tells from the composed configuration whether it does nothing.
+        reason: Why, for the message; `{task}` stands for the task.
+        advice: What to do instead.
+    """
+
+    option: str
+    idle: Callable[[Config], bool]
+    reason: str
+    advice: str
+
+    def concerns(self, name: str) -> bool:
+        """Return whether an option, or a group's choice, is this rule's."""
+        if self.option.endswith("."):
+            return name.startswith(self.option) or name == self.option.removesuffix(".")
+        return name == self.option
+
+
+def check_applicable(config: Config, given: Sequence[str]) -> None:
+    """Refuse options that were given and have no effect.
+
+    Args:
+        config: The composed configuration as plain values.
+        given: Full names of the options that the command line sets, and of the groups that it chooses.
+
+    Raises:
+        ConfigError: Naming the option, its value, why it has no effect and what to do.
+    """
+    for name in given:
+        value = _value(config, name)
+        for rule in RULES:
+            if value not in (None, False) and rule.concerns(name) and rule.idle(config):
+                reason = rule.reason.format(task=config["task"])
+                held = value.get("name", value) if isinstance(value, Mapping) else value
+                text = held if isinstance(held, str) else shown(held)
+                raise ConfigError(f"{name}={text} has no effect: {reason}; {rule.advice}")
+
+
+def _value(config: Config, name: str) -> Any:
+    found: Any = config
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _other_task(*tasks: str) -> Callable[[Config], bool]:
+    return lambda config: config["task"] not in tasks
+
+
+def _one_format(config: Config) -> bool:
+    return config["decomposition"]["format"] in list_formats()
+
+
+def _cannot_split(config: Config) -> bool:
+    chosen = config["decomposition"]
+    names = chosen["formats"] or [chosen["format"]]
+    return any(name in list_formats() and not get_format(name).tensorisable for name in names)
+
+
+RULES = (
+    Rule(
+        "budget.",
+        _other_task("pipeline", "search", "compare", "prune"),
+        "task={task} chooses no plan, which a budget would limit",
+        "leave it out, or choose task=pipeline, search, compare or prune",
+    ),
+    Rule(
+        "pruner.",
+        _other_task("prune"),
+        "task={task} prunes nothing",
+        "leave it out, or choose task=prune",
+    ),
+    Rule("prune.", _other_task("prune"), "task={task} prunes nothing", "leave it out, or choose task=prune"),
+    Rule(
+        "compare.",
+        _other_task("compare"),
+        "task={task} searches with one selector and one seed",
+        "set selector and seed, or choose task=compare",
+    ),
+    Rule(
+        "plan",
+        _other_task("apply"),
+        "task={task} applies no plan of another run",
+        "leave it out, or choose task=apply",
+    ),
+    Rule(
+        "weights",
+        _other_task("finetune", "evaluate", "export"),
+        "task={task} does not begin with a compressed network",
+        "give the dense network as model.checkpoint=PATH, or choose task=finetune, evaluate or export",
+    ),
+    Rule(
+        "runs",
+        _other_task("report"),
+        "task={task} gathers no runs",
+        "leave it out, or choose task=report",
+    ),
+    Rule(
+        "decomposition.formats",
+        _one_format,
+        "every layer takes the one format of decomposition.format",
+        "choose decomposition=auto beside it",
+    ),
+    Rule(
+        "decomposition.tensorised",
+        _cannot_split,
+        "a format that is chosen cannot split channel counts",
+        "leave it out, or choose decomposition=tensor_ring or decomposition=tensor_train",
+    ),
+    Rule(
+        "search.reestimation_images",
+        lambda config: config["search"]["statistics"] != "reestimated",
+        "nothing is measured on images with search.statistics=corrected",
+        "leave it out, or set search.statistics=reestimated",
+    ),
+    Rule(
+        "search.halving.keep",
+        lambda config: config["search"]["halving"]["fraction"] is None,
+        "all plans are scored on all images",
+        "set search.halving.fraction too",
+    ),
+    Rule(
+        "search.cluster",
+        lambda config: config["search"]["workers"] is None,
+        "no worker processes are asked for",
+        "set search.workers too",
+    ),
+    Rule(
+        "finetune.temperature",
+        lambda config: config["finetune"]["distillation"] == 0,
+        "there is no teacher with finetune.distillation=0",
+        "leave it out, or set finetune.distillation above 0",
+    ),
+)

@@ -1,0 +1,75 @@
+"""What a command sets and would not be looked at is refused, with the reason and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankrl.config.applicable import RULES
+from rankrl.config.overrides import check_overrides
+from rankrl.errors import ConfigError
+
+IDLE = {
+    "budget.": (("task=evaluate", "budget.params=0.4"), r"budget\.params=0\.4 has no effect: task=evaluate"),
+    "pruner.": (("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
+    "prune.": (("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* task=pipeline prunes nothing"),
+    "compare.": (("task=search", "compare.seeds=[4]"), r"compare\.seeds=\[4\] .* choose task=compare"),
+    "plan": (("task=pipeline", "plan=runs/a/plan.json"), r"plan=runs/a/plan\.json .* task=apply"),
+    "weights": (("task=apply", "weights=a.safetensors"), r"weights=a\.safetensors .* model\.checkpoint=PATH"),
+    "runs": (("task=train", "runs=multirun/a"), r"runs=multirun/a .* task=report"),
+    "decomposition.formats": (
+        ("decomposition=tucker", "decomposition.formats=[cp,tucker]"),
+        r"decomposition\.formats=.* choose decomposition=auto",
+    ),
+    "decomposition.tensorised": (
+        ("decomposition=cp", "decomposition.tensorised=true"),
+        r"decomposition\.tensorised=true .* decomposition=tensor_ring",
+    ),
+    "search.reestimation_images": (
+        ("search.reestimation_images=50",),
+        r"reestimation_images=50 .* set search\.statistics=reestimated",
+    ),
+    "search.halving.keep": (("search.halving.keep=0.2",), r"keep=0\.2 .* set search\.halving\.fraction"),
+    "search.cluster": (("search.cluster=ray",), r"cluster=ray .* set search\.workers"),
+    "finetune.temperature": (
+        ("finetune.distillation=0", "finetune.temperature=2"),
+        r"temperature=2\.0 .* finetune\.distillation above 0",
+    ),
+}
+
+
+def test_every_rule_has_its_case() -> None:
+    assert [rule.option for rule in RULES] == list(IDLE)
+
+
+@pytest.mark.parametrize(("arguments", "message"), IDLE.values(), ids=IDLE.keys())
+def test_options_without_effect_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_overrides(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("task=search", "budget.params=0.4"),
+        ("task=prune", "pruner=magnitude", "pruner.multiple=8", "prune.decompose_macs=0.5"),
+        ("task=compare", "compare.seeds=[4]"),
+        ("task=apply", "plan=runs/a/plan.json"),
+        ("task=export", "weights=a.safetensors"),
+        ("task=report", "runs=multirun/a"),
+        ("decomposition=auto", "decomposition.formats=[cp,tucker]"),
+        ("decomposition=tensor_train", "decomposition.tensorised=true"),
+        ("decomposition=cp", "decomposition.tensorised=false"),
+        ("search.statistics=reestimated", "search.reestimation_images=50"),
+        ("search.halving.fraction=0.5", "search.halving.keep=0.2"),
+        ("search.workers=2", "search.cluster=ray"),
+        ("finetune.temperature=2",),
+        ("task=evaluate", "budget.params=null"),
+    ],
+)
+def test_options_with_an_effect_and_those_that_ask_for_nothing_pass(arguments: tuple[str, ...]) -> None:
+    check_overrides(arguments)
+
+
+def test_each_job_of_a_sweep_is_looked_at() -> None:
+    with pytest.raises(ConfigError, match=r"decomposition\.tensorised=true has no effect"):
+        check_overrides(["-m", "decomposition=tensor_ring,tucker", "decomposition.tensorised=true"])
