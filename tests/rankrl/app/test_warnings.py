@@ -79,7 +79,13 @@ def test_a_checkpoint_is_noted_beside_held_out_accuracies(
     rankrl: Command, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     folder = tmp_path / "run"
-    rankrl(*SHORT, f"task={task}", f"model.checkpoint={trained}", f"hydra.run.dir={folder}")
+    rankrl(
+        *SHORT,
+        *OF_TASK.get(task, ()),
+        f"task={task}",
+        f"model.checkpoint={trained}",
+        f"hydra.run.dir={folder}",
+    )
     metrics = read_json(folder / "metrics.json")
     assert metrics["warnings"] == []
     assert metrics["checkpoint"] == "trained.safetensors"
