@@ -326,7 +326,7 @@ def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.Capt
         rankrl("--help")
     assert not left.value.code
     shown = capfd.readouterr().out
-    formats = f"decomposition: {', '.join(list_formats())}"
+    formats = f"decomposition: auto, {', '.join(list_formats())}"
     for expected in ("task=inspect", formats, "tracking: csv, ", "search:"):
         assert expected in shown
 

@@ -68,7 +68,7 @@ def test_a_checkpoint_is_noted_beside_held_out_accuracies(
     rankrl: Command, tmp_path: Path, dense: str, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     folder = tmp_path / "run"
-    rankrl(*SHORT, f"task={task}", dense, f"hydra.run.dir={folder}")
+    rankrl(*SHORT, *OF_TASK.get(task, ()), f"task={task}", dense, f"hydra.run.dir={folder}")
     metrics = read_json(folder / "metrics.json")
     assert metrics["warnings"] == []
     assert metrics["checkpoint"] == "dense.safetensors"
