@@ -218,7 +218,7 @@ def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.Capt
         rankrl("--help")
     assert not left.value.code
     shown = capfd.readouterr().out
-    for expected in ("task=inspect", "decomposition: cp, tensor_ring", "tracking: csv, ", "search:"):
+    for expected in ("task=inspect", "decomposition: auto, cp, tensor_ring", "tracking: csv, ", "search:"):
         assert expected in shown
 
 
