@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def fidelity(dense: nn.Module, images: torch.Tensor) -> rankrl.api.Score:
     return score
 
 
-@pytest.mark.parametrize("selector", ["ddpg", "greedy", "random"])
+@pytest.mark.parametrize("selector", ["bayes_ddpg", "ddpg", "greedy", "random"])
 def test_network_that_is_no_classifier_is_searched(
     model: nn.Module, images: torch.Tensor, selector: str
 ) -> None:
@@ -59,6 +60,22 @@ def test_network_that_is_no_classifier_is_searched(
     assert decomposition.count_parameters(small) <= 0.5 * total
     assert found.best.reward == max(row.reward for row in found.rows)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_layers_choose_among_several_formats_within_bytes(model: nn.Module, images: torch.Tensor) -> None:
+    score = fidelity(copy.deepcopy(model), images)
+    search = partial(
+        rankrl.search, model, score=score, calibration=images, bytes=0.5, selector="random", episodes=6
+    )
+    found = search(decomposition=("tucker", "cp"), candidates=4, finalists=2)
+    assert {each.format for each in found.plan.chosen(decomposition.Factorise).values()} <= {"tucker", "cp"}
+    small = decomposition.apply_plan(model, found.plan, images)
+    before, after = (sum(p.nbytes for p in each.parameters()) for each in (model, small))
+    assert after <= 0.5 * before
+    without_last_round = search(decomposition=("tucker", "cp"), candidates=4).plan
+    other = decomposition.apply_plan(model, without_last_round, images)
+    with torch.no_grad():
+        assert score(small) >= score(other)
 
 
 def test_search_without_a_budget_is_refused(model: nn.Module, images: torch.Tensor) -> None:
