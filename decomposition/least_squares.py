@@ -211,7 +211,7 @@ class LeastSquares:
         output, weighted, cross = self._best_output(constant, penalty)
         value = 1.0 - (output * cross).sum() + penalty * constant.square().sum()
         # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
-        slope = 2 * (output.T @ (output @ weighted) - output.T @ self.target + penalty * constant)
+        slope = 2 * (output.T @ (output @ weighted - self.target) + penalty * constant)
         (gradient,) = torch.autograd.grad(features, vector, slope)
         return float(value), gradient
 

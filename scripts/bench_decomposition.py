@@ -3,13 +3,16 @@
     OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output docs/benchmarks.md
     RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --checkpoint cifar10-resnet20.th
     RANKRL_DATA=data python scripts/bench_decomposition.py --part network --checkpoint cifar10-resnet56.th
+    python scripts/bench_decomposition.py --part scale --networks convnext_tiny --formats cp
 
 `fits` compares time and error for the convolutions of ResNet-20 and for weights of 64x64x3x3 to
 512x512x3x3, in float64 on both sides, fitted to the weights alone since tensorly knows no data. A routine
 that computes one solution (SVDs, HOOI) stands beside our algebraic start, an iterative one beside a fit.
 `accuracy` compresses a ResNet-20 to several budgets and measures the CIFAR-10 test set; with `--rows FILE` a
 killed run goes on where it was. `network` times calibration and fit of a whole ResNet at one plan and states
-the memory.
+the memory. `scale` states time and memory of calibration, of the fits of all candidates and of applying a
+plan for half of the parameters, for torchvision's networks, each in a process of its own. Their weights are
+random, with singular values that fall as i^-1/2: what counts here is the size.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +75,10 @@ TITLES = {
     "fits": "Tensor decompositions beside tensorly",
     "accuracy": "Accuracy without fine-tuning",
     "network": "Calibration and fit of a whole network",
+    "scale": "Large networks",
 }
 WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48, "spatial_svd": 12}
+NETWORKS = ("resnet18", "resnet50", "convnext_tiny", "vit_b_16")
 SELECTORS = ("uniform", "greedy")
 COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequential + BN")
 
@@ -346,6 +353,95 @@ def network_report(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def spectral_network(name: str, size: int) -> nn.Module:
+    """Return a network of torchvision, random, the singular values of its weights falling as i^-1/2."""
+    import torchvision
+
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, **({"image_size": size} if name.startswith("vit") else {}))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim < 2:
+                continue
+            left, values, right = torch.linalg.svd(weight.flatten(1), full_matrices=False)
+            falling = torch.arange(1, len(values) + 1, dtype=values.dtype).rsqrt()
+            falling *= values.norm() / falling.norm()
+            weight.copy_(((left * falling) @ right).reshape(weight.shape))
+    return model.eval()
+
+
+def scale_row(name: str, format_name: str, size: int, count: int, workers: int) -> str:
+    """Time all that a network goes through, as a row of a Markdown table."""
+    torch.set_num_threads(1)
+    model = spectral_network(name, size)
+    shape = (3, size, size)
+    images = nn.functional.avg_pool2d(torch.randn(count, *shape), 3, stride=1, padding=1)
+    clock = _Clock()
+    library = FitLibrary.calibrated(model, shape, format_name, images.split(64))
+    cells = [clock.lap()]
+    sites = library.all_candidates(progress=_say)
+    cells.append(clock.lap())
+    alone = peak_memory()
+    if workers > 1:
+        again = FitLibrary(
+            model,
+            list(library.specs.values()),
+            format_name,
+            moments=library.moments,
+            sensitivities=library.sensitivities,
+        )
+        start = time.perf_counter()
+        if again.all_candidates(workers=workers) != sites:
+            raise RuntimeError(f"{name}: {workers} processes did not find what one finds")
+        cells.append(f"{time.perf_counter() - start:.0f}")
+    else:
+        cells.append("")
+    budget = Budget.of_model(model, sites, shape, "params", 0.5)
+    choices = get_heuristic("greedy").choose(library, sites, budget)
+    plan = plan_from_choices(sites, choices, inspect_layers(model, shape), shape, "greedy")
+    clock.lap()
+    apply_plan(model, plan, images)
+    cells.append(clock.lap())
+    params = count_parameters(model) / 1e6
+    return f"| {name} | {format_name} | {params:.1f} M | {' | '.join(cells)} | {1024 * alone:.0f} |"
+
+
+class _Clock:
+    """Processor time and time on the wall since it was last asked."""
+
+    def __init__(self) -> None:
+        self._process, self._wall = time.process_time(), time.perf_counter()
+
+    def lap(self) -> str:
+        process, wall = time.process_time(), time.perf_counter()
+        text = f"{process - self._process:.0f} ({wall - self._wall:.0f})"
+        self._process, self._wall = process, wall
+        return text
+
+
+def scale_report(options: argparse.Namespace) -> str:
+    """Time whole networks of torchvision, as a Markdown table."""
+    lines = [
+        f"{options.calibration} inputs of 3x{options.size}x{options.size}; seconds of the processor in one "
+        "process, on the wall in brackets; peak memory of one process.",
+        "",
+        "| network | format | parameters | calibration, s | all candidates, s | "
+        f"the same in {options.workers} processes, s on the wall | applying a plan of 0.5, s | MiB |",
+        f"|---|---|{'---:|' * 6}",
+    ]
+    for name in options.networks:
+        for format_name in options.formats:
+            _say(f"{name}, {format_name} ...")
+            # A process of its own, whose peak of memory is its own.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                row = pool.submit(
+                    scale_row, name, format_name, options.size, options.calibration, options.workers
+                )
+                lines.append(row.result())
+            _say(lines[-1])
+    return "\n".join(lines)
+
+
 def peak_memory() -> float:
     """Return the largest resident size of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -380,21 +476,33 @@ def main() -> None:
         "--iterations", type=int, default=100, help="fits: tensorly's iterations (default 100, its own)"
     )
     parser.add_argument(
-        "--formats", nargs="+", choices=list_formats(), default=list_formats(), help="accuracy: formats"
+        "--formats",
+        nargs="+",
+        choices=list_formats(),
+        default=list_formats(),
+        help="accuracy, scale: formats",
     )
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy: parameters ÷"
     )
     parser.add_argument("--rows", type=Path, help="accuracy: file of finished rows, to go on after a kill")
     parser.add_argument(
-        "--calibration", type=int, default=768, help="accuracy, network: images (default 768)"
+        "--calibration", type=int, default=768, help="accuracy, network, scale: images (default 768)"
     )
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, help="scale: networks of torchvision")
+    parser.add_argument("--size", type=int, default=64, help="scale: height and width (default 64)")
+    parser.add_argument("--workers", type=int, default=2, help="scale: processes (default 2)")
     options = parser.parse_args()
-    if options.part != "fits" and options.checkpoint is None:
+    if options.part not in ("fits", "scale") and options.checkpoint is None:
         parser.error(f"--part {options.part} needs --checkpoint")
     if min(options.repeats, options.iterations, options.calibration) < 1:
         parser.error("--repeats, --iterations and --calibration must be at least 1")
-    reports = {"fits": fits_report, "accuracy": accuracy_report, "network": network_report}
+    reports = {
+        "fits": fits_report,
+        "accuracy": accuracy_report,
+        "network": network_report,
+        "scale": scale_report,
+    }
     table = reports[options.part](options)
     short = {} if options.checkpoint is None else {str(options.checkpoint): options.checkpoint.name}
     command = shown_command(sys.argv, shortened=short, dropped=["--rows"])

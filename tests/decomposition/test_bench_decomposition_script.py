@@ -67,3 +67,10 @@ def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
     page.write_text("<!-- bench_decomposition:start -->")
     with pytest.raises(ValueError, match="put the other one back"):
         bench.write_part(page, "fits", "text")
+
+
+def test_weights_of_large_networks_are_random_with_a_falling_spectrum() -> None:
+    weight = next(bench.spectral_network("resnet18", 32).parameters()).detach().flatten(1)
+    values = torch.linalg.svdvals(weight)
+    falling = torch.arange(1, len(values) + 1).rsqrt()
+    torch.testing.assert_close(values / values[0], falling, rtol=1e-3, atol=1e-3)
