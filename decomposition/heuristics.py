@@ -188,6 +188,7 @@ def plan_by_heuristic(
     options: FitOptions = FAST,
     folder: Path | None = None,
     progress: Callable[[str], None] | None = None,
+    workers: int | None = None,
 ) -> CompressionPlan:
     """Choose ranks for a whole model under a budget: calibrate, fit all candidates, apply the heuristic.
 
@@ -209,6 +210,7 @@ def plan_by_heuristic(
         options: How much work each fit may do.
         folder: Where fits are cached for the next call; `None` keeps them in memory.
         progress: Called with each layer's name when its fits are done.
+        workers: Processes that fit layers side by side (`FitLibrary.all_candidates`); `None` takes none.
 
     Returns:
         The plan, for `apply_plan`.
@@ -236,7 +238,7 @@ def plan_by_heuristic(
         options=options,
         folder=folder,
     )
-    sites = library.all_candidates(limit=candidates, progress=progress)
+    sites = library.all_candidates(limit=candidates, progress=progress, workers=workers)
     if latency is not None:
         table = latency(sites)
         sites = table.attach(sites)

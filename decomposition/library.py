@@ -248,8 +248,16 @@ class FitLibrary:
         )
 
     def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
-        """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0."""
+        """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0.
+
+        Raises:
+            DecompositionError: If the layer's weight is not finite.
+        """
         spec = self.specs[name]
+        if not bool(torch.isfinite(self.weights[name]).all()):
+            raise DecompositionError(
+                f"layer {name!r}: the weight holds NaN or infinite values; repair the checkpoint first"
+            )
         root = None
         if spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
             root = self._root(name)

@@ -115,6 +115,8 @@ class CompressionPlan:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{source} is no valid JSON ({error}); write it anew") from error
+        except RecursionError as error:
+            raise PlanError(f"{source} is nested too deeply to be a plan; write it anew") from error
         if not isinstance(content, dict):
             raise PlanError(f"{source} must be a JSON object, got {type(content).__name__}")
         version = content.get("version")
@@ -156,8 +158,11 @@ class CompressionPlan:
         Raises:
             PlanError: If the file is missing or is no valid plan.
         """
+        path = Path(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            if path.exists() and not path.is_file():  # a pipe or a device may never end
+                raise PlanError(f"the plan {path} cannot be read (no regular file); check the path")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"the plan {path} cannot be read ({error}); check the path") from error
         return cls.from_json(text, source=f"the plan {path}")

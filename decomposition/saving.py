@@ -73,6 +73,8 @@ def load_compressed(
         PlanError: If the file cannot be read, holds no plan, or does not fit the model.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+            raise PlanError(f"the compressed model {path} cannot be read (no regular file); check the path")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             metadata = file.metadata() or {}

@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from torch import nn
 
+from decomposition.registry import Registry
 from rankrl.app import main
 from rankrl.config.overrides import check_overrides
 from rankrl.selectors import list_selectors
@@ -48,6 +50,8 @@ SMALL_IF_GIVEN = {"search.workers": "2"}
 # Registries that a page may add to; they are as before afterwards.
 REGISTRIES = [
     ("decomposition.formats.base", "_FORMATS"),
+    ("decomposition.heuristics", "_HEURISTICS"),
+    ("decomposition.operations.base", "_OPERATIONS"),
     ("rankrl.selectors.registry", "_SELECTORS"),
     ("rankrl.plan_search.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),
@@ -135,12 +139,16 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytes
     monkeypatch.setenv("RANKRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RANKRL_DATA", str(tmp_path / "no-data"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for module, name in REGISTRIES:
-        registry = importlib.import_module(module)
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    yield monkeypatch
+    with ExitStack() as stack:
+        for module, name in REGISTRIES:
+            registry = getattr(importlib.import_module(module), name)
+            if isinstance(registry, Registry):
+                stack.enter_context(registry.restored())
+            else:
+                monkeypatch.setattr(sys.modules[module], name, dict(registry))
+        yield monkeypatch
     sys.modules.pop("my_models", None)
     GlobalHydra.instance().clear()
     root.handlers, root.level = handlers, level

@@ -192,7 +192,9 @@ def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
             raise ConfigError(
                 f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to keep"
             )
-    budget = BudgetConfig(params=chosen.decompose_params, macs=chosen.decompose_macs)
+    budget = BudgetConfig(
+        params=chosen.decompose_params, macs=chosen.decompose_macs, bytes=None, latency=None
+    )
     return dataclasses.replace(config, budget=budget)
 
 

@@ -116,9 +116,14 @@ def check_overrides(arguments: Sequence[str]) -> None:
             raise ConfigError(_explain(error, parsed)) from error
 
 
-def longest_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with the longest value of every sweep: what a job's folder is named after at most."""
-    return [max(_values(each), key=len) for each in parsed_overrides(overrides)]
+def longest_overrides(overrides: Sequence[str], *, multirun: bool) -> list[str]:
+    """Return overrides with the longest value of every sweep: what a job's folder is named after at most.
+
+    Hydra's compose must be initialised.
+    """
+    parsed = parsed_overrides(overrides)
+    swept = _swept_by_configuration(parsed, multirun=multirun)
+    return [max(_values(each), key=len) for each in (*swept, *parsed)]
 
 
 def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -150,6 +155,8 @@ def _check_override(override: Override) -> None:
     if override.is_delete():
         return
     name, value = override.key_or_group, override.value()
+    if any(part.startswith("__") for part in name.split(".")):  # OmegaConf would set the attribute
+        raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
     if name in _groups() and not isinstance(value, str) and (name, value) != ("experiment", None):
         raise ConfigError(
             f"{override.input_line}: a group is chosen by name, one of "
@@ -161,6 +168,8 @@ def _check_override(override: Override) -> None:
 
 def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) -> list[Override]:
     """Return the sweeps that the configuration itself asks for, such as an experiment's."""
+    if not multirun and not {"experiment", "hydra.mode"} & {each.key_or_group for each in overrides}:
+        return []
     first = next(_tried(overrides))
     hydra = compose("config", overrides=first, return_hydra_config=True).hydra
     if not multirun and hydra.mode != RunMode.MULTIRUN:

@@ -35,14 +35,16 @@ def check_folders(arguments: Sequence[str]) -> None:
     before = HydraConfig.instance().cfg
     with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         try:
-            config = compose("config", overrides=longest_overrides(flags.overrides), return_hydra_config=True)
-            HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for
+            overrides = longest_overrides(flags.overrides, multirun=flags.multirun)
+            config = compose("config", overrides=overrides, return_hydra_config=True)
             with read_write(config.hydra), open_dict(config.hydra):
                 config.hydra.job.num, config.hydra.job.id = 0, "0"
+            HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for
             if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
                 sweep = _named(config, "hydra.sweep.dir")
                 check_writable(sweep, "hydra.sweep.dir")
-                check_writable(sweep / _named(config, "hydra.sweep.subdir"), "hydra.sweep.subdir")
+                subfolder = str(OmegaConf.select(config, "hydra.sweep.subdir") or "")
+                check_writable(sweep / subfolder, "hydra.sweep.subdir")
             else:
                 _check_run_folder(config)
         except (HydraException, OmegaConfBaseException) as error:
@@ -68,6 +70,11 @@ def refuse_used_folder(folder: RunFolder) -> None:
 def _check_run_folder(config: DictConfig) -> None:
     folder = _named(config, "hydra.run.dir")
     check_writable(folder, "hydra.run.dir")
+    record = OmegaConf.select(
+        config, "hydra.output_subdir"
+    )  # where Hydra writes the configuration; null nowhere
+    if record is not None:
+        check_writable(folder / str(record), "hydra.output_subdir")
     if config.resume is None:
         refuse_used_folder(RunFolder(folder))
 

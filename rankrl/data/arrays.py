@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -25,6 +26,8 @@ _UNREADABLE = (
     MemoryError,
     NotImplementedError,
     RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
     zipfile.BadZipFile,
     zlib.error,
 )

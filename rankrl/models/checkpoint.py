@@ -147,6 +147,9 @@ def _class_counts(
 
 def _check_values(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
     for key, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            kind = "quantized" if value.is_quantized else "without values" if value.is_meta else "sparse"
+            raise CheckpointError(f"{path}: {key} is {kind}; save a plain tensor of {expected[key].dtype}")
         if value.is_floating_point() != expected[key].is_floating_point() or value.is_complex():
             raise CheckpointError(
                 f"{path}: {key} is {value.dtype}, but the model needs {expected[key].dtype}"

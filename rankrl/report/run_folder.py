@@ -13,6 +13,8 @@ from rankrl.plan_search.history import EpisodeRow
 from rankrl.report.errors import ReportError
 
 EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow))
+# Reports do not look at it, and earlier releases wrote ranks instead.
+_NOT_READ = ("choices",)
 """The columns of `episodes.csv`, in order."""
 
 
@@ -60,7 +62,8 @@ def read_episodes(folder: str | Path) -> list[EpisodeRow]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            missing = [column for column in EPISODE_COLUMNS if column not in (reader.fieldnames or ())]
+            present = {*(reader.fieldnames or ()), *_NOT_READ}
+            missing = [column for column in EPISODE_COLUMNS if column not in present]
             if missing:
                 raise ReportError(
                     f"{path} lacks the columns {', '.join(missing)}; it must be a rankrl run's own."

@@ -335,3 +335,30 @@ def test_operations_without_fits_are_refused(small_net: nn.Module) -> None:
 
     with pytest.raises(DecompositionError, match="layer '3': a library of fits knows nothing of 'nothing'"):
         library_of(small_net).weight("3", [Nothing()])  # type: ignore[list-item]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["cp", ("tucker", "tensor_ring")], ids=["one", "two"])
+def test_fits_side_by_side_are_those_of_one_process_bit_for_bit(
+    small_net: nn.Module, tmp_path: Path, names: str | tuple[str, ...]
+) -> None:
+    alone = library_of(small_net, names, data=True)
+    wanted = alone.all_candidates(limit=3)
+    told: list[str] = []
+    together = library_of(small_net, names, data=True, folder=tmp_path)
+    found = together.all_candidates(limit=3, workers=2, progress=told.append)
+    assert found == wanted
+    assert sorted(told) == ["0", "3", "7"]
+    for site in wanted:
+        for (operation,) in (each.operations for each in site.candidates[:-1]):
+            one, other = (library.fit(site.name, operation) for library in (alone, together))
+            assert all(torch.equal(a, b) for a, b in zip(one.cores, other.cores, strict=True))
+    assert len(list(tmp_path.glob("*.safetensors"))) == sum(len(site) - 1 for site in wanted)
+
+
+@pytest.mark.slow
+def test_a_layer_that_fails_in_a_process_is_named(small_net: nn.Module) -> None:
+    with torch.no_grad():
+        small_net[3].weight[0, 0, 0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
+    with pytest.raises(DecompositionError, match="layer '3': the weight holds NaN"):
+        library_of(small_net).all_candidates(limit=2, workers=2)

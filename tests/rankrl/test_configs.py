@@ -32,7 +32,7 @@ def group(name: str) -> dict[str, Any]:
     [
         ("selector", "name", list_selectors()),
         ("reward", "name", list_rewards()),
-        ("decomposition", "format", list_formats()),
+        ("decomposition", "format", [*list_formats(), "auto"]),
         ("dataset", "name", list_datasets()),
         ("model", "architecture", list_models()),
         ("optim", "name", optim.list_optimizers()),

@@ -33,11 +33,28 @@ def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
     assert options.search_options(settings("reward=amc")).kept_params is None
 
 
-@pytest.mark.parametrize("name", ["params", "macs", "latency"])
+@pytest.mark.parametrize("name", ["params", "macs", "bytes", "latency"])
 @pytest.mark.parametrize("value", ["0", "1.5", "-0.2"])
 def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"budget\.{name}=.* is outside \(0, 1\]"):
         options.search_options(settings(f"budget.{name}={value}"))
+
+
+def test_a_search_keeps_one_budget() -> None:
+    found = options.search_options(settings("budget.bytes=0.3"))
+    assert (found.bytes, found.kept_params) == (0.3, None)
+    with pytest.raises(ConfigError, match=r"budget\.params=0\.5 and budget\.bytes=0\.3 are all set"):
+        options.search_options(settings("budget.params=0.5", "budget.bytes=0.3"))
+
+
+def test_layers_choose_among_the_formats_that_are_listed() -> None:
+    assert options.candidate_options(settings()).formats == ("tensor_ring",)
+    assert options.candidate_options(settings("decomposition=tucker")).formats == ("tucker",)
+    auto = settings("decomposition=auto")
+    assert options.candidate_options(auto).formats == ("cp", "tucker", "tensor_ring")
+    assert options.decomposition_name(auto) == "auto"
+    few = settings("decomposition=auto", "decomposition.formats=[cp,tucker]")
+    assert options.candidate_options(few).formats == ("cp", "tucker")
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_unreachable_budget_says_the_least(refused: Refused) -> None:
         (lambda path: torch.save({"state_dict": {"x": 1}}, path), "state_dict"),
         (lambda path: torch.save(torch.nn.Linear(2, 2), path), "refused"),
         (lambda path: torch.save(_state("resnet32", 10), path), "another architecture"),
+        (lambda path: torch.save(_sparse(), path), "linear.bias is sparse"),
         (lambda path: torch.save(_state("resnet20", 7), path), "7 classes"),
     ],
 )
@@ -105,6 +106,11 @@ def test_bad_checkpoints_are_refused(
 
 def _state(name: str, classes: int) -> dict[str, torch.Tensor]:
     return create_model(name, input_shape=(1, 8, 8), num_classes=classes).state_dict()
+
+
+def _sparse() -> dict[str, torch.Tensor]:
+    state = _state("resnet20", 10)
+    return {**state, "linear.bias": state["linear.bias"].to_sparse()}
 
 
 def test_damaged_dataset_is_refused(refused: Refused, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rankrl.models import create_model, save_checkpoint
 from rankrl.selectors import list_selectors, selector_options
 from rankrl.workflow import compare
 from rankrl.workflow.compare import compared_searches
+from rankrl.workflow.session import SearchSession
 
 _spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
 assert _spec is not None
@@ -55,9 +56,9 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-def die_at(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """Let a function of the comparison be its last one at its n-th call."""
-    original, calls = getattr(compare, name), []
+def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
+    """Let a function be the comparison's last one at its n-th call."""
+    original, calls = getattr(owner, name), []
 
     def call(*positional: Any, **named: Any) -> Any:
         calls.append(name)
@@ -65,7 +66,7 @@ def die_at(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
             raise Killed
         return original(*positional, **named)
 
-    patch.setattr(compare, name, call)
+    patch.setattr(owner, name, call)
 
 
 def test_comparison_goes_on_exactly_and_repeats_nothing(
@@ -93,11 +94,11 @@ def test_comparison_goes_on_exactly_and_repeats_nothing(
     assert "| local | 2 |" in (whole / "compare.md").read_text()
 
     with monkeypatch.context() as patch:
-        die_at(patch, "search_plan", 4)
+        die_at(patch, SearchSession, "search", 4)
         with pytest.raises(Killed):
             rankrl(*arguments, f"hydra.run.dir={broken}")
     with monkeypatch.context() as patch:
-        die_at(patch, "run_training", 2)
+        die_at(patch, compare, "run_training", 2)
         with pytest.raises(Killed):
             rankrl(f"resume={broken}")
     assert not (broken / "metrics.json").exists()

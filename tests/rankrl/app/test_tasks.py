@@ -70,6 +70,12 @@ def test_pipeline_writes_the_run_folder(whole_run: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
     assert all(float(row["params_kept"]) <= 0.5 for row in rows)
+    candidates = read_json(folder / "candidates.json")
+    best = max(rows, key=lambda row: float(row["reward"]))
+    chosen = dict(zip(candidates, json.loads(best["choices"]), strict=True))
+    for layer in json.loads((folder / "plan.json").read_text())["layers"]:
+        if layer["name"] in chosen:
+            assert layer["operations"] == candidates[layer["name"]][chosen[layer["name"]]]["operations"]
     model = onnx.load(folder / "model.onnx")
     stored = {entry.key: entry.value for entry in model.metadata_props}
     plan = CompressionPlan.load(folder / "plan.json")

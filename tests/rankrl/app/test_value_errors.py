@@ -25,6 +25,7 @@ Refused = Callable[..., str]
         (("~dataset",), "dataset.name is missing; choose with dataset=NAME"),
         (("~reward.name",), "reward.name is missing"),
         (("selector.name=[ddpg]",), "selector.name must be one of"),
+        (("+search.__class__=1.5",), "the option 'search.__class__' is unknown"),
         (("+dataset.foo=3",), "dataset 'digits' has no option 'foo'"),
         # The types of options without a schema are those of what takes them.
         (("model.checkpoint=true",), "model.checkpoint must be text or null, got true"),
@@ -149,6 +150,12 @@ def test_folders_that_cannot_be_made_are_refused(
     assert option in message
     assert "cannot be written" in message
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_folder_of_hydras_own_record_is_checked_too(refused: Refused, tmp_path: Path) -> None:
+    message = refused("task=evaluate", "hydra.run.dir=run", f"hydra.output_subdir={'x' * 300}")
+    assert "hydra.output_subdir" in message
+    assert not list(tmp_path.iterdir())
 
 
 def test_jobs_whose_folder_names_are_too_long_are_refused(refused: Refused, tmp_path: Path) -> None:

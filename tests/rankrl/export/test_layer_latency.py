@@ -23,7 +23,10 @@ from decomposition import (
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
+from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.history import make_row
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 
 SHAPE = (3, 12, 12)
@@ -56,14 +59,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table(model: nn.Module, library: FitLibrary, folder: Path) -> LatencyTable:
-    return measure_layer_latencies(model, library.curves(limit=3), SHAPE, batch=4, runs=3, folder=folder)
+    return measure_layer_latencies(
+        model, library.all_candidates(limit=3), SHAPE, batch=4, runs=3, folder=folder
+    )
 
 
 def test_every_candidate_of_every_layer_is_measured(library: FitLibrary, table: LatencyTable) -> None:
-    curves = library.curves(limit=3)
-    assert set(table.layers) == {curve.spec.name for curve in curves}
-    for curve in curves:
-        assert set(table.layers[curve.spec.name]) == {entry.ranks for entry in curve.entries}
+    sites = library.all_candidates(limit=3)
+    assert set(table.sites) == {site.name for site in sites}
+    assert all(len(table.sites[site.name]) == len(site) for site in sites)
+    assert all(time > 0 for times in table.sites.values() for time in times)
     assert table.rest > 0
     assert "batch 4" in table.conditions
     assert "onnxruntime" in table.conditions
@@ -80,29 +85,47 @@ def test_a_table_is_measured_once(
         raise AssertionError("this should have come from the file")
 
     monkeypatch.setattr(rankrl.export.layer_latency, "_measure", refuse)
-    curves = library.curves(limit=3)
-    assert measure_layer_latencies(model, curves, SHAPE, batch=4, runs=3, folder=folder) == table
+    sites = library.all_candidates(limit=3)
+    assert measure_layer_latencies(model, sites, SHAPE, batch=4, runs=3, folder=folder) == table
     with pytest.raises(AssertionError, match="come from the file"):
-        measure_layer_latencies(model, curves, SHAPE, batch=5, runs=3, folder=folder)
+        measure_layer_latencies(model, sites, SHAPE, batch=5, runs=3, folder=folder)
+    fewer = library.all_candidates(limit=2)
+    with pytest.raises(AssertionError, match="come from the file"):
+        measure_layer_latencies(model, fewer, SHAPE, batch=4, runs=3, folder=folder)
+
+
+def test_candidates_of_several_formats_are_timed_beside_one_another(model: nn.Module) -> None:
+    specs = [spec for spec in compressible_layers(model, SHAPE) if spec.name == "2"]
+    several = FitLibrary(model, specs, ("tucker", "cp"), options=FitOptions(iterations=0))
+    (site,) = sites = several.all_candidates(limit=2)
+    table = measure_layer_latencies(model, sites, SHAPE, batch=2, runs=2)
+    assert set(table.sites) == {"2"}
+    assert len(table.sites["2"]) == len(site) == 5
+    problem = SearchProblem.from_model(model, sites, SHAPE, latency=1.0, latencies=table)
+    assert problem.measure == "latency"
+    assert problem.keeps_budget([each.dense for each in problem.sites])
 
 
 def test_every_plan_of_the_problem_keeps_the_budget(
     model: nn.Module, library: FitLibrary, table: LatencyTable
 ) -> None:
-    curves = library.curves(limit=3)
-    problem = SearchProblem.from_model(model, curves, SHAPE, latency=0.7, latencies=table, library=library)
-    plan = problem.plan(problem.preset, "greedy")
+    sites = library.all_candidates(limit=3)
+    problem = SearchProblem.from_model(model, sites, SHAPE, latency=0.7, latencies=table, library=library)
     assert problem.measure == "latency"
-    assert problem.latency(plan) <= 0.7 * table.total
-    assert problem.keeps_budget(plan)
-    assert not problem.keeps_budget(problem.plan([len(curve) - 1 for curve in problem.curves], "dense"))
-    for curve in problem.curves:
-        assert all(curve.cost("latency")[:-1] < curve.cost("latency")[-1])
+    time = problem.cost(problem.preset).time
+    assert time is not None
+    assert time <= 0.7 * table.total
+    assert problem.keeps_budget(problem.preset)
+    dense = [site.dense for site in problem.sites]
+    assert problem.cost(dense).time == pytest.approx(table.total)
+    assert not problem.keeps_budget(dense)
+    for site in problem.sites:
+        assert all(site.cost("latency")[:-1] < site.cost("latency")[-1])
 
 
 def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, folder: Path) -> None:
     budget = LatencyBudget(
-        model, library.curves(limit=3), SHAPE, 0.8, LatencyOptions(batch=4, runs=5, folder=folder)
+        model, library.all_candidates(limit=3), SHAPE, 0.8, LatencyOptions(batch=4, runs=5, folder=folder)
     )
     problem = budget.problem(library)
     assert 0 < budget.measured(problem.plan(problem.preset, "greedy")) < 1
@@ -133,26 +156,20 @@ class Summing(LatencyBudget):
     measurements = 0
 
     def _table(self) -> LatencyTable:
-        layers = {
-            curve.spec.name: {
-                entry.ranks: float(params) for entry, params in zip(curve.entries, curve.params, strict=True)
-            }
-            for curve in self.curves
-        }
-        return LatencyTable(layers, conditions="a test")
+        times = {site.name: tuple(map(float, site.params)) for site in self.sites}
+        return LatencyTable(times, conditions="a test")
 
     def measured(self, plan: CompressionPlan) -> float:
         self.measurements += 1
-        problem = self._problem(self._table(), 1.0, None)
-        assert problem.budget is not None
-        return self.factor * problem.latency(plan) / problem.budget.total
+        dense = sum(site.spec.params for site in self.sites)
+        return self.factor * sum(plan[site.name].cost(site.spec).params for site in self.sites) / dense
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.1])
 def test_the_budget_is_adjusted_until_the_whole_network_keeps_it(
     model: nn.Module, library: FitLibrary, tmp_path: Path, factor: float
 ) -> None:
-    budget = Summing(model, library.curves(limit=16), SHAPE, 0.6, LatencyOptions(folder=tmp_path))
+    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions(folder=tmp_path))
     budget.factor = factor
     problem = budget.problem(library)
     assert 0.5 < budget.measured(problem.plan(problem.preset, "greedy")) <= 0.6
@@ -164,7 +181,7 @@ def test_the_budget_is_adjusted_until_the_whole_network_keeps_it(
 def test_a_table_that_is_too_pessimistic_does_not_rule_a_budget_out(
     model: nn.Module, library: FitLibrary
 ) -> None:
-    budget = Summing(model, library.curves(limit=16), SHAPE, 0.02, LatencyOptions())
+    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.02, LatencyOptions())
     budget.factor = 0.02
     problem = budget.problem(library)
     assert budget.measured(problem.plan(problem.preset, "greedy")) <= 0.02
@@ -173,7 +190,7 @@ def test_a_table_that_is_too_pessimistic_does_not_rule_a_budget_out(
 def test_a_budget_that_the_whole_network_cannot_keep_is_refused_with_the_least(
     model: nn.Module, library: FitLibrary
 ) -> None:
-    budget = Summing(model, library.curves(limit=16), SHAPE, 0.3, LatencyOptions())
+    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.3, LatencyOptions())
     budget.factor = 30.0
     with pytest.raises(
         DecompositionError, match=r"budget\.latency=0\.3 cannot be reached: the fastest plan takes"
@@ -182,11 +199,28 @@ def test_a_budget_that_the_whole_network_cannot_keep_is_refused_with_the_least(
 
 
 def test_senseless_budgets_in_time_are_refused(model: nn.Module, library: FitLibrary) -> None:
-    curves = library.curves(limit=3)
+    sites = library.all_candidates(limit=3)
     with pytest.raises(ConfigError, match="needs measured latencies"):
-        SearchProblem.from_model(model, curves, SHAPE, latency=0.5)
+        SearchProblem.from_model(model, sites, SHAPE, latency=0.5)
     with pytest.raises(ConfigError, match=r"budget\.params=0\.5 and budget\.latency=0\.5"):
-        SearchProblem.from_model(model, curves, SHAPE, latency=0.5, params=0.5)
-    problem = SearchProblem.from_model(model, curves, SHAPE, params=0.5)
-    with pytest.raises(ConfigError, match="known only within a budget in time"):
-        problem.latency(problem.plan(problem.preset, "greedy"))
+        SearchProblem.from_model(model, sites, SHAPE, latency=0.5, params=0.5)
+    problem = SearchProblem.from_model(model, sites, SHAPE, params=0.5)
+    assert problem.cost(problem.preset).time is None
+
+
+def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: FitLibrary) -> None:
+    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    problem = budget.problem(library)
+    rows = []
+    for number, choice in enumerate((problem.sites[0].dense, 0, 1)):
+        choices = tuple(0 if site.name != "0" else min(choice, site.dense) for site in problem.sites)
+        cost = problem.cost(choices)
+        evaluation = Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 1, 0.0)
+        rows.append(make_row(rows[-1] if rows else None, choices, "test", evaluation, 1.0 - number / 10))
+    best = rows[0]
+    result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
+    for count in (1, 2, 5):
+        assert budget.holding(problem, result, count) == best_rows(rows, count)
+    budget.factor = 100.0
+    with pytest.raises(ConfigError, match=r"budget\.latency=0\.6: of the \d+ best plans none is that fast"):
+        budget.holding(problem, result, 1)

@@ -1,0 +1,63 @@
+"""Jobs in processes of their own: all results, errors as they were, and no process left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from decomposition.errors import DecompositionError
+from decomposition.processes import in_processes
+
+pytestmark = pytest.mark.slow  # every process imports torch
+
+
+def square(number: int) -> int:
+    if number < 0:
+        raise ValueError(f"no root is {number}")
+    if number == 99:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number**2
+
+
+def test_all_jobs_are_answered_by_no_more_than_the_workers() -> None:
+    made: list[int] = []
+
+    def jobs() -> object:
+        for number in range(6):
+            made.append(number)
+            yield number
+
+    found = []
+    for result in in_processes(square, jobs(), 2, "squares"):  # type: ignore[arg-type]
+        found.append(result)
+        assert len(made) <= len(found) + 2
+    assert sorted(found) == [0, 1, 4, 9, 16, 25]
+    assert not multiprocessing.active_children()
+
+
+def test_more_workers_than_jobs_and_none_at_all() -> None:
+    assert list(in_processes(square, [3], 4, "squares")) == [9]
+    assert list(in_processes(square, [], 2, "squares")) == []
+    with pytest.raises(DecompositionError, match="squares take 1 worker or more, got workers=0"):
+        list(in_processes(square, [1], 0, "squares"))
+
+
+def test_an_error_is_raised_where_the_results_are_taken_and_ends_all() -> None:
+    with pytest.raises(ValueError, match="no root is -1"):
+        list(in_processes(square, [1, -1, 2, 3], 2, "squares"))
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_is_killed_is_told_of() -> None:
+    with pytest.raises(DecompositionError, match=r"ended with code -9 and no result; .*fewer workers"):
+        list(in_processes(square, [99], 1, "squares"))
+
+
+def test_taking_no_more_results_ends_the_workers() -> None:
+    results = in_processes(square, range(100), 2, "squares")
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
