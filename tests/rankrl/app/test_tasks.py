@@ -204,6 +204,7 @@ def test_every_format_goes_through_search_and_apply(run: Callable[..., Path], de
     assert metrics["compressed"]["params"] <= 0.4 * metrics["baseline"]["params"]
 
 
+@pytest.mark.slow
 def test_tasks_in_a_row_do_what_the_pipeline_does(
     run: Callable[..., Path], whole_run: Path, dense: str
 ) -> None:
@@ -230,6 +231,7 @@ def test_train_and_inspect(run: Callable[..., Path], capsys: pytest.CaptureFixtu
     assert "conv1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_interrupted_pipeline_goes_on_to_the_same_result(
     run: Callable[..., Path],
     rankrl: Command,

@@ -46,7 +46,8 @@ def test_patience_stops_a_search_that_no_longer_improves(small_problem, syntheti
 def test_time_stops_a_search(small_problem, synthetic_evaluator) -> None:
     result = search(small_problem, synthetic_evaluator, episodes=100_000, seconds=0.1)
     assert result.stopped_by == "seconds"
-    assert result.seconds < 10
+    assert result.seconds >= 0.1
+    assert len(result.rows) < 100_000
 
 
 def test_ctrl_c_finishes_the_episode_and_saves(small_problem, synthetic_evaluator, tmp_path, capsys) -> None:
