@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -238,6 +239,7 @@ def _evaluate(good: Good, *more: str) -> tuple[str, ...]:
     return ("task=evaluate", "model=conv4", *more)
 
 
+@functools.cache
 def _options() -> list[tuple[tuple[str, ...], str]]:
     """Return every option with the choices of groups that have it."""
     found: list[tuple[tuple[str, ...], str]] = []

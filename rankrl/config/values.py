@@ -82,6 +82,8 @@ def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
     for key, wanted in typing.get_type_hints(section).items():
         name = f"{prefix}{key}"
+        if key not in values:
+            raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
         if dataclasses.is_dataclass(wanted):
             _check_section(name, values[key], wanted)
             _check_typed(typing.cast(type, wanted), values[key], f"{name}.")

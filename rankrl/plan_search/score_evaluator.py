@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, SupportsFloat, cast
 
 import torch
@@ -46,13 +47,6 @@ class ScoreEvaluator:
     ) -> None:
         self.problem = problem
         self.score = score
-        self._fingerprint = ScoreFingerprint.of(score)
-        if self._fingerprint.opaque:
-            log.warning(
-                "the score holds what cannot be looked into and counts by name: %s. After an edit of that, "
-                "choose another folder: one with a search goes on with its old rewards",
-                ", ".join(self._fingerprint.opaque),
-            )
         self.network = ScoringNetwork(
             model, library, problem.sites, Precision(model_device(model), torch.float32), example
         )
@@ -60,10 +54,17 @@ class ScoreEvaluator:
         self._known: dict[Choices, Evaluation] = {}
         self._count = len(example)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the function's code and what it reaches, for telling whether two searches score alike."""
-        return self._fingerprint.digest
+        found = ScoreFingerprint.of(self.score)
+        if found.opaque:
+            log.warning(
+                "the score holds what cannot be looked into and counts by its name alone: %s. A search that "
+                "goes on in its folder does not notice an edit of that",
+                ", ".join(found.opaque),
+            )
+        return found.digest
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans one after the other.

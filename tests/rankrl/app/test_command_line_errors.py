@@ -136,7 +136,7 @@ def test_full_disk_is_reported(refused: Refused, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rankrl.files.os.replace", full)
+    monkeypatch.setattr("decomposition.files.os.replace", full)
     message = refused("task=evaluate", "model=conv4", f"model.checkpoint={tmp_path / 'w.safetensors'}")
     assert "No space left on device" in message
     assert not list(tmp_path.rglob("metrics.json"))

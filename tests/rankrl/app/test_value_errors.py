@@ -23,6 +23,8 @@ Refused = Callable[..., str]
         (("optim=1e308",), "optim=1e308: a group is chosen by name"),
         (("experiment=7",), "experiment=7: a group is chosen by name"),
         (("~dataset",), "dataset.name is missing; choose with dataset=NAME"),
+        (("~export",), "export is missing"),
+        (("~search.episodes",), "search.episodes is missing"),
         (("~reward.name",), "reward.name is missing"),
         (("selector.name=[ddpg]",), "selector.name must be one of"),
         (("+search.__class__=1.5",), "the option 'search.__class__' is unknown"),
