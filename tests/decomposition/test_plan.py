@@ -481,7 +481,7 @@ VERSION_3 = """{
 """
 
 
-def test_version_3_is_written_as_it_is_documented(small_net: nn.Module) -> None:
+def test_version_3_is_written_like_this(small_net: nn.Module) -> None:
     plan = make_plan(small_net, SHAPE, "tensor_ring", {"3": 2}, tensorised=True)
     assert plan.to_json() == VERSION_3
     assert CompressionPlan.from_json(VERSION_3) == plan

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import signal
 
 import pytest
 
+from decomposition.operations import operation_from_dict
 from rankrl.errors import ConfigError, StorageError
+from rankrl.plan_search.history import CANDIDATES_FILE, EPISODES_FILE
 from rankrl.plan_search.run import best_rows, run_search
 from rankrl.plan_search.state import SearchState
 from rankrl.selectors import create_selector
@@ -108,3 +112,23 @@ def test_limits_out_of_range_are_refused(small_problem, synthetic_evaluator, lim
     selector = create_selector("random", small_problem)
     with pytest.raises(ConfigError, match=next(iter(limits))):
         run_search(small_problem, synthetic_evaluator, selector, **{"episodes": 3, **limits})
+
+
+def test_a_file_says_what_the_choices_stand_for(small_problem, synthetic_evaluator, tmp_path) -> None:
+    result = search(small_problem, synthetic_evaluator, folder=tmp_path)
+    content = json.loads((tmp_path / CANDIDATES_FILE).read_text())
+    assert tuple(content) == small_problem.names
+    for site in small_problem.sites:
+        for candidate, entry in zip(site.candidates, content[site.name], strict=True):
+            read = tuple(operation_from_dict(each, "the file") for each in entry["operations"])
+            assert read == candidate.operations
+            assert (entry["params"], entry["macs"]) == (candidate.cost.params, candidate.cost.macs)
+            assert entry["time"] is None
+            assert entry["error"] == candidate.error
+    with (tmp_path / EPISODES_FILE).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, expected in zip(rows, result.rows, strict=True):
+        choices = json.loads(row["choices"])
+        assert tuple(choices) == expected.key
+        kept = small_problem.cost(choices).params / small_problem.params
+        assert float(row["params_kept"]) == kept == expected.params_kept
