@@ -145,7 +145,7 @@ def _word(wanted: Any) -> str:
 
 
 def _plural(wanted: Any) -> str:
-    words: dict[Any, str] = {bool: "truth values", int: "whole numbers", float: "numbers", str: "text"}
+    words: dict[Any, str] = {bool: "truth values", int: "whole numbers", float: "numbers", str: "names"}
     return words.get(wanted, described(wanted))
 
 

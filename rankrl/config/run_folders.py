@@ -70,9 +70,7 @@ def refuse_used_folder(folder: RunFolder) -> None:
 def _check_run_folder(config: DictConfig) -> None:
     folder = _named(config, "hydra.run.dir")
     check_writable(folder, "hydra.run.dir")
-    record = OmegaConf.select(
-        config, "hydra.output_subdir"
-    )  # where Hydra writes the configuration; null nowhere
+    record = OmegaConf.select(config, "hydra.output_subdir")  # null writes no record of Hydra's
     if record is not None:
         check_writable(folder / str(record), "hydra.output_subdir")
     if config.resume is None:

@@ -242,7 +242,7 @@ def test_the_defaults_are_accepted(name: str) -> None:
             "pruner.scope must be one of uniform, global.*Did you mean 'global'",
         ),
         ("magnitude", {"multiple": 0}, "pruner.multiple must be at least 1, got 0"),
-        ("magnitude", {"layers": "conv1"}, "pruner.layers must be a list of layer names"),
+        ("magnitude", {"layers": "conv1"}, "pruner.layers must be a list of names or null"),
         ("group_lasso", {"rewind": "no"}, "pruner.rewind must be true, false or null"),
         ("group_lasso", {"epochs": 0}, "epochs must be at least 1"),
         ("group_lasso", {"epochs": 1.5}, "pruner.epochs must be a whole number"),
@@ -253,7 +253,7 @@ def test_the_defaults_are_accepted(name: str) -> None:
         ("group_lasso", {"limit": 2.0}, "limit must lie in"),
         ("group_lasso", {"lr": -1.0}, "lr must be positive"),
         ("hard_concrete", {"temperature": [0.0, 0.1]}, "temperature must be positive"),
-        ("hard_concrete", {"penalty_function": "tanh"}, "choose sigmoid or hard_sigmoid"),
+        ("hard_concrete", {"penalty_function": "tanh"}, "must be one of sigmoid, hard_sigmoid"),
     ],
 )
 def test_options_are_checked(name: str, given: dict[str, Any], message: str) -> None:
