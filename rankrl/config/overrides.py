@@ -170,12 +170,21 @@ def _check_override(override: Override) -> None:
 
 
 def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) -> list[Override]:
-    """Return the sweeps that the configuration itself asks for, such as an experiment's."""
-    if not multirun and not {"experiment", "hydra.mode"} & {each.key_or_group for each in overrides}:
-        return []
-    first = next(_tried(overrides))
-    hydra = compose("config", overrides=first, return_hydra_config=True).hydra
-    if not multirun and hydra.mode != RunMode.MULTIRUN:
+    """Return the sweeps that the configuration itself asks for, such as an experiment's.
+
+    Raises:
+        ConfigError: There are sweeps where nothing asks for more than one run.
+    """
+    hydra = None
+    if multirun or {"experiment", "hydra.mode"} & {each.key_or_group for each in overrides}:
+        hydra = compose("config", overrides=next(_tried(overrides)), return_hydra_config=True).hydra
+    if hydra is None or not (multirun or hydra.mode == RunMode.MULTIRUN):
+        for override in overrides:
+            if override.is_sweep_override():
+                raise ConfigError(
+                    f"{override.input_line} gives several values, a job for each; add -m for a sweep, or "
+                    f"quote what is one value: {override.key_or_group}=\"'...'\""
+                )
         return []
     swept = OmegaConf.select(hydra, "sweeper.params") or {}
     found = parsed_overrides([f"{key}={value}" for key, value in swept.items()])

@@ -24,7 +24,7 @@ Refused = Callable[..., str]
         (("experiment=7",), "experiment=7: a group is chosen by name"),
         (("~dataset",), "dataset.name is missing; choose with dataset=NAME"),
         (("~export",), "export is missing"),
-        (("~search.episodes",), "search.episodes is missing"),
+        (("~search.episodes",), "search.episodes must be a whole number, got null"),
         (("~reward.name",), "reward.name is missing"),
         (("selector.name=[ddpg]",), "selector.name must be one of"),
         (("+search.__class__=1.5",), "the option 'search.__class__' is unknown"),
@@ -122,6 +122,12 @@ def test_each_job_of_a_sweep_is_checked_before_the_first_begins(refused: Refused
     assert "write all values out" in refused("-m", "task=evaluate", "seed=range(0,3),-1")
     assert "seed must not be negative, got -1" in refused("-m", "task=evaluate", "seed=0,1,-1")
     assert "sweeps over more than" in refused("-m", "task=evaluate", "seed=range(0,1000000000)")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["1,2", "range(1,3)", "choice(1,2)"])
+def test_a_sweep_needs_its_flag(refused: Refused, tmp_path: Path, value: str) -> None:
+    assert "add -m for a sweep" in refused("task=evaluate", f"seed={value}")
     assert not list(tmp_path.iterdir())
 
 
