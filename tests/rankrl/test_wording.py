@@ -13,6 +13,6 @@ from rankrl.wording import counted
 )
 def test_one_is_singular(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(count, "core") == text
-    monkeypatch.setattr(provenance, "_usable_cores", lambda: count)
+    monkeypatch.setattr(provenance, "usable_cores", lambda: count)
     assert provenance.collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
     assert f", {text}, " in provenance.hardware_line()

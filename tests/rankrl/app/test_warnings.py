@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from rankrl.data import load_dataset
 from rankrl.models import create_model, save_checkpoint
+from rankrl.training import TrainingRecipe, train
 
 _spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
 assert _spec is not None
@@ -27,6 +29,15 @@ NOTE = "The checkpoint may have been trained on these held-out images"
 
 def network() -> nn.Module:
     return create_model("conv4", input_shape=(1, 8, 8), num_classes=10)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that is far better than guessing."""
+    path, model = tmp_path_factory.mktemp("weights") / "trained.safetensors", network()
+    train(model, load_dataset("digits"), TrainingRecipe(epochs=5, lr=3e-3, batch_size=64))
+    save_checkpoint(model, path)
+    return path
 
 
 @pytest.mark.parametrize("task", ["pipeline", "search", "prune", "compare"])
@@ -65,13 +76,14 @@ def test_the_judgement_reads_no_test_image(
 
 @pytest.mark.parametrize("task", ["search", "compare"])
 def test_a_checkpoint_is_noted_beside_held_out_accuracies(
-    rankrl: Command, tmp_path: Path, dense: str, capsys: pytest.CaptureFixture[str], task: str
+    rankrl: Command, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     folder = tmp_path / "run"
-    rankrl(*SHORT, *OF_TASK.get(task, ()), f"task={task}", dense, f"hydra.run.dir={folder}")
+    arguments = (f"task={task}", f"model.checkpoint={trained}")
+    rankrl(*SHORT, *OF_TASK.get(task, ()), *arguments, f"hydra.run.dir={folder}")
     metrics = read_json(folder / "metrics.json")
     assert metrics["warnings"] == []
-    assert metrics["checkpoint"] == "dense.safetensors"
+    assert metrics["checkpoint"] == "trained.safetensors"
     assert NOTE in capsys.readouterr().out
     assert NOTE in (folder / "report.html").read_text()
 

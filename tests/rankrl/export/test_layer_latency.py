@@ -144,7 +144,7 @@ def test_a_network_is_timed_in_the_form_in_which_it_is_exported(
     monkeypatch.setattr("rankrl.workflow.latency.compare_latency", look)
     how = Preprocessing(*SHAPE, mean=(0.5,) * 3, std=(0.2,) * 3)
     options = LatencyOptions(preprocess=preprocess)
-    budget = LatencyBudget(model, library.curves(limit=3), SHAPE, 0.8, options, how)
+    budget = LatencyBudget(model, library.all_candidates(limit=3), SHAPE, 0.8, options, how)
     assert budget.measured(make_plan(model, SHAPE, "tucker", 4)) == 0.5
     assert inputs == 2 * [onnx.TensorProto.UINT8 if preprocess else onnx.TensorProto.FLOAT]
 
