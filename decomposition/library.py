@@ -207,9 +207,7 @@ class FitLibrary:
                 progress(site.name)
 
         if workers is None:
-            for name in self.specs:
-                finish(self.candidates(name, limit=limit))
-            self._fitter = None
+            self.fit_all((self.unfitted(name, limit=limit) for name in self.specs), finish)
         else:
             largest_first = sorted(self.specs, key=self._work, reverse=True)
             jobs = ((self._part(name), limit) for name in largest_first)
@@ -233,6 +231,17 @@ class FitLibrary:
         spec = self.specs[name]
         columns = self.weights[name][0].numel()
         return spec.out_channels * columns**2 * (1 if spec.kernel_elements == 1 else 100)
+
+    def fit_all(self, unfitted: Iterable[CandidateSet], finish: Callable[[CandidateSet], None]) -> None:
+        """Fit the candidates of several layers in this process, one layer after the other.
+
+        Args:
+            unfitted: From `unfitted`.
+            finish: Called with the fitted candidates of each layer that is finished.
+        """
+        for site in unfitted:
+            finish(self.fitted(site))
+        self._fitter = None  # what the last layer's fits had in common is large, and of no more use
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
         """Fit candidates and return them with their errors."""

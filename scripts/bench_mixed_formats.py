@@ -54,11 +54,10 @@ def measure(
         model, data.input_shape, formats, images.split(256), folder=options.fits and options.fits / network
     )
     print(f"{network}, {label}: fitting the candidates ...", file=sys.stderr, flush=True)
-    sites = library.all_candidates()
+    sites, specs = library.all_candidates(), inspect_layers(model, data.input_shape)
     for name in wanted:
         budget = Budget.of_model(model, sites, data.input_shape, *BUDGETS[name])
         choices = get_heuristic("greedy").choose(library, sites, budget)
-        specs = inspect_layers(model, data.input_shape)
         plan = plan_from_choices(sites, choices, specs, data.input_shape, "greedy")
         small = apply_plan(model, plan, images)
         accuracy = report_accuracy(contracted(small), data.test, mean=data.mean, std=data.std)

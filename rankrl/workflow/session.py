@@ -334,9 +334,12 @@ class SearchSession:
         return best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
-        sites = []
+        sites: list[CandidateSet] = []
         with progress_bar("fit layers", total=len(unfitted)) as bar:
-            for site in unfitted:
-                sites.append(self.library.fitted(site))
+
+            def finish(site: CandidateSet) -> None:
+                sites.append(site)
                 bar.advance()
+
+            self.library.fit_all(unfitted, finish)
         return sites
