@@ -93,10 +93,33 @@ def load_compressed(
             f"{path} does not fit the model under its plan: missing {missing[:3]}, unknown {unknown[:3]}, "
             f"other shapes {misfits[:3]}; load it into the architecture that it was made from"
         )
+    parameters = dict(compressed.named_parameters())
+    for name, tensor in expected.items():
+        _check_values(f"{path}: {name}", tensors[name], tensor, is_parameter=name in parameters)
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(tensors[name])
     return compressed, plan
+
+
+def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_parameter: bool) -> None:
+    """Refuse values of another kind, whose copy would lose something, and parameters that are not finite.
+
+    Buffers may hold infinity where the model's own does: masks of attention do.
+    """
+    if (
+        tensor.is_floating_point() != current.is_floating_point()
+        or tensor.is_complex() != current.is_complex()
+    ):
+        raise PlanError(f"{name} is {tensor.dtype}, but the model needs {current.dtype}; save the model anew")
+    wrong = ~torch.isfinite(tensor)
+    if not is_parameter:
+        wrong &= torch.isfinite(current)
+    if bool(wrong.any()):
+        raise PlanError(
+            f"{name} holds NaN or infinite values; the training that wrote it diverged: train it anew at a "
+            "lower learning rate"
+        )
 
 
 def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Module:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -538,3 +540,53 @@ def test_a_damaged_plan_of_version_1_is_refused(change: Change, message: str) ->
     change(content)
     with pytest.raises(PlanError, match=message):
         CompressionPlan.from_json(json.dumps(content))
+
+
+def saved_with(
+    model: nn.Module,
+    plan: CompressionPlan,
+    path: Path,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Save the structure with random cores, then change one tensor in the file."""
+    save_compressed(build_structure(model, plan), plan, path)
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(
+        {**tensors, name: change(tensors[name])}, path, {"rankrl.plan": plan.to_json()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("1.weight", lambda t: t.to(torch.complex64), "is torch.complex64, but the model needs"),
+        ("1.weight", lambda t: t.long(), "is torch.int64, but the model needs"),
+        ("1.weight", lambda t: t > 0, "is torch.bool, but the model needs"),
+        ("1.weight", lambda t: t / 0, "holds NaN or infinite values"),
+        ("1.running_var", lambda t: t / 0, "holds NaN or infinite values"),
+        ("1.num_batches_tracked", lambda t: t + 0.5, "is torch.float32, but the model needs torch.int64"),
+    ],
+)
+def test_saved_weights_of_another_kind_are_refused(
+    small_net: nn.Module,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:
+    path = tmp_path / "small.safetensors"
+    saved_with(small_net, make_plan(small_net, SHAPE, "tucker", 2), path, name, change)
+    with pytest.raises(PlanError, match=rf"{re.escape(name)} {message}"):
+        load_compressed(small_net, path)
+
+
+def test_saved_weights_in_half_precision_and_infinite_masks_are_loaded(
+    small_net: nn.Module, tmp_path: Path
+) -> None:
+    small_net.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    plan, path = make_plan(small_net, SHAPE, "tucker", 2), tmp_path / "small.safetensors"
+    saved_with(small_net, plan, path, "1.weight", torch.Tensor.half)
+    loaded, _ = load_compressed(small_net, path)
+    assert torch.equal(loaded.get_buffer("mask"), torch.tensor([0.0, -torch.inf]))
+    assert loaded.get_parameter("1.weight").dtype == torch.float32

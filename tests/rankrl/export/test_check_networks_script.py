@@ -27,7 +27,7 @@ def test_a_network_comes_through_all_steps(name: str, tmp_path: Path) -> None:
     assert torch.backends.mha.get_fastpath_enabled()
     outcome = check_networks.check(name, tmp_path)
     assert outcome.refusal == ""
-    assert 0.2 < outcome.kept <= check_networks.KEPT
+    assert 0.2 < outcome.kept <= check_networks.NETWORKS[name].kept
     assert outcome.loaded == 0
     assert outcome.onnx <= check_networks.TOLERANCE
 
@@ -35,7 +35,7 @@ def test_a_network_comes_through_all_steps(name: str, tmp_path: Path) -> None:
 def test_the_plan_of_the_encoder_reaches_its_layers() -> None:
     torch.manual_seed(0)
     model = check_networks.TransformerClassifier().eval()
-    plan = check_networks.uniform_plan(model, 32, "tucker")
+    plan = check_networks.uniform_plan(model, check_networks.NETWORKS["transformer_encoder"])
     small = apply_plan(model, plan, check_networks.smooth_images(4, 32, 0), options=check_networks.OPTIONS)
     assert {f"encoder.layers.{n}.linear{m}" for n in range(3) for m in (1, 2)} <= set(
         factorised_layers(small)
@@ -48,8 +48,8 @@ def test_a_refusal_is_a_row_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         model.encoder.layers[0].self_attn.batch_first = False
         return model
 
-    def by_hand(model: torch.nn.Module, size: int, tensor_format: str) -> CompressionPlan:
-        return make_plan(model, (3, size, size), tensor_format, 2)
+    def by_hand(model: torch.nn.Module, chosen: check_networks.Network) -> CompressionPlan:
+        return make_plan(model, (3, chosen.size, chosen.size), chosen.tensor_format, 2)
 
     monkeypatch.setitem(check_networks.NETWORKS, "odd", check_networks.Network(sequence_first, 32, "cp"))
     monkeypatch.setattr(check_networks, "uniform_plan", by_hand)
@@ -74,3 +74,12 @@ def test_each_network_has_a_process_and_a_time_of_its_own(monkeypatch: pytest.Mo
     assert check_networks.check_apart("resnet18", 60) == outcome
     assert check_networks.check_apart("resnet18", 60).refusal == "FAILED: Killed"
     assert check_networks.check_apart("resnet18", 60).refusal == "not finished after 1 minutes"
+
+
+def test_the_page_names_networks_with_settings_of_their_own() -> None:
+    rows = [
+        {"network": name, "refusal": "no"} for name in ("resnet18", "swin_v2_t", "timm/mobilenetv3_small_050")
+    ]
+    text = check_networks.report(rows)
+    assert "timm/mobilenetv3_small_050 keeps 75%; swin_v2_t is fitted layer by layer" in text
+    assert "resnet18 keeps" not in text
