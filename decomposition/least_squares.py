@@ -8,11 +8,12 @@ One step costs features x D^2, independent of the number of images.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
+from threadpoolctl import ThreadpoolController
 
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.metric import Metric, RowFactor, scaled, times
@@ -161,19 +162,20 @@ class LeastSquares:
             return value, gradient.numpy()
 
         initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
-        found = minimize(
-            value_and_gradient,
-            initial,
-            jac=True,
-            method="L-BFGS-B",
-            callback=_StopWhenFlat(tolerance),
-            options={
-                "maxiter": self.affordable(cores, iterations),
-                "maxcor": _HISTORY,
-                "ftol": 0.0,
-                "gtol": 1e-12,
-            },
-        )
+        with _numpy_blas().limit(limits=1, user_api="blas"):
+            found = minimize(
+                value_and_gradient,
+                initial,
+                jac=True,
+                method="L-BFGS-B",
+                callback=_StopWhenFlat(tolerance),
+                options={
+                    "maxiter": self.affordable(cores, iterations),
+                    "maxcor": _HISTORY,
+                    "ftol": 0.0,
+                    "gtol": 1e-12,
+                },
+            )
         result = split(torch.from_numpy(found.x))
         # A penalty that is to keep terms from growing has to hold for the last step too.
         held = penalty if penalty > LEAST_PENALTY else 0.0
@@ -238,6 +240,16 @@ class LeastSquares:
 def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
     """Return E|rows x|^2, |rows|^2 without a metric."""
     return float(rows.square().sum() if metric is None else (times(rows, metric) * rows).sum())
+
+
+@cache
+def _numpy_blas() -> ThreadpoolController:
+    """Return the BLAS of NumPy and SciPy, in which the minimiser works on vectors; torch brings its own.
+
+    From 10,000 numbers on OpenBLAS adds and multiplies vectors in several threads, which wait for one another
+    in busy loops: a step of 16 ms took 270 ms of two cores.
+    """
+    return ThreadpoolController()
 
 
 class _StopWhenFlat:
