@@ -209,11 +209,7 @@ class FitLibrary:
         if workers is None:
             self.fit_all((self.unfitted(name, limit=limit) for name in self.specs), finish)
         else:
-            largest_first = sorted(self.specs, key=self._work, reverse=True)
-            jobs = ((self._part(name), limit) for name in largest_first)
-            for fits, site in in_processes(_fit_part, jobs, workers, "fits"):
-                self._fits.update(fits)
-                finish(site)
+            self._fit_in_processes(((name, limit) for name in self._largest_first()), workers, finish)
         return [found[name] for name in self.specs]
 
     def _part(self, name: str) -> FitLibrary:
@@ -226,22 +222,52 @@ class FitLibrary:
         part._fits = {key: fit for key, fit in self._fits.items() if key[0] == name}
         return part
 
-    def _work(self, name: str) -> int:
-        """Return about how long a layer's fits take, in units of their own."""
-        spec = self.specs[name]
-        columns = self.weights[name][0].numel()
-        return spec.out_channels * columns**2 * (1 if spec.kernel_elements == 1 else 100)
+    def _largest_first(self) -> list[str]:
+        """Return the layers in the order in which processes that share them are done soonest."""
 
-    def fit_all(self, unfitted: Iterable[CandidateSet], finish: Callable[[CandidateSet], None]) -> None:
-        """Fit the candidates of several layers in this process, one layer after the other.
+        def work(name: str) -> int:
+            spec, columns = self.specs[name], self.weights[name][0].numel()
+            return spec.out_channels * columns**2 * (1 if spec.kernel_elements == 1 else 100)
+
+        return sorted(self.specs, key=work, reverse=True)
+
+    def fit_all(
+        self,
+        unfitted: Iterable[CandidateSet],
+        finish: Callable[[CandidateSet], None],
+        *,
+        workers: int | None = None,
+    ) -> None:
+        """Fit the candidates of several layers.
 
         Args:
             unfitted: From `unfitted`.
-            finish: Called with the fitted candidates of each layer that is finished.
+            finish: Called with the fitted candidates of each layer when it is finished; in order without
+                workers.
+            workers: As for `all_candidates`.
+
+        Raises:
+            DecompositionError: As `all_candidates` does.
         """
-        for site in unfitted:
-            finish(self.fitted(site))
-        self._fitter = None  # what the last layer's fits had in common is large, and of no more use
+        if workers is None:
+            for site in unfitted:
+                finish(self.fitted(site))
+            self._fitter = None  # what the last layer's fits had in common is large, and of no more use
+        else:
+            sites = {site.name: site for site in unfitted}
+            jobs = ((name, sites[name]) for name in self._largest_first() if name in sites)
+            self._fit_in_processes(jobs, workers, finish)
+
+    def _fit_in_processes(
+        self,
+        jobs: Iterable[tuple[str, CandidateSet | int]],
+        workers: int,
+        finish: Callable[[CandidateSet], None],
+    ) -> None:
+        parts = ((self._part(name), wanted) for name, wanted in jobs)
+        for fits, site in in_processes(_fit_part, parts, workers, "fits"):
+            self._fits.update(fits)
+            finish(site)
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
         """Fit candidates and return them with their errors."""
@@ -371,11 +397,15 @@ class FitLibrary:
 
 
 def _fit_part(
-    job: tuple[FitLibrary, int],
+    job: tuple[FitLibrary, CandidateSet | int],
 ) -> tuple[dict[tuple[str, Factorise], Fit], CandidateSet]:
-    """Fit the candidates of a library's only layer, in a process of its own; return the fits that are new."""
-    part, limit = job
+    """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format.
+
+    Returns:
+        The fits that are new, and the fitted candidates.
+    """
+    part, wanted = job
     known = set(part._fits)
     (name,) = part.specs
-    site = part.candidates(name, limit=limit)
+    site = part.candidates(name, limit=wanted) if isinstance(wanted, int) else part.fitted(wanted)
     return {key: fit for key, fit in part._fits.items() if key not in known}, site

@@ -17,6 +17,7 @@ from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.plan import CompressionPlan
 
+_NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
 _PLAN_KEY = "rankrl.plan"
 
 
@@ -40,9 +41,12 @@ def save_compressed(
             used. Without it the architecture is taken from `model`, its factorised layers made dense again.
 
     Raises:
-        PlanError: If `model` is not what the plan makes of its dense model.
+        PlanError: If `model` is not what the plan makes of its dense model, or a parameter is not finite.
     """
     path = Path(path)
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise PlanError(f"{path} is not written, because {name} {_NOT_FINITE}")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _own_tensors(model).items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={_PLAN_KEY: plan.to_json()})
@@ -116,10 +120,7 @@ def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_
     if not is_parameter:
         wrong &= torch.isfinite(current)
     if bool(wrong.any()):
-        raise PlanError(
-            f"{name} holds NaN or infinite values; the training that wrote it diverged: train it anew at a "
-            "lower learning rate"
-        )
+        raise PlanError(f"{name} {_NOT_FINITE}")
 
 
 def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Module:

@@ -83,11 +83,11 @@ def search(
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
             nothing. A score that was edited since (its code, or what it closes over) begins anew.
         cache: Where fits are kept for later searches; None keeps nothing.
-        workers: Processes that score the plans of one step at the same time; None scores in this one. The
+        workers: Processes that fit layers and score the plans of a step side by side; None takes one. The
             plans found do not depend on it; `selector_options={"plans_per_step": N}` says how many a step
             has. `model` and `score` must be importable by name, and the call stand under
             `if __name__ == "__main__":`.
-        cluster: Where the processes are: `local`, or `ray` for a Ray cluster.
+        cluster: Where the processes that score are: `local`, or `ray` for a Ray cluster.
 
     Returns:
         The best plan, for `decomposition.apply_plan`, and the record of the search.

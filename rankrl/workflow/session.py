@@ -78,9 +78,9 @@ class SearchOptions:
         episodes: Plans to score.
         seconds: Stop after so many seconds, or None.
         patience: Stop after so many episodes without a better plan, or None.
-        workers: Processes that score plans, one thread each; None scores in this one. They share out the
-            plans of a step (selector.plans_per_step), or the images of one plan.
-        cluster: Where these processes are: `local`, or `ray` (extra `ray`).
+        workers: Processes that fit layers and score plans, one thread each; None works in this one. They
+            share out the layers, then the plans of a step (selector.plans_per_step) or the images of a plan.
+        cluster: Where the processes that score are: `local`, or `ray` (extra `ray`); layers are fitted here.
     """
 
     params: float | None = None
@@ -334,12 +334,12 @@ class SearchSession:
         return best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
-        sites: list[CandidateSet] = []
+        sites: dict[str, CandidateSet] = {}
         with progress_bar("fit layers", total=len(unfitted)) as bar:
 
             def finish(site: CandidateSet) -> None:
-                sites.append(site)
+                sites[site.name] = site
                 bar.advance()
 
-            self.library.fit_all(unfitted, finish)
-        return sites
+            self.library.fit_all(unfitted, finish, workers=self.options.workers)
+        return [sites[site.name] for site in unfitted]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import decomposition.library
-from decomposition.candidates import plan_from_choices
+from decomposition.candidates import CandidateSet, plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import FitOptions
 from decomposition.formats import get_format, list_formats
@@ -349,6 +349,10 @@ def test_fits_side_by_side_are_those_of_one_process_bit_for_bit(
     found = together.all_candidates(limit=3, workers=2, progress=told.append)
     assert found == wanted
     assert sorted(told) == ["0", "3", "7"]
+    prepared = library_of(small_net, names, data=True)
+    given: list[CandidateSet] = []
+    prepared.fit_all((prepared.unfitted(name, limit=3) for name in prepared.specs), given.append, workers=2)
+    assert sorted(given, key=lambda site: site.name) == sorted(wanted, key=lambda site: site.name)
     for site in wanted:
         for (operation,) in (each.operations for each in site.candidates[:-1]):
             one, other = (library.fit(site.name, operation) for library in (alone, together))
