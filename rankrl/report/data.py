@@ -31,6 +31,7 @@ class LayerRow:
         error: Relative error of the layer, 0 for the dense one; None where it was not measured.
         reason: Why the layer was not decomposed, or keeps its output channels; empty if it was cut.
         channels: Output channels kept and of how many; None in a plan that removes none.
+        format: Name of the tensor format; empty for a layer without ranks.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LayerRow:
     error: float | None = None
     reason: str = ""
     channels: tuple[int, int] | None = None
+    format: str = ""
 
     @property
     def kept(self) -> float:

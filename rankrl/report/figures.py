@@ -46,6 +46,22 @@ FONT = 8.5
 _FEWEST_AVERAGED = 5
 _AVERAGED_FRACTION = 20
 
+_FIXED = {
+    "tensor_ring": ("series-1", "o"),
+    "tensor_train": ("series-2", "s"),
+    "tucker": ("series-3", "^"),
+    "cp": ("series-4", "D"),
+    "spatial_svd": ("series-5", "v"),
+}
+_OTHERS = (("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
+
+
+def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the colour's role and the marker of every method; a tensor format has the same on every page."""
+    others = [name for name in sorted(set(methods)) if name not in _FIXED]
+    chosen = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
+    return {**{name: each for name, each in _FIXED.items() if name in methods}, **chosen}
+
 
 def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
     """The search: every episode's reward, their moving average, the best so far, and the reference plans.
@@ -97,6 +113,8 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
 def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
     """The plan: the share of its parameters that each layer keeps, and its ranks.
 
+    Where layers have several formats, bars have the formats' colours.
+
     Args:
         layers: The layers in forward order, at least one.
         size: Width and height in inches; the height grows with the labels and the panel of ranks.
@@ -113,8 +131,15 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     shares, ranks = panels[0, 0], panels[-1, 0]
     positions = np.arange(len(layers))
     style_axes(shares, "", "parameters kept")
-    for name, colour, compressed in (("compressed", "accent", True), ("left dense", "soft", False)):
-        chosen = [index for index, row in enumerate(layers) if row.is_compressed == compressed]
+    names = [_kind(row) for row in layers]
+    formats = sorted({row.format for row in layers} - {""})
+    colours = {"compressed": "accent", "left dense": "soft"}
+    if len(formats) > 1:
+        colours = {name: colour for name, (colour, _) in method_styles(formats).items()} | colours
+    else:
+        names = ["compressed" if name in formats else name for name in names]
+    for name, colour in colours.items():
+        chosen = [index for index, each in enumerate(names) if each == name]
         if chosen:
             heights = [layers[index].kept for index in chosen]
             shares.bar(positions[chosen], heights, width=0.72, color=PALETTE[colour], label=name)
@@ -128,8 +153,14 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     step = max(1, int(np.ceil(len(layers) / (width * 4.2))))
     ranks.set_xticks(positions[::step], [row.name for row in layers[::step]], rotation=90)
     ranks.set_xlim(-0.7, len(layers) - 0.3)
-    upper_legend(figure, columns=3)
+    upper_legend(figure, columns=max(3, len(formats) + 2) if size[0] > NARROW[0] else 3)
     return figure
+
+
+def _kind(row: LayerRow) -> str:
+    if not row.is_compressed:
+        return "left dense"
+    return row.format or "compressed"
 
 
 def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:

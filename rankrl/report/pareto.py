@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rankrl.report.axes import percent_axis
-from rankrl.report.figures import FONT, NARROW, PALETTE, style_axes, upper_legend
+from rankrl.report.figures import FONT, NARROW, PALETTE, method_styles, style_axes, upper_legend
 from rankrl.report.gather import GatheredRun
 from rankrl.report.stages import Stage, ratio
 
@@ -23,15 +23,6 @@ compare; shares of the dense network's, timed in turns with each run's file, do.
 
 Network = tuple[str, str, float]
 
-_FIXED = {
-    "tensor_ring": ("series-1", "o"),
-    "tensor_train": ("series-2", "s"),
-    "tucker": ("series-3", "^"),
-    "cp": ("series-4", "D"),
-    "spatial_svd": ("series-5", "v"),
-}
-_OTHERS = (("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
-
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points (cost, accuracy) that no other one beats, by rising cost.
@@ -43,13 +34,6 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
         if not front or accuracy > front[-1][1]:
             front.append((cost, accuracy))
     return front
-
-
-def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the colour's role and the marker of every method; a tensor format has the same on every page."""
-    others = [name for name in sorted(set(methods)) if name not in _FIXED]
-    chosen = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
-    return {**{name: each for name, each in _FIXED.items() if name in methods}, **chosen}
 
 
 def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, float, float]]:

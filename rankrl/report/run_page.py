@@ -145,12 +145,14 @@ def _layers(report: RunReport) -> Drawing | None:
 def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
+    mixed = len({row.format for row in layers} - {""}) > 1
     measured = any(row.error is not None for row in layers)
     reasoned = any(row.reason for row in layers)
     columns = [
         "Layer",
         "Shape",
         *(["Channels kept"] if pruned else []),
+        *(["Format"] if mixed else []),
         *(["Ranks"] if ranked else []),
         "Parameters before",
         "Parameters after",
@@ -161,18 +163,21 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
         *(["Outputs stay because" if pruned and not ranked else "Left dense because"] if reasoned else []),
     ]
     rows = [
-        _layer_cells(row, pruned=pruned, ranked=ranked, measured=measured, reasoned=reasoned)
+        _layer_cells(row, pruned=pruned, mixed=mixed, ranked=ranked, measured=measured, reasoned=reasoned)
         for row in layers
     ]
     text_columns = (0, len(columns) - 1) if reasoned else (0,)
     return text_table("Every layer, before and after.", columns, rows, text_columns=text_columns)
 
 
-def _layer_cells(row: LayerRow, *, pruned: bool, ranked: bool, measured: bool, reasoned: bool) -> list[str]:
+def _layer_cells(
+    row: LayerRow, *, pruned: bool, mixed: bool, ranked: bool, measured: bool, reasoned: bool
+) -> list[str]:
     return [
         row.name,
         "×".join(map(str, row.shape)),
         *([UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)] if pruned else []),
+        *([row.format or UNKNOWN] if mixed else []),
         *([", ".join(map(str, row.ranks)) or UNKNOWN] if ranked else []),
         format_count(row.params_before),
         format_count(row.params_after),

@@ -245,6 +245,7 @@ def layer_rows(
                 error=_error(layer, module, pruning=pruning),
                 reason=layer.reason or "",
                 channels=(rest.out_channels, spec.out_channels) if pruning else None,
+                format="" if chosen is None else chosen.format,
             )
         )
     return rows

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from decomposition import list_formats
 from rankrl.export import Latency
 from rankrl.report import EpisodeRow, LayerRow
 from rankrl.report.axes import number_axis, percent_axis, whole_axis
@@ -171,6 +172,17 @@ def test_every_figure_of_a_run_has_true_labels(
     assert_true_figure(layers_figure(layers[-count:], size))
     tiny = [dataclasses.replace(row, params_after=row.params_before // 90) for row in layers[-count:]]
     assert_true_figure(layers_figure(tiny, size))
+    names = list_formats()
+    mixed = [
+        dataclasses.replace(row, format=names[i % len(names)] if row.ranks else "")
+        for i, row in enumerate(layers)
+    ]
+    figure = layers_figure(mixed, size)
+    assert_true_figure(figure)
+    shown = {text.get_text() for legend in figure.legends for text in legend.texts}
+    assert {row.format for row in mixed if row.format} <= shown or len(
+        {row.format for row in mixed} - {""}
+    ) < 2
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])

@@ -138,6 +138,16 @@ def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[
     assert not {"Ranks", "Relative error", "Left dense because"} & set(cells)
 
 
+def test_layers_of_several_formats_name_theirs(metrics: Mapping[str, Any]) -> None:
+    rows = [
+        LayerRow(name, (8, 3, 3, 3), (2,), 216, 108, 9000, 4500, format=name) for name in ("cp", "tucker")
+    ]
+    page = outline(run_page(RunReport(metrics, rows)))
+    assert page.cells[page.cells.index("Format") :].count("tucker") == 2  # the layer's name and its format
+    alone = outline(run_page(RunReport(metrics, rows[:1])))
+    assert "Format" not in alone.cells
+
+
 def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str, Any]) -> None:
     stays = "all its output channels stay"
     rows = [

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from decomposition import list_formats
 from rankrl.report import ReportError, gather_runs, write_sweep_report
-from rankrl.report.pareto import dense_costs, method_styles, pareto_front, plotted
+from rankrl.report.figures import method_styles
+from rankrl.report.pareto import dense_costs, pareto_front, plotted
 
 METHODS = ("tensor_ring", "tucker", "cp")
 BUDGETS = (0.5, 0.25)
