@@ -84,7 +84,7 @@ class EvaluatorOptions:
         augmented: Score one fixed augmented copy of the held-out images: a network that has seen them in its
             training has not seen them like this.
         statistics: `corrected` moves biases and batch-norm means analytically; `reestimated` measures all
-            batch-norm statistics anew for every plan (dearer by one forward pass over those images).
+            batch-norm statistics anew for every plan (which costs one forward pass more over those images).
         reestimation_images: Held-out images that `reestimated` measures on.
         halving: Score unpromising plans on a part of the images only; None scores all on all.
         seed: Seed of the augmented copy.

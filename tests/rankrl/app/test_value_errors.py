@@ -109,7 +109,7 @@ def test_values_are_refused_before_anything_is_made(
         (("reward=weighted", "reward.compression=2"), "reward.compression must lie in [0, 1]"),
     ],
 )
-def test_ranges_of_chooser_and_reward_are_refused_before_any_training(
+def test_ranges_of_selector_and_reward_are_refused_before_any_training(
     refused: Refused, tmp_path: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
     assert expected in refused("task=search", *arguments)
