@@ -25,9 +25,10 @@ from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageErro
 from rankrl.sweeps import run_sweep_job
 from rankrl.tasks import get_task
 from rankrl.tracking import start_tracking
-from rankrl.workflow.run_folder import RunFolder
+from rankrl.workflow.run_folder import RunFolder, RunNotes
 
 USER_ERROR = 2
+BUDGET_MISSED = 3
 INTERRUPTED = 130
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 # Options that change nothing in a run's results.
@@ -59,7 +60,9 @@ def _run(config: DictConfig) -> None:
                 refuse_used_folder(folder)
             folder.prepare()
             folder.claim(recorded, overrides, resume=True)
-            _run_task(settings, plain, folder)
+            notes = _run_task(settings, plain, folder)
+            if notes.missed is not None:
+                _leave(ConfigError(f"the run is finished, but {notes.missed}."), BUDGET_MISSED)
     except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
         stopped = error if isinstance(error, RunStoppedError) else RunStoppedError(folder.path)
         _leave(stopped, INTERRUPTED)
@@ -70,14 +73,16 @@ def _run(config: DictConfig) -> None:
         _leave(explained, USER_ERROR)
 
 
-def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> None:
-    """Run the task, tracked."""
+def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> RunNotes:
+    """Run the task, tracked; return what its steps noted."""
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     check_values(plain)  # what sweepers draw is known only now
     task = get_task(settings.task)
     with start_tracking(settings.tracking.name, folder.path, plain, settings.tracking.options) as tracking:
-        task.run(settings, RunFolder(folder.path, tracking))
+        tracked = RunFolder(folder.path, tracking)
+        task.run(settings, tracked)
+    return tracked.notes
 
 
 def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
@@ -97,7 +102,10 @@ def _leave(error: Exception, code: int) -> None:
 
 
 def main() -> None:
-    """Run the command line; errors that a user can cure exit with code 2 and one paragraph."""
+    """Run the command line; errors that a user can cure exit with code 2 and one paragraph.
+
+    A run that is finished but misses its budget in time exits with code 3, one that was stopped with 130.
+    """
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
     try:

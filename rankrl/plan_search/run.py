@@ -45,6 +45,7 @@ class SearchResult:
         seconds: Wall time of the whole search, interruptions left out.
         stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
             `interrupt`, or the `selector`, which had nothing more to try.
+        missed: What to tell a reader if the chosen plan misses the budget in time, else None.
     """
 
     plan: CompressionPlan
@@ -53,6 +54,7 @@ class SearchResult:
     rows: tuple[EpisodeRow, ...]
     seconds: float
     stopped_by: StoppedBy
+    missed: str | None = None
 
     @property
     def evaluations(self) -> int:
@@ -60,9 +62,11 @@ class SearchResult:
         return sum(not row.cached for row in self.rows)
 
 
-def choosing(problem: SearchProblem, result: SearchResult, row: EpisodeRow) -> SearchResult:
-    """Return a result whose plan is that of another of its rows."""
-    return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), chosen=row)
+def choosing(
+    problem: SearchProblem, result: SearchResult, row: EpisodeRow, missed: str | None = None
+) -> SearchResult:
+    """Return a result whose plan is that of another of its rows; `missed` says what it does not keep."""
+    return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), chosen=row, missed=missed)
 
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:

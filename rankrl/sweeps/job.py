@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def run_sweep_job(
-    run: Callable[[], None],
+    run: Callable[[], object],
     folder: RunFolder,
     *,
     number: int,

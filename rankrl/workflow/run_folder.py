@@ -31,10 +31,12 @@ class RunNotes:
         warnings: What a reader must know before trusting the numbers.
         trainings: The learning rate that each training followed to its end, how often it was halved before,
             and the epochs, by stage: `train`, `finetune`, ...
+        missed: That of the warnings which says that the budget is missed, or None.
     """
 
     warnings: list[str] = field(default_factory=list)
     trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missed: str | None = None
 
 
 @dataclass(frozen=True)

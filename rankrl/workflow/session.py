@@ -278,7 +278,7 @@ class SearchSession:
 
         Returns:
             The chosen plan and the record. Within a budget in time the plan keeps it when it is exported and
-            timed.
+            timed; if none of the best does, the result says so (`missed`).
 
         Raises:
             ConfigError: The selector or an option is unknown, or an option is out of range.
@@ -317,20 +317,24 @@ class SearchSession:
         )
         if result.stopped_by == "interrupt":
             return result
-        return choosing(self.problem, result, self._chosen_row(result))
-
-    def _chosen_row(self, result: SearchResult) -> EpisodeRow:
-        """Return the row of the plan to apply: the best of those that keep the time, refit if wanted."""
-        count, by = self.options.finalists, result.plan.chosen_by
+        missed = None
         if self.latency is not None:
-            rows = self.latency.holding(self.problem, result, count)
+            timed = self.latency.holding(self.problem, result, options.finalists)
+            rows, missed = timed.rows, timed.missed
+            if missed is not None:
+                log.warning(missed)
         else:
-            rows = [result.best] if count == 1 else finalists(result, count)
-        if count == 1:
+            rows = [result.best] if options.finalists == 1 else finalists(result, options.finalists)
+        return choosing(self.problem, result, self._best_refit(result, rows), missed)
+
+    def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
+        """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""
+        if self.options.finalists == 1:
             return rows[0]
         if self._network_score is None:
             self._network_score = self.scoring.of_networks(self.model)
         score = self._network_score
+        by = result.plan.chosen_by
         return best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:

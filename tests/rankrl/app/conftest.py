@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import BUDGET, QUICK
 from hydra.core.global_hydra import GlobalHydra
 
 from rankrl.app import main
-
-QUICK = (
-    "model=conv4",
-    "train.epochs=2",
-    "train.optim.lr=0.02",
-    "search.episodes=3",
-    "search.images=100",
-    "calibration.images=64",
-    "decomposition.candidates=4",
-    "decomposition.iterations=5",
-    "decomposition.final_iterations=10",
-    "decomposition.final_starts=1",
-    "finetune.epochs=1",
-    "export.runs=3",
-)
-
-
-BUDGET = "budget.params=0.5"
-"""What `whole_run` was given beside `QUICK`."""
 
 
 @contextmanager
@@ -109,8 +89,3 @@ def refused(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> Callable[...,
         return message
 
     return run
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

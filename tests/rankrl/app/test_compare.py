@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import QUICK, read_json
 
 from rankrl.config import options
 from rankrl.config.schema import AppConfig, CompareConfig
@@ -18,13 +18,6 @@ from rankrl.selectors import list_selectors, selector_options
 from rankrl.workflow import compare
 from rankrl.workflow.compare import compared_searches
 from rankrl.workflow.session import SearchSession
-
-_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_conftest = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_conftest)
-QUICK, read_json = _conftest.QUICK, _conftest.read_json
 
 Command = Callable[..., None]
 

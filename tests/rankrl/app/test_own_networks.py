@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import QUICK, read_json
 from torch import nn
 
 from rankrl.models import create_model
 from rankrl.workflow.network import model_title
-
-_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_conftest = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_conftest)
-QUICK, read_json = _conftest.QUICK, _conftest.read_json
 
 NETWORKS = """
 from collections import OrderedDict

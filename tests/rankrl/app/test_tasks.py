@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from command_line import BUDGET, QUICK, read_json
 from onnxruntime import InferenceSession
 from safetensors import safe_open
 
@@ -22,13 +22,6 @@ from rankrl.config.schema import AppConfig
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.export import ExportError
 from rankrl.tasks import list_tasks
-
-_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_conftest = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_conftest)
-QUICK, BUDGET, read_json = _conftest.QUICK, _conftest.BUDGET, _conftest.read_json
 
 Command = Callable[..., None]
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_line import QUICK, read_json
 from torch import nn
 
+from rankrl.app import BUDGET_MISSED
 from rankrl.data import load_dataset
 from rankrl.models import create_model, save_checkpoint
 from rankrl.training import TrainingRecipe, train
-
-_spec = importlib.util.spec_from_file_location("app_conftest", Path(__file__).with_name("conftest.py"))
-assert _spec is not None
-assert _spec.loader is not None
-_conftest = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_conftest)
-QUICK, read_json = _conftest.QUICK, _conftest.read_json
+from rankrl.workflow.latency import LatencyBudget, TimedPlans
 
 Command = Callable[..., None]
 SHORT = (*QUICK, "selector=greedy", "search.episodes=1")
@@ -115,3 +111,35 @@ def test_a_rate_that_diverges_is_halved_and_both_are_told(rankrl: Command, tmp_p
     assert "diverged at the learning rate 0.8; after" in metrics["warnings"][0]
     assert f"it was followed to the end at {training['lr']:.3g}" in metrics["warnings"][0]
     assert "half the highest rate, 0.4 (halving 1 of 4)" in (folder / "rankrl.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_missed_budget_in_time_leaves_the_nearest_plan_and_an_exit_code(
+    rankrl: Command,
+    dense: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(LatencyBudget, "measured", lambda self, plan: 0.9 * self.fraction)
+    folder = tmp_path / "run"
+    command = (*SHORT, "task=search", dense, "budget.latency=0.9", f"hydra.run.dir={folder}")
+
+    def too_slow(self: LatencyBudget, *arguments: Any) -> TimedPlans:
+        monkeypatch.setattr(LatencyBudget, "measured", lambda self, plan: 1.001 * self.fraction)
+        return holding(self, *arguments)
+
+    holding = LatencyBudget.holding
+    monkeypatch.setattr(LatencyBudget, "holding", too_slow)
+    with pytest.raises(SystemExit) as stopped:
+        rankrl(*command)
+    assert stopped.value.code == BUDGET_MISSED
+    warning = read_json(folder / "metrics.json")["warnings"][-1]
+    assert warning.startswith("budget.latency=0.9 is missed: ")
+    assert "it keeps 0.901 of" in warning
+    assert (folder / "plan.json").exists()
+    shown = capsys.readouterr()
+    assert f"warning: {warning}" in shown.out
+    assert (
+        shown.err.strip().splitlines()[-1].startswith("rankrl: the run is finished, but budget.latency=0.9")
+    )

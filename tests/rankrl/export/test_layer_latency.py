@@ -27,7 +27,7 @@ from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.history import make_row
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+from rankrl.workflow.latency import LatencyBudget, LatencyOptions, TimedPlans
 
 SHAPE = (3, 12, 12)
 
@@ -220,7 +220,27 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
     best = rows[0]
     result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
     for count in (1, 2, 5):
-        assert budget.holding(problem, result, count) == best_rows(rows, count)
+        assert budget.holding(problem, result, count) == TimedPlans(best_rows(rows, count))
     budget.factor = 100.0
-    with pytest.raises(ConfigError, match=r"budget\.latency=0\.6: of the \d+ best plans none is that fast"):
-        budget.holding(problem, result, 1)
+    timed = budget.holding(problem, result, 1)
+    assert timed.rows == [min(rows, key=lambda row: problem.cost(row.key).params)], (
+        "the fastest is the nearest"
+    )
+    assert timed.missed is not None
+    assert timed.missed.startswith("budget.latency=0.6 is missed: of the 3 best plans none is that fast")
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(1.02, False), (1.05, True)])
+def test_a_budget_that_is_missed_by_a_hair_is_searched_all_the_same(
+    model: nn.Module, library: FitLibrary, factor: float, refused: bool
+) -> None:
+    sites = library.all_candidates(limit=16)
+    least = sum(site.params.min() for site in sites) / sum(site.spec.params for site in sites)
+    budget = Summing(model, sites, SHAPE, float(least), LatencyOptions())
+    budget.factor = factor
+    if refused:
+        with pytest.raises(DecompositionError, match="cannot be reached"):
+            budget.problem(library)
+    else:
+        problem = budget.problem(library)
+        assert problem.cost(problem.preset).params == sum(site.params.min() for site in sites)
