@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rankrl.config.overrides import check_overrides
+from rankrl.errors import ConfigError
+
 QUICK = (
     "model=conv4",
     "train.epochs=2",
@@ -24,6 +27,20 @@ QUICK = (
 
 BUDGET = "budget.params=0.5"
 """What `whole_run` was given beside `QUICK`."""
+
+
+def with_effect(*arguments: str) -> tuple[str, ...]:
+    """Return the arguments without those of `QUICK` that the task has no use for, and would refuse."""
+    left = list(arguments)
+    while True:
+        try:
+            check_overrides(left)
+        except ConfigError as error:
+            idle = [each for each in left if each in QUICK and str(error).startswith(f"{each} has no effect")]
+            if idle:
+                left.remove(idle[0])
+                continue
+        return tuple(left)
 
 
 def read_json(path: Path) -> dict[str, Any]:

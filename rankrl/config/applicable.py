@@ -54,7 +54,9 @@ def check_applicable(config: Config, given: Sequence[str]) -> None:
         for rule in RULES:
             if value not in (None, False) and rule.concerns(name) and rule.idle(config):
                 reason = rule.reason.format(task=config["task"])
-                held = value.get("name", value) if isinstance(value, Mapping) else value
+                held = value
+                if isinstance(value, Mapping):  # a group's choice
+                    held = value.get("name", value.get("format", value))
                 text = held if isinstance(held, str) else shown(held)
                 raise ConfigError(f"{name}={text} has no effect: {reason}; {rule.advice}")
 
@@ -80,10 +82,40 @@ def _cannot_split(config: Config) -> bool:
     return any(name in list_formats() and not get_format(name).tensorisable for name in names)
 
 
+_SEARCHING = ("pipeline", "search", "compare", "prune")
+_FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
+_TRAINING = ("train", "apply", *_SEARCHING)
+
+
+def _section(name: str, reason: str, *tasks: str) -> Rule:
+    """The rule of a section that other tasks than these do not read."""
+    return Rule(
+        f"{name}.",
+        _other_task(*tasks),
+        f"task={{task}} {reason}",
+        f"leave it out, or choose task={', '.join(tasks[:-1])} or {tasks[-1]}",
+    )
+
+
 RULES = (
+    _section("search", "searches for no plan", *_SEARCHING),
+    _section("selector", "searches for no plan", *_SEARCHING),
+    _section("reward", "searches for no plan", *_SEARCHING),
+    _section("calibration", "fits no layers", "inspect", "apply", *_SEARCHING),
+    _section("decomposition", "fits no layers", "inspect", "apply", *_SEARCHING),
+    _section("finetune", "fine-tunes nothing", *_FINETUNING),
+    _section("optim", "fine-tunes nothing", *_FINETUNING),
+    _section("train", "trains no dense network", *_TRAINING),
+    _section("export", "neither exports a network nor times one", "export", *_SEARCHING),
+    Rule(
+        "train.",
+        lambda config: config["task"] != "train" and bool(config["model"].get("checkpoint")),
+        "model.checkpoint is given, so no dense network is trained",
+        "leave one of the two out",
+    ),
     Rule(
         "budget.",
-        _other_task("pipeline", "search", "compare", "prune"),
+        _other_task(*_SEARCHING),
         "task={task} chooses no plan, which a budget would limit",
         "leave it out, or choose task=pipeline, search, compare or prune",
     ),

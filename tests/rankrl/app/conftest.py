@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import BUDGET, QUICK
+from command_line import BUDGET, QUICK, with_effect
 from hydra.core.global_hydra import GlobalHydra
 
 from rankrl.app import main
@@ -42,7 +42,7 @@ Command = Callable[..., None]
 def call(*arguments: str) -> None:
     """Call `rankrl` as the console would."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["rankrl", *arguments])
+        patch.setattr(sys, "argv", ["rankrl", *with_effect(*arguments)])
         GlobalHydra.instance().clear()
         main()
 

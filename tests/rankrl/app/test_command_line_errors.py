@@ -70,7 +70,7 @@ def test_values_are_refused(
 ) -> None:
     monkeypatch.setenv("RANKRL_DATA", str(tmp_path / "no-data"))
     monkeypatch.setattr("torchvision.datasets.utils.download_url", _no_network)
-    quick = ("train.epochs=1", "model=conv4") if "=cifar10" not in str(arguments) else ()
+    quick = ("train.epochs=2", "model=conv4") if "=cifar10" not in str(arguments) else ()
     assert expected in refused(*quick, *arguments)
     assert not list(tmp_path.rglob("metrics.json"))
 

@@ -296,7 +296,7 @@ def test_a_new_run_refuses_the_folder_of_an_earlier_one(
         assert "holds a run already; `rankrl resume=" in message
         assert "Traceback" not in message
     assert (folder / ".hydra" / "overrides.yaml").read_text() == before
-    rankrl(f"resume={folder}", "export.runs=4")
+    rankrl(f"resume={folder}", "tracking=csv")
     assert not (tmp_path / "runs").exists()
 
 

@@ -15,7 +15,7 @@ from rankrl.models import create_model, save_checkpoint
 
 Sweep = Callable[..., int]
 
-TINY = ("task=evaluate", "model=conv4", "train.epochs=1", "tracking=csv")
+TINY = ("task=evaluate", "model=conv4", "tracking=csv")
 
 
 @pytest.fixture(autouse=True)

@@ -29,10 +29,10 @@ def written() -> dict[str, int]:
 
 
 def test_jobs_are_named_after_what_varies_and_finished_ones_are_skipped(sweep: Sweep) -> None:
-    assert sweep("seed=0,1", "search.images=10") == 0
+    assert sweep("seed=0,1", "dataset.heldout=10") == 0
     assert finished() == ["seed-0", "seed-1"]
     before = written()
-    assert sweep("seed=0,1,2", "search.images=10") == 0
+    assert sweep("seed=0,1,2", "dataset.heldout=10") == 0
     assert finished() == ["seed-0", "seed-1", "seed-2"]
     assert {name: time for name, time in written().items() if name in before} == before
 
@@ -40,13 +40,13 @@ def test_jobs_are_named_after_what_varies_and_finished_ones_are_skipped(sweep: S
 def test_another_configuration_in_the_same_folder_is_refused_not_matched(
     sweep: Sweep, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep("seed=0,1", "search.images=10") == 0
+    assert sweep("seed=0,1", "dataset.heldout=10") == 0
     before = written()
-    assert sweep("seed=0,1", "search.images=20") == 1
+    assert sweep("seed=0,1", "dataset.heldout=20") == 1
     assert written() == before
     message = capfd.readouterr().err
     assert "2 jobs of the sweep failed" in message
-    assert "search.images was 10, is now 20" in message
+    assert "dataset.heldout was 10, is now 20" in message
 
 
 def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(
@@ -88,13 +88,14 @@ def test_an_interrupted_job_goes_on_from_its_state(sweep: Sweep, monkeypatch: py
     def kill(*_: object, **__: object) -> None:
         raise Killed
 
+    training = ("task=train", "model.checkpoint=null", "train.epochs=1", "seed=0,1")
     with monkeypatch.context() as patch:
         patch.setattr("rankrl.tasks.train.network_numbers", kill)
         with pytest.raises(Killed):
-            sweep("task=train", "model.checkpoint=null", "seed=0,1")
+            sweep(*training)
     state = FOLDER / "seed-0" / "state" / "train.safetensors"
     trained = state.stat().st_mtime_ns
-    assert sweep("task=train", "model.checkpoint=null", "seed=0,1") == 0
+    assert sweep(*training) == 0
     assert state.stat().st_mtime_ns == trained
     assert finished() == ["seed-0", "seed-1"]
 
@@ -102,8 +103,8 @@ def test_an_interrupted_job_goes_on_from_its_state(sweep: Sweep, monkeypatch: py
 def test_a_bad_value_anywhere_in_a_sweep_stops_it_before_it_starts(
     sweep: Sweep, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep("train.epochs=1,many") == 2
-    assert sweep("optim=sgd,onnx_adm") == 2
+    assert sweep("task=search", "search.episodes=1,many") == 2
+    assert sweep("task=finetune", "optim=sgd,onnx_adm") == 2
     message = capfd.readouterr().err
     assert "Did you mean 'onnx_adam'" in message
     assert "Traceback" not in message
