@@ -260,7 +260,9 @@ def export_options(config: AppConfig) -> ExportOptions:
     for name in ("batch", "threads", "runs"):
         if getattr(export, name) < 1:
             raise ConfigError(f"export.{name} must be at least 1, got {getattr(export, name)}")
-    return ExportOptions(export.opset, export.batch, export.threads, export.runs, export.preprocess)
+    return ExportOptions(
+        export.opset, export.batch, export.threads, export.runs, export.preprocess, export.int8
+    )
 
 
 def _recipe(

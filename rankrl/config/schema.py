@@ -215,6 +215,7 @@ class ExportConfig:
     batch: int = owned(ExportOptions, "batch")
     threads: int = owned(ExportOptions, "threads")
     runs: int = owned(ExportOptions, "runs")
+    int8: bool = owned(ExportOptions, "int8")
     training: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rankrl.export.errors import ExportError
+from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import (
     Latency,
     LatencyComparison,
@@ -25,5 +26,6 @@ __all__ = [
     "measure_latency",
     "measure_layer_latencies",
     "onnx_accuracy",
+    "quantise_onnx",
     "verify_onnx",
 ]

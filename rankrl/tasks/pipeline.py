@@ -13,6 +13,7 @@ from rankrl.workflow.measure import (
     cost_ratios,
     export_dense,
     export_numbers,
+    int8_numbers,
     layer_rows,
     network_numbers,
     test_accuracy,
@@ -54,5 +55,6 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         scratch=folder.state,
     )
     steps.exported_step(config, finetuned, folder)
+    metrics["dense_int8"] = int8_numbers(baseline, data, export_options, folder.state)
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)

@@ -23,6 +23,7 @@ from rankrl.workflow.measure import (
     cost_ratios,
     export_dense,
     export_numbers,
+    int8_numbers,
     layer_rows,
     network_numbers,
     test_accuracy,
@@ -80,6 +81,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         metadata=steps.file_metadata(plan, metrics),
         scratch=folder.state,
     )
+    metrics["dense_int8"] = int8_numbers(baseline, data, export_options, folder.state)
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)
 

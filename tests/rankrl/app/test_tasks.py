@@ -82,6 +82,11 @@ def test_pipeline_writes_the_run_folder(whole_run: Path) -> None:
     times = metrics["onnx"]["baseline_latency_ms"], metrics["onnx"]["latency_ms"]
     assert metrics["ratios"]["latency"] == pytest.approx(times[0] / times[1])
     assert not (folder / "state" / "unverified.onnx").exists()
+    rival = metrics["dense_int8"]
+    assert rival["accuracy"] == pytest.approx(metrics["baseline"]["accuracy"], abs=0.02)
+    assert rival["latency_ratio_low"] <= rival["latency_ratio"] <= rival["latency_ratio_high"]
+    assert rival["file_bytes"] < metrics["baseline"]["params"] * 2
+    assert not (folder / "state" / "dense-int8.onnx").exists()
 
 
 def accuracy_of_a_stranger(session: InferenceSession, said: dict[str, Any]) -> float:

@@ -154,6 +154,25 @@ def test_the_terminal_shows_the_spread_and_a_busy_machine(metrics: dict[str, Any
         assert part in printed(metrics)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "text"),
+    [(2.42, 2.3, 2.5, "2.42× faster"), (1.2, 0.9, 1.4, "unchanged"), (0.5, 0.45, 0.55, "2.00× slower")],
+)
+def test_the_dense_network_in_integers_is_named_as_the_first_rival(
+    metrics: dict[str, Any], ratio: float, low: float, high: float, text: str
+) -> None:
+    assert "8-bit" not in latency_note(metrics)
+    metrics["dense_int8"] = {
+        "accuracy": 0.9167,
+        "latency_ratio": ratio,
+        "latency_ratio_low": low,
+        "latency_ratio_high": high,
+        "file_bytes": 315_514,
+    }
+    rival = f"For comparison, the dense network in 8-bit integers: 91.67 %, {text}."
+    assert rival in plain(latency_note(metrics))
+
+
 def test_a_partial_run_prints_what_it_has() -> None:
     table = summary_table({"model": "lenet5", "baseline": {"accuracy": 0.99, "params": 431_080}})
     assert [column.header for column in table.columns] == ["", "Baseline"]

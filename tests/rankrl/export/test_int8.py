@@ -1,0 +1,100 @@
+"""Files in 8-bit integers: onnxruntime's own quantiser on our exports, and what it cannot take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from rankrl.export import ExportError, export_onnx, quantise_onnx
+
+SHAPE = (3, 12, 12)
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    ).eval()
+
+
+def batches(count: int = 4, size: int = 16) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal((size, *SHAPE), dtype=np.float32) for _ in range(count)]
+
+
+def outputs(path: Path, batch: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found: np.ndarray = session.run(None, {session.get_inputs()[0].name: batch})[0]
+    return found
+
+
+def old_model() -> onnx.ModelProto:
+    """A graph of opset 12."""
+    entry, end = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", *SHAPE])
+        for name in ("input", "output")
+    )
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["input"], ["output"])], "old", [entry], [end]
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 12)], ir_version=7)
+
+
+def test_an_int8_file_is_smaller_and_computes_nearly_the_same(network: nn.Module, tmp_path: Path) -> None:
+    path, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    export_onnx(network, path, SHAPE)
+    assert quantise_onnx(path, target, iter(batches())) == target
+    (batch,) = batches(1, 7)
+    expected, found = outputs(path, batch), outputs(target, batch)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
+    weights = [
+        each for each in onnx.load(target).graph.initializer if each.data_type == onnx.TensorProto.INT8
+    ]
+    assert sum(np.prod(each.dims) for each in weights) >= 16 * 3 * 9 + 16 * 16 * 9 + 160
+
+
+def test_a_file_of_fixed_batch_is_calibrated_on_batches_of_that_size(
+    network: nn.Module, tmp_path: Path
+) -> None:
+    path = tmp_path / "float.onnx"
+    export_onnx(network, path, SHAPE, sample=torch.zeros(4, *SHAPE), dynamic_batch=False)
+    with pytest.raises(ExportError, match="without calibration batches of 4, the batch size of the file"):
+        quantise_onnx(path, tmp_path / "int8.onnx", batches(size=16))
+    assert quantise_onnx(path, tmp_path / "int8.onnx", batches(size=4)).exists()
+
+
+def test_what_cannot_be_quantised_is_refused_and_nothing_is_written(
+    network: nn.Module, tmp_path: Path
+) -> None:
+    path, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    with pytest.raises(ExportError, match=r"no ONNX file at .*float\.onnx"):
+        quantise_onnx(path, target, batches())
+    export_onnx(network, path, SHAPE)
+    with pytest.raises(ExportError, match="without calibration batches"):
+        quantise_onnx(path, target, [])
+    with pytest.raises(ExportError, match="NaN or infinite values on the calibration inputs"):
+        quantise_onnx(path, target, [np.full((2, *SHAPE), np.nan, dtype=np.float32)])
+    with pytest.raises(ExportError, match="fails on float32 of shape"):
+        quantise_onnx(path, target, [np.zeros((2, 5, 5, 5), dtype=np.float32)])
+    onnx.save(old_model(), tmp_path / "old.onnx")
+    with pytest.raises(ExportError, match="opset 12; 8-bit integers need 13"):
+        quantise_onnx(tmp_path / "old.onnx", target, batches())
+    assert not target.exists()
+    quantise_onnx(path, target, batches())
+    with pytest.raises(ExportError, match="quantised already"):
+        quantise_onnx(target, tmp_path / "again.onnx", batches())
