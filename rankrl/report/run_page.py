@@ -142,6 +142,9 @@ def _layers(report: RunReport) -> Drawing | None:
     )
 
 
+_RANKS = {False: "Ranks", True: "Format, ranks"}
+
+
 def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
@@ -152,8 +155,7 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
         "Layer",
         "Shape",
         *(["Channels kept"] if pruned else []),
-        *(["Format"] if mixed else []),
-        *(["Ranks"] if ranked else []),
+        *([_RANKS[mixed]] if ranked else []),
         "Parameters before",
         "Parameters after",
         "Kept",
@@ -170,6 +172,13 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     return text_table("Every layer, before and after.", columns, rows, text_columns=text_columns)
 
 
+def _ranks(row: LayerRow, *, mixed: bool) -> str:
+    if not row.ranks:
+        return UNKNOWN
+    ranks = ", ".join(map(str, row.ranks))
+    return f"{row.format} {ranks}" if mixed else ranks
+
+
 def _layer_cells(
     row: LayerRow, *, pruned: bool, mixed: bool, ranked: bool, measured: bool, reasoned: bool
 ) -> list[str]:
@@ -177,8 +186,7 @@ def _layer_cells(
         row.name,
         "×".join(map(str, row.shape)),
         *([UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)] if pruned else []),
-        *([row.format or UNKNOWN] if mixed else []),
-        *([", ".join(map(str, row.ranks)) or UNKNOWN] if ranked else []),
+        *([_ranks(row, mixed=mixed)] if ranked else []),
         format_count(row.params_before),
         format_count(row.params_after),
         format_share(row.kept),

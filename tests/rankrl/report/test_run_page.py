@@ -143,9 +143,9 @@ def test_layers_of_several_formats_name_theirs(metrics: Mapping[str, Any]) -> No
         LayerRow(name, (8, 3, 3, 3), (2,), 216, 108, 9000, 4500, format=name) for name in ("cp", "tucker")
     ]
     page = outline(run_page(RunReport(metrics, rows)))
-    assert page.cells[page.cells.index("Format") :].count("tucker") == 2  # the layer's name and its format
+    assert {"Format, ranks", "cp 2", "tucker 2"} <= set(page.cells)
     alone = outline(run_page(RunReport(metrics, rows[:1])))
-    assert "Format" not in alone.cells
+    assert {"Ranks", "2"} <= set(alone.cells)
 
 
 def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str, Any]) -> None:
