@@ -8,6 +8,8 @@ matter, and nothing depends on addresses or on the order of sets, so that anothe
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import dis
 import functools
 import hashlib
@@ -222,7 +224,7 @@ class _Reader:
     def _object(self, value: Any) -> None:
         if hasattr(value, "__wrapped__"):  # functools.lru_cache and its like
             self._wrapper(value)
-        elif _is_users(type(value).__module__):
+        elif _is_known(value):
             self._class(type(value))
             held = {**getattr(value, "__dict__", {})}
             for cls in type(value).__mro__:
@@ -232,7 +234,8 @@ class _Reader:
             self._mapping(held)
         else:
             self._named(value)
-            self.opaque.add(_full_name(value))
+            if getattr(value, "__dict__", None) != {}:  # a marker object holds nothing
+                self.opaque.add(_full_name(value))
 
     def _named(self, value: Any) -> None:
         self._note("named", _full_name(value))
@@ -241,7 +244,15 @@ class _Reader:
 _NOTHING = object()
 _MEMBERS = (types.FunctionType, *_VALUES, tuple, list, dict)
 _OF_THE_CLASS = frozenset(
-    {"__doc__", "__module__", "__qualname__", "__dict__", "__weakref__", "__annotations__"}
+    {
+        "__doc__",
+        "__module__",
+        "__qualname__",
+        "__dict__",
+        "__weakref__",
+        "__annotations__",
+        "__dataclass_fields__",  # what they say is in the methods made of them, and in other attributes
+    }
 )
 
 _READERS: tuple[tuple[Any, Callable[[_Reader, Any], None]], ...] = (
@@ -259,7 +270,7 @@ _READERS: tuple[tuple[Any, Callable[[_Reader, Any], None]], ...] = (
     (np.generic, lambda reader, value: reader._array(np.asarray(value))),
     (nn.Module, _Reader._network),
     (DataLoader, _Reader._loader),
-    (Dataset, _Reader._held),
+    (Dataset | argparse.Namespace | types.SimpleNamespace, _Reader._held),
     (torch.Generator, _Reader._generator),
     (np.random.Generator, _Reader._numpy_generator),
     (tuple | list, lambda reader, value: reader._all(type(value).__name__, value)),
@@ -296,6 +307,13 @@ def _full_name(value: Any) -> str:
     named = value if hasattr(value, "__qualname__") else type(value)
     module = getattr(named, "__module__", None)
     return f"{module}.{named.__qualname__}" if module else str(getattr(value, "__name__", named.__qualname__))
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether an object holds its attributes alone: one of the user, of ours, or a dataclass."""
+    module = type(value).__module__
+    ours = module.partition(".")[0] in _OWN_PACKAGES
+    return _is_users(module) or ours or dataclasses.is_dataclass(value)
 
 
 @functools.cache

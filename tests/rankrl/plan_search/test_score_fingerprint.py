@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import importlib
 import math
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rankrl.data import load_dataset
 from rankrl.plan_search.score_fingerprint import ScoreFingerprint
 
 MODULE = '''
@@ -216,3 +219,30 @@ def test_what_cannot_be_looked_into_is_named() -> None:
     assert score_of(iter([1])).opaque == ("builtins.list_iterator",)
     compiled = ScoreFingerprint.of(importlib.import_module("operator").itemgetter(0))
     assert compiled.opaque == ("operator.itemgetter",)
+
+
+@dataclasses.dataclass
+class Settings:
+    """A user's own settings, with a default and a factory."""
+
+    factor: float = 1.0
+    weights: list[float] = dataclasses.field(default_factory=list)
+
+
+def test_datasets_and_settings_are_looked_into() -> None:
+    def score_of(data: Any, options: Any) -> Any:
+        return lambda network: float(len(data.test)) + options.factor
+
+    data = load_dataset("digits")
+    fingerprints = set()
+    for held in (data, load_dataset("digits"), dataclasses.replace(data, mean=(0.25,))):
+        for options in (
+            argparse.Namespace(factor=1.0),
+            argparse.Namespace(factor=2.0),
+            Settings(),
+            Settings(3.0),
+        ):
+            found = ScoreFingerprint.of(score_of(held, options))
+            assert found.opaque == ()
+            fingerprints.add(found.digest)
+    assert len(fingerprints) == 8, "two equal datasets, four different settings"
