@@ -62,9 +62,11 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
     if metrics.get("finetuned"):
         last = found[-1] if found else Stage("")
         found.append(Stage("Fine-tuned", number(metrics, "finetuned", "accuracy"), last.params, last.macs))
-    latencies = {0: number(metrics, "onnx", "baseline_latency_ms")}
-    if len(found) > 1:
+    latencies = {}
+    if found:
         latencies[len(found) - 1] = number(metrics, "onnx", "latency_ms")
+        if found[0].name == "Baseline":
+            latencies[0] = number(metrics, "onnx", "baseline_latency_ms")
     return [
         Stage(stage.name, stage.accuracy, stage.params, stage.macs, latencies.get(index))
         for index, stage in enumerate(found)

@@ -173,6 +173,16 @@ def test_the_dense_network_in_integers_is_named_as_the_first_rival(
     assert rival in plain(latency_note(metrics))
 
 
+def test_an_exported_file_alone_has_its_own_latency(metrics: dict[str, Any]) -> None:
+    metrics["onnx"] |= {"baseline_latency_ms": 48.5, "latency_ms": 28.9}
+    alone = {key: metrics[key] for key in ("model", "compressed", "onnx")}
+    (compressed,) = stages(alone)
+    assert (compressed.name, compressed.latency_ms) == ("Compressed", 28.9)
+    assert "28.9" in printed(alone)
+    assert "48.5" not in printed(alone)
+    assert [stage.latency_ms for stage in stages({**alone, "baseline": metrics["baseline"]})] == [48.5, 28.9]
+
+
 def test_a_partial_run_prints_what_it_has() -> None:
     table = summary_table({"model": "lenet5", "baseline": {"accuracy": 0.99, "params": 431_080}})
     assert [column.header for column in table.columns] == ["", "Baseline"]
