@@ -43,21 +43,26 @@ class FitOptions:
             tensor rings and CP, whose problems have several minima.
         tolerance: Stop when an iteration lowers the squared relative error by less than this fraction of it.
         seed: Seed of the random starting points.
+        enough: Stop when the relative error is at most that, 0 or more. What differs by less is one to who
+            chooses ranks by it, and the last iterations of the largest ranks are those that take longest.
     """
 
     iterations: int = 60
     starts: int = 1
     tolerance: float = 1e-6
     seed: int = 0
+    enough: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.iterations < 0 or self.starts < 1 or not self.tolerance >= 0:
+        if self.iterations < 0 or self.starts < 1 or not (self.tolerance >= 0 and self.enough >= 0):
             raise DecompositionError(
-                f"fit options need iterations >= 0, starts >= 1 and tolerance >= 0, got {self!r}"
+                f"fit options need iterations >= 0, starts >= 1, tolerance >= 0 and enough >= 0, got {self!r}"
             )
 
 
 FAST = FitOptions()
+CHOOSING = FitOptions(enough=5e-3)
+"""For fits that ranks are chosen by; the layers of the plan are fitted anew."""
 THOROUGH = FitOptions(iterations=1000, starts=16, tolerance=1e-9)
 
 
@@ -255,20 +260,22 @@ def _at(terms: torch.Tensor, rank: int) -> float:
 
 def _search(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
     """Return the best end of all starts, by error alone unless all of its terms cancel."""
-    iterations, tolerance = options.iterations, options.tolerance
+    iterations, tolerance, enough = options.iterations, options.tolerance, options.enough**2
     starts = _starting_points(problem, ranks, options)
     if len(starts) > 1:  # a short race picks the start that is worth the long run
         short = min(iterations, 30)
         raced = sorted(
-            (problem.minimise(cores, short, tolerance) for cores in starts), key=problem.squared_error
+            (problem.minimise(cores, short, tolerance, enough=enough) for cores in starts),
+            key=problem.squared_error,
         )
         starts = raced[: max(2, len(starts) // 4)]
     best = min(
-        (problem.minimise(cores, iterations, tolerance) for cores in starts), key=problem.squared_error
+        (problem.minimise(cores, iterations, tolerance, enough=enough) for cores in starts),
+        key=problem.squared_error,
     )
     penalty = _FIRST_BOUNDING_PENALTY
     while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
-        candidates = [problem.minimise(cores, iterations, tolerance, penalty) for cores in starts]
+        candidates = [problem.minimise(cores, iterations, tolerance, penalty, enough) for cores in starts]
         best = min(candidates, key=problem.squared_error)
         penalty *= 100
     return best

@@ -18,7 +18,7 @@ from torch import nn
 from decomposition.allocation import Budget, allocate
 from decomposition.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
 from decomposition.errors import DecompositionError
-from decomposition.fitting import FAST, FitOptions
+from decomposition.fitting import CHOOSING, FitOptions
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
@@ -185,7 +185,7 @@ def plan_by_heuristic(
     tensorised: bool = False,
     candidates: int = 16,
     multiple: int = 1,
-    options: FitOptions = FAST,
+    options: FitOptions = CHOOSING,
     folder: Path | None = None,
     progress: Callable[[str], None] | None = None,
     workers: int | None = None,

@@ -26,6 +26,7 @@ _HISTORY = 20
 # gain the most.
 _FULL_STEP = 1e9
 _LEAST_ITERATIONS = 20
+_NOTHING_LEFT = 1e-15
 
 
 class LeastSquares:
@@ -133,7 +134,12 @@ class LeastSquares:
         return min(iterations, max(_LEAST_ITERATIONS, int(iterations * _FULL_STEP / step)))
 
     def minimise(
-        self, cores: Cores, iterations: int, tolerance: float, penalty: float = LEAST_PENALTY
+        self,
+        cores: Cores,
+        iterations: int,
+        tolerance: float,
+        penalty: float = LEAST_PENALTY,
+        enough: float = 0.0,
     ) -> Cores:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free.
 
@@ -142,6 +148,7 @@ class LeastSquares:
             iterations: Iterations at most; where each takes long, no more than are affordable.
             tolerance: Stop when an iteration lowers the squared error by less than this fraction of it.
             penalty: Weight of |A|^2 + |Q|^2, which keeps terms from growing.
+            enough: Stop when the squared error is at most that.
         """
         fixed = 1 if self.free_output else 0
         if iterations == 0:
@@ -168,7 +175,7 @@ class LeastSquares:
                 initial,
                 jac=True,
                 method="L-BFGS-B",
-                callback=_StopWhenFlat(tolerance),
+                callback=_StopWhenFlat(tolerance, enough),
                 options={
                     "maxiter": self.affordable(cores, iterations),
                     "maxcor": _HISTORY,
@@ -253,18 +260,23 @@ def _numpy_blas() -> ThreadpoolController:
 
 
 class _StopWhenFlat:
-    """Stops the minimiser when ten iterations lower the value by less than ten tolerances of it."""
+    """Stops the minimiser when ten iterations lower the value by less than ten tolerances of it.
+
+    It stops at once when the value is small enough.
+    """
 
     _WINDOW = 10
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
+    def __init__(self, tolerance: float, enough: float) -> None:
+        self.tolerance, self.enough = tolerance, max(enough, _NOTHING_LEFT)
         self.values: list[float] = []
 
     def __call__(self, intermediate_result: object) -> None:
         value = float(intermediate_result.fun)  # type: ignore[attr-defined]
         self.values.append(value)
+        if value < self.enough:
+            raise StopIteration
         if len(self.values) > self._WINDOW:
             gained = self.values[-1 - self._WINDOW] - value
-            if value < 1e-15 or gained <= self._WINDOW * self.tolerance * value:
+            if gained <= self._WINDOW * self.tolerance * value:
                 raise StopIteration

@@ -17,7 +17,7 @@ from torch import nn
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing
-from decomposition.fitting import FAST, Fit, FitOptions, Fitter
+from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.layers import LayerSpec, inspect_layers, weight_of
 from decomposition.metric import Metric, times, to_bytes
@@ -67,7 +67,7 @@ class FitLibrary:
         tensorised: bool = False,
         centred: bool = True,
         multiple: int = 1,
-        options: FitOptions = FAST,
+        options: FitOptions = CHOOSING,
         folder: Path | None = None,
     ) -> None:
         names = (formats,) if isinstance(formats, str) else tuple(formats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
+from decomposition.fitting import CHOOSING
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
@@ -154,7 +155,7 @@ def calibrated_library(
         weigh_outputs=options.weigh_outputs,
         tensorised=options.tensorised,
         multiple=options.multiple,
-        options=FitOptions(iterations=options.iterations),
+        options=replace(CHOOSING, iterations=options.iterations),
         folder=cache,
         seed=seed,
     )

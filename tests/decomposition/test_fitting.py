@@ -348,3 +348,18 @@ def test_more_starts_never_end_worse(name: str) -> None:
         for starts in (1, 6)
     )
     assert many <= one * 1.001
+
+
+def test_a_fit_that_is_good_enough_stops_there() -> None:
+    """It ends between what is asked for and what all iterations reach, and earlier."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(SMALL.out_channels, SMALL.in_channels, SMALL.kernel, generator=generator)
+    cp = get_format("cp")
+    ranks = (4 * cp.max_ranks(SMALL)[0] // 5,)
+    best = fit_weight(cp, weight, SMALL, ranks, options=FitOptions(iterations=200))
+    assert best.error < 0.02
+    enough = 0.5 * (best.error + fit_weight(cp, weight, SMALL, ranks, options=FitOptions(iterations=1)).error)
+    stopped = fit_weight(cp, weight, SMALL, ranks, options=FitOptions(iterations=200, enough=enough))
+    assert best.error < stopped.error <= enough
+    with pytest.raises(DecompositionError, match="enough >= 0"):
+        FitOptions(enough=-0.1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from rankrl.data import load_dataset
-from rankrl.errors import ConfigError
 from rankrl.models import create_model
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.plan_search.rewards import create_reward
@@ -116,11 +117,11 @@ class Clock(LatencyBudget):
     """Times plans by a table instead of a clock."""
 
     def __init__(self, fraction, times) -> None:
-        self.fraction, self._times, self.timed = fraction, times, []
+        self.fraction, self.times, self.timed = fraction, times, []
 
     def measured(self, plan) -> float:
         self.timed.append(plan)
-        return self._times[len(self.timed) - 1]
+        return self.times[len(self.timed) - 1]
 
 
 @pytest.fixture
@@ -164,12 +165,19 @@ def test_without_finalists_the_best_plan_that_keeps_the_time_is_taken(timed, sma
     assert not applied
 
 
-def test_plans_that_all_take_too_long_are_refused(timed) -> None:
+def test_of_plans_that_all_take_too_long_the_fastest_is_taken_and_the_result_says_so(timed) -> None:
     session, _ = timed(3, fraction=0.3)
-    with pytest.raises(
-        ConfigError, match=r"budget\.latency=0\.3: of the 20 best plans none is that fast.*0\.400"
-    ):
-        session.search("random", {}, seed=0)
+    found = session.search("random", {}, seed=0)
+    plans, times = session.latency.timed, session.latency.times
+    assert found.plan == plans[min(range(len(plans)), key=times.__getitem__)]
+    assert re.match(
+        r"budget\.latency=0\.3 is missed: of the \d+ best plans none is that fast.*0\.400", found.missed
+    )
+
+
+def test_a_plan_that_keeps_the_time_misses_nothing(timed) -> None:
+    session, _ = timed(1)
+    assert session.search("random", {}, seed=0).missed is None
 
 
 def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
