@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,16 @@ BUDGET = "budget.params=0.5"
 """What `whole_run` was given beside `QUICK`."""
 
 
-def with_effect(*arguments: str) -> tuple[str, ...]:
-    """Return the arguments without those of `QUICK` that the task has no use for, and would refuse."""
+def with_effect(*arguments: str, removable: Collection[str] = QUICK) -> tuple[str, ...]:
+    """Return the arguments without those of `removable` that the task has no use for, and would refuse."""
     left = list(arguments)
     while True:
         try:
             check_overrides(left)
         except ConfigError as error:
-            idle = [each for each in left if each in QUICK and str(error).startswith(f"{each} has no effect")]
+            idle = [
+                each for each in left if each in removable and str(error).startswith(f"{each} has no effect")
+            ]
             if idle:
                 left.remove(idle[0])
                 continue

@@ -20,6 +20,7 @@ import hydra
 import make_config_reference
 import pytest
 import torch
+from command_line import with_effect
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import nn
@@ -101,7 +102,9 @@ def made_small(arguments: list[str]) -> list[str]:
         swept = "-m" in arguments and "," in value and not value.startswith(("[", "{"))
         kept.append(f"{name}={value.split(',')[0]}" if swept else each)
     network = [] if "model" in given else ["model=conv4"]
-    return [*network, *(f"{name}={value}" for name, value in small.items()), *kept]
+    shortened = [f"{name}={value}" for name, value in small.items()]
+    added = [each for each in shortened if each.partition("=")[0] not in given]
+    return list(with_effect(*network, *shortened, *kept, removable=added))
 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
