@@ -140,7 +140,7 @@ class LatencyBudget:
             if wanted >= fails or wanted <= holds:
                 break
         if holds == 0.0 and fastest <= self.fraction * _HAIR:
-            return self._problem(table, nearest, library)
+            holds = nearest
         if holds == 0.0:
             raise DecompositionError(
                 f"budget.latency={self.fraction} cannot be reached: the fastest plan takes {fastest:.3f} of "

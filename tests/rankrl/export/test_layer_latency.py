@@ -232,11 +232,11 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
 
 @pytest.mark.parametrize(("factor", "refused"), [(1.02, False), (1.05, True)])
 def test_a_budget_that_is_missed_by_a_hair_is_searched_all_the_same(
-    model: nn.Module, library: FitLibrary, factor: float, refused: bool
+    model: nn.Module, library: FitLibrary, tmp_path: Path, factor: float, refused: bool
 ) -> None:
     sites = library.all_candidates(limit=16)
     least = sum(site.params.min() for site in sites) / sum(site.spec.params for site in sites)
-    budget = Summing(model, sites, SHAPE, float(least), LatencyOptions())
+    budget = Summing(model, sites, SHAPE, float(least), LatencyOptions(folder=tmp_path))
     budget.factor = factor
     if refused:
         with pytest.raises(DecompositionError, match="cannot be reached"):
@@ -244,3 +244,5 @@ def test_a_budget_that_is_missed_by_a_hair_is_searched_all_the_same(
     else:
         problem = budget.problem(library)
         assert problem.cost(problem.preset).params == sum(site.params.min() for site in sites)
+        budget.factor = 2.0
+        assert budget.problem(library).fingerprint == problem.fingerprint, "what was found is kept"
