@@ -89,11 +89,13 @@ _TRAINING = ("train", "apply", *_SEARCHING)
 
 def _section(name: str, reason: str, *tasks: str) -> Rule:
     """The rule of a section that other tasks than these do not read."""
+    *others, last = tasks
+    choice = f"{', '.join(others)} or {last}" if others else last
     return Rule(
         f"{name}.",
         _other_task(*tasks),
         f"task={{task}} {reason}",
-        f"leave it out, or choose task={', '.join(tasks[:-1])} or {tasks[-1]}",
+        f"leave it out, or choose task={choice}",
     )
 
 
@@ -113,19 +115,9 @@ RULES = (
         "model.checkpoint is given, so no dense network is trained",
         "leave one of the two out",
     ),
-    Rule(
-        "budget.",
-        _other_task(*_SEARCHING),
-        "task={task} chooses no plan, which a budget would limit",
-        "leave it out, or choose task=pipeline, search, compare or prune",
-    ),
-    Rule(
-        "pruner.",
-        _other_task("prune"),
-        "task={task} prunes nothing",
-        "leave it out, or choose task=prune",
-    ),
-    Rule("prune.", _other_task("prune"), "task={task} prunes nothing", "leave it out, or choose task=prune"),
+    _section("budget", "chooses no plan, which a budget would limit", *_SEARCHING),
+    _section("pruner", "prunes nothing", "prune"),
+    _section("prune", "prunes nothing", "prune"),
     Rule(
         "compare.",
         _other_task("compare"),

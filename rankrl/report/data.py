@@ -57,6 +57,11 @@ class LayerRow:
         return not self.reason or self.params_after < self.params_before
 
 
+def layer_formats(layers: Sequence[LayerRow]) -> list[str]:
+    """Return the names of the tensor formats that layers have, sorted."""
+    return sorted({row.format for row in layers} - {""})
+
+
 @dataclass(frozen=True)
 class RunReport:
     """Everything that one run's page shows; what is empty is left out of the page.

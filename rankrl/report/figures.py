@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.report.axes import number_axis, percent_axis, whole_axis
-from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, LayerRow
+from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
 from rankrl.training import EpochRow
 
 PALETTE = {
@@ -131,15 +131,14 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     shares, ranks = panels[0, 0], panels[-1, 0]
     positions = np.arange(len(layers))
     style_axes(shares, "", "parameters kept")
-    names = [_kind(row) for row in layers]
-    formats = sorted({row.format for row in layers} - {""})
-    colours = {"compressed": "accent", "left dense": "soft"}
-    if len(formats) > 1:
-        colours = {name: colour for name, (colour, _) in method_styles(formats).items()} | colours
-    else:
-        names = ["compressed" if name in formats else name for name in names]
+    formats = layer_formats(layers)
+    mixed = len(formats) > 1
+    kinds = [_kind(row, mixed=mixed) for row in layers]
+    styles = method_styles(formats) if mixed else {}
+    colours = {name: colour for name, (colour, _) in styles.items()}
+    colours |= {"compressed": "accent", "left dense": "soft"}
     for name, colour in colours.items():
-        chosen = [index for index, each in enumerate(names) if each == name]
+        chosen = [index for index, each in enumerate(kinds) if each == name]
         if chosen:
             heights = [layers[index].kept for index in chosen]
             shares.bar(positions[chosen], heights, width=0.72, color=PALETTE[colour], label=name)
@@ -157,10 +156,10 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     return figure
 
 
-def _kind(row: LayerRow) -> str:
+def _kind(row: LayerRow, *, mixed: bool) -> str:
     if not row.is_compressed:
         return "left dense"
-    return row.format or "compressed"
+    return row.format if mixed and row.format else "compressed"
 
 
 def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:

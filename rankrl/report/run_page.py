@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rankrl.report.data import LayerRow, RunReport
+from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.stages import (
@@ -148,7 +148,7 @@ _RANKS = {False: "Ranks", True: "Format, ranks"}
 def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
-    mixed = len({row.format for row in layers} - {""}) > 1
+    mixed = len(layer_formats(layers)) > 1
     measured = any(row.error is not None for row in layers)
     reasoned = any(row.reason for row in layers)
     columns = [

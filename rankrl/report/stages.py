@@ -167,9 +167,11 @@ def latency_change(metrics: Mapping[str, Any], before: float | None, after: floa
     faster = ratio(metrics, "latency", before, after)
     if faster is None or faster <= 0:
         return UNKNOWN
-    if is_unchanged(faster, *_latency_interval(metrics)):
-        return UNCHANGED
-    return format_ratio(faster, "faster", "slower")
+    return _speed(faster, *_latency_interval(metrics))
+
+
+def _speed(faster: float, low: float | None, high: float | None) -> str:
+    return UNCHANGED if is_unchanged(faster, low, high) else format_ratio(faster, "faster", "slower")
 
 
 def latency_note(metrics: Mapping[str, Any]) -> str:
@@ -196,10 +198,9 @@ def _rival(metrics: Mapping[str, Any]) -> list[str]:
     accuracy, faster = (number(metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio"))
     if accuracy is None or faster is None:
         return []
-    interval = (number(metrics, "dense_int8", f"latency_ratio_{end}") for end in ("low", "high"))
-    time = UNCHANGED if is_unchanged(faster, *interval) else format_ratio(faster, "faster", "slower")
-    return [f"For comparison, the dense network in 8-bit integers: {format_accuracy(accuracy)}, {time}"]
+    speed = _speed(faster, *_latency_interval(metrics, "dense_int8"))
+    return [f"For comparison, the dense network in 8-bit integers: {format_accuracy(accuracy)}, {speed}"]
 
 
-def _latency_interval(metrics: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    return number(metrics, "onnx", "latency_ratio_low"), number(metrics, "onnx", "latency_ratio_high")
+def _latency_interval(metrics: Mapping[str, Any], section: str = "onnx") -> tuple[float | None, float | None]:
+    return number(metrics, section, "latency_ratio_low"), number(metrics, section, "latency_ratio_high")

@@ -68,6 +68,11 @@ class ExportOptions:
     preprocess: bool = False
     int8: bool = True
 
+    @property
+    def timing(self) -> dict[str, int]:
+        """What `compare_latency` is told."""
+        return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
+
     def inside(self, data: ImageData) -> Preprocessing | None:
         """Return the preprocessing that becomes part of the graph, if any does."""
         return data.preprocessing if self.preprocess else None
@@ -139,8 +144,7 @@ def export_numbers(
         ExportError: The network cannot be exported, or the file does not compute what the network does; it
             stays in the scratch folder then.
     """
-    timing = {"batch": options.batch, "threads": options.threads, "runs": options.runs}
-    fastest, execution = _faster_form(network, data, scratch, options, timing)
+    fastest, execution = _faster_form(network, data, scratch, options)
     inside, unverified = options.inside(data), scratch / "unverified.onnx"
     written = export_onnx(
         fastest,
@@ -156,7 +160,7 @@ def export_numbers(
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
     accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
-    latency = compare_latency(baseline, path, **timing)
+    latency = compare_latency(baseline, path, **options.timing)
     if latency.busy is not None:
         log.warning(
             "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
@@ -210,9 +214,7 @@ def int8_numbers(
     try:
         quantise_onnx(baseline, path, ranges)
         accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
-        times = compare_latency(
-            baseline, path, batch=options.batch, threads=options.threads, runs=options.runs
-        )
+        times = compare_latency(baseline, path, **options.timing)
     except ExportError as error:
         log.warning("the dense network in 8-bit integers is not measured: %s", error)
         return None
@@ -240,7 +242,7 @@ def _file_batches(
 
 
 def _faster_form(
-    network: nn.Module, data: ImageData, scratch: Path, options: ExportOptions, timing: Mapping[str, int]
+    network: nn.Module, data: ImageData, scratch: Path, options: ExportOptions
 ) -> tuple[nn.Module, str]:
     """Return the form of a compressed network that is faster in onnxruntime, and its name.
 
@@ -254,7 +256,7 @@ def _faster_form(
     for name, form in forms.items():
         path, inside = scratch / f"{name}.onnx", options.inside(data)
         export_onnx(form, path, data.input_shape, opset=options.opset, preprocessing=inside)
-    times = compare_latency(scratch / "staged.onnx", scratch / "contracted.onnx", **timing)
+    times = compare_latency(scratch / "staged.onnx", scratch / "contracted.onnx", **options.timing)
     chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
     return forms[chosen], chosen
 
