@@ -7,7 +7,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from rankrl.config.overrides import check_overrides
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rankrl.config.applicable import check_applicable
+from rankrl.config.folder import config_folder
 from rankrl.errors import ConfigError
 
 QUICK = (
@@ -32,18 +38,23 @@ BUDGET = "budget.params=0.5"
 
 def with_effect(*arguments: str, removable: Collection[str] = QUICK) -> tuple[str, ...]:
     """Return the arguments without those of `removable` that the task has no use for, and would refuse."""
-    left = list(arguments)
-    while True:
-        try:
-            check_overrides(left)
-        except ConfigError as error:
-            idle = [
-                each for each in left if each in removable and str(error).startswith(f"{each} has no effect")
-            ]
-            if idle:
-                left.remove(idle[0])
-                continue
-        return tuple(left)
+    if not set(arguments) & set(removable):
+        return arguments
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+            overrides = [each for each in arguments if not each.startswith("-") and "=" in each]
+            config: Any = OmegaConf.to_container(compose("config", overrides=overrides))
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return arguments  # refused for something else
+    return tuple(each for each in arguments if each not in removable or _has_effect(each, config))
+
+
+def _has_effect(argument: str, config: dict[str, Any]) -> bool:
+    try:
+        check_applicable(config, [argument.partition("=")[0]])
+    except ConfigError:
+        return False
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:
