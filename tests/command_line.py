@@ -1,20 +1,29 @@
-"""What tests of the command line share: options of a quick run, and the JSON files of a run folder."""
+"""What tests of the command line share: calls of it, options of a quick run, a small network."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import logging
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
 
+from rankrl.app import main
 from rankrl.config.applicable import check_applicable
 from rankrl.config.folder import config_folder
 from rankrl.errors import ConfigError
+from rankrl.models import save_checkpoint
 
 QUICK = (
     "model=conv4",
@@ -55,6 +64,49 @@ def _has_effect(argument: str, config: dict[str, Any]) -> bool:
     except ConfigError:
         return False
     return True
+
+
+@contextmanager
+def workplace(folder: Path) -> Iterator[None]:
+    """Work in an empty folder with an own cache, and undo what Hydra does to the process."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("RANKRL_CACHE", str(folder / "cache"))
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+        GlobalHydra.instance().clear()
+    root.handlers, root.level = handlers, level
+
+
+def call(*arguments: str) -> None:
+    """Call `rankrl` as the console would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rankrl", *with_effect(*arguments)])
+        GlobalHydra.instance().clear()
+        main()
+
+
+class SmallNetwork(nn.Module):
+    """Two convolutions and two dense layers for the digits: a fraction of the work that conv4 is."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 16, 3), nn.Conv2d(16, 24, 3)
+        self.fc1, self.fc2 = nn.Linear(96, 48), nn.Linear(48, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.conv2(torch.relu(self.conv1(x)))), 2)
+        return self.fc2(torch.relu(self.fc1(x.flatten(1))))
+
+
+def small_network(folder: Path) -> tuple[str, ...]:
+    """Write the weights of an untrained `SmallNetwork` to the folder; return the options that name it."""
+    torch.manual_seed(0)
+    path = folder / "small.safetensors"
+    save_checkpoint(SmallNetwork(10), path)
+    return "model=custom", "model._target_=command_line.SmallNetwork", f"model.checkpoint={path}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
 
 import bench_pruning as bench
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from rankrl.export import compare_latency
 from rankrl.models import create_model
+from rankrl.models.resnet import CifarResNet
 
 
 def test_curves_are_written_point_by_point_and_go_on(
@@ -88,9 +91,11 @@ def test_projected_shortcuts_compute_the_zero_padding() -> None:
 
 
 def test_the_benchmark_brings_every_pruner_to_the_same_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch_pruning")
+    monkeypatch.setattr(bench, "create_model", lambda name, **_: CifarResNet(1, 1, 10))
+    monkeypatch.setattr(bench, "compare_latency", partial(compare_latency, batch=8, runs=3))
     output = tmp_path / "bench.csv"
     arguments = [
         "--dataset",

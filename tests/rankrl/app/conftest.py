@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from command_line import BUDGET, QUICK, with_effect
-from hydra.core.global_hydra import GlobalHydra
-
-from rankrl.app import main
-
-
-@contextmanager
-def workplace(folder: Path) -> Iterator[None]:
-    """Work in an empty folder with an own cache, and undo what Hydra does to the process."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("RANKRL_CACHE", str(folder / "cache"))
-        patch.setattr(sys, "path", list(sys.path))
-        yield
-        GlobalHydra.instance().clear()
-    root.handlers, root.level = handlers, level
+from command_line import BUDGET, QUICK, call, workplace
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +18,6 @@ def _own_folders(tmp_path: Path) -> Iterator[None]:
 
 
 Command = Callable[..., None]
-
-
-def call(*arguments: str) -> None:
-    """Call `rankrl` as the console would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["rankrl", *with_effect(*arguments)])
-        GlobalHydra.instance().clear()
-        main()
 
 
 @pytest.fixture
@@ -60,12 +33,29 @@ def whole_run(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     def fill(folder: Path) -> None:
         umask = os.umask(0o022)
         try:
-            with workplace(folder):
+            with workplace(folder), (folder / "shown.txt").open("w") as shown, redirect_stdout(shown):
                 call(*QUICK, BUDGET, f"hydra.run.dir={folder / 'run'}")
         finally:
             os.umask(umask)
 
     return made_once("pipeline", fill) / "run"
+
+
+@pytest.fixture(scope="session")
+def training(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of one finished `task=train`, for all tests to copy."""
+
+    def fill(folder: Path) -> None:
+        with workplace(folder):
+            call(*QUICK, "task=train", f"hydra.run.dir={folder / 'run'}")
+
+    return made_once("training", fill) / "run"
+
+
+@pytest.fixture(scope="session")
+def shown_by_whole_run(whole_run: Path) -> str:
+    """What it printed."""
+    return (whole_run.parent / "shown.txt").read_text()
 
 
 @pytest.fixture(scope="session")

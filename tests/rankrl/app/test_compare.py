@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import QUICK, read_json
+from command_line import QUICK, call, read_json, small_network, workplace
 
 from rankrl.config import options
 from rankrl.config.schema import AppConfig, CompareConfig
 from rankrl.errors import ConfigError
-from rankrl.models import create_model, save_checkpoint
 from rankrl.selectors import list_selectors, selector_options
 from rankrl.workflow import compare
 from rankrl.workflow.compare import compared_searches
@@ -22,19 +21,34 @@ from rankrl.workflow.session import SearchSession
 Command = Callable[..., None]
 
 
-@pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
-    save_checkpoint(create_model("conv4", input_shape=(1, 8, 8), num_classes=10), tmp_path / "w.safetensors")
+def made_arguments(folder: Path) -> list[str]:
+    """A comparison of some selectors on a network that is written to the folder."""
     return [
-        *QUICK,
+        *QUICK[1:],
+        *small_network(folder),
         "task=compare",
-        f"model.checkpoint={tmp_path / 'w.safetensors'}",
         "compare.selectors=[random,greedy,local,uniform]",
         "compare.seeds=[3,4]",
         "decomposition=tucker",
         "budget.params=0.2",
         "search.term=soft_agreement",
     ]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    return made_arguments(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def whole(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of one finished comparison, for all tests to read."""
+
+    def fill(folder: Path) -> None:
+        with workplace(folder):
+            call(*made_arguments(folder), f"hydra.run.dir={folder / 'run'}")
+
+    return made_once("comparison", fill) / "run"
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -62,11 +76,7 @@ def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> Non
     patch.setattr(owner, name, call)
 
 
-def test_comparison_goes_on_exactly_and_repeats_nothing(
-    rankrl: Command, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    rankrl(*arguments, f"hydra.run.dir={whole}")
+def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
     found = rows(whole)
     assert [(row["selector"], row["seed"]) for row in found] == [
         ("random", "3"),
@@ -86,6 +96,12 @@ def test_comparison_goes_on_exactly_and_repeats_nothing(
         assert (whole / name).stat().st_size > 0, name
     assert "| local | 2 |" in (whole / "compare.md").read_text()
 
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_exactly_and_repeats_nothing(
+    rankrl: Command, arguments: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
     with monkeypatch.context() as patch:
         die_at(patch, SearchSession, "search", 4)
         with pytest.raises(Killed):
@@ -97,11 +113,9 @@ def test_comparison_goes_on_exactly_and_repeats_nothing(
     assert not (broken / "metrics.json").exists()
     assert len(list((broken / "state" / "plans").glob("*.json"))) == 1
     rankrl(f"resume={broken}")
-    assert rows(broken) == found
-    again = read_json(broken / "metrics.json")
-    assert (
-        again["compare"]["local"]["finetuned_accuracy"] == (metrics["compare"]["local"]["finetuned_accuracy"])
-    )
+    assert rows(broken) == rows(whole)
+    expected, found = (read_json(folder / "metrics.json")["compare"]["local"] for folder in (whole, broken))
+    assert found["finetuned_accuracy"] == expected["finetuned_accuracy"]
 
 
 def test_fine_tuning_can_be_left_out(rankrl: Command, arguments: list[str], tmp_path: Path) -> None:

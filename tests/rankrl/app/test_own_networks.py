@@ -82,7 +82,7 @@ def test_a_class_of_torch_names_nothing() -> None:
     assert model_title({"_target_": "mine.build"}, nn.Sequential()) == "mine.build"
 
 
-@pytest.mark.parametrize("name", ["tensor_ring", "cp"])
+@pytest.mark.parametrize("name", ["tensor_ring", pytest.param("cp", marks=pytest.mark.slow)])
 def test_network_that_needs_contiguous_maps_goes_through_the_pipeline(
     rankrl: Callable[..., None], tmp_path: Path, name: str
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import QUICK, read_json
+from command_line import QUICK, read_json, small_network
 
 from decomposition import CompressionPlan, Factorise
 from rankrl.operations import kept_channels
@@ -18,12 +18,18 @@ MASKS = ("pruner.epochs=2", "pruner.settling_epochs=1")
 
 
 @pytest.fixture
-def prune(rankrl: Command, dense: str, tmp_path: Path) -> Callable[..., Path]:
-    """Prune the network that all tests share, in a folder of the given name, and return the folder."""
+def small(tmp_path: Path) -> tuple[str, ...]:
+    """The options that name a small network."""
+    return small_network(tmp_path)
+
+
+@pytest.fixture
+def prune(rankrl: Command, small: tuple[str, ...], tmp_path: Path) -> Callable[..., Path]:
+    """Prune the small network, in a folder of the given name, and return the folder."""
 
     def task(name: str, *arguments: str) -> Path:
         folder = tmp_path / name
-        rankrl(*QUICK, "task=prune", dense, f"hydra.run.dir={folder}", *arguments)
+        rankrl(*QUICK, "task=prune", *small, f"hydra.run.dir={folder}", *arguments)
         return folder
 
     return task
@@ -56,8 +62,9 @@ def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) ->
         assert f"{len(channels)} of " in page, name
 
 
+@pytest.mark.slow
 def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
-    prune: Callable[..., Path], rankrl: Command, dense: str, tmp_path: Path
+    prune: Callable[..., Path], rankrl: Command, small: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = prune(
         "run",
@@ -82,7 +89,7 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
         ("export", f"weights={weights}"),
         ("finetune", f"weights={weights}"),
     ):
-        rankrl(*QUICK, dense, f"task={task}", given, f"hydra.run.dir={tmp_path / task}")
+        rankrl(*QUICK, *small, f"task={task}", given, f"hydra.run.dir={tmp_path / task}")
     compressed = [
         read_json(tmp_path / task / "metrics.json")["compressed"] for task in ("apply", "evaluate", "export")
     ]
@@ -93,20 +100,21 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
 
 
 def test_applying_the_plan_gives_what_a_criterion_gave(
-    prune: Callable[..., Path], rankrl: Command, dense: str, tmp_path: Path
+    prune: Callable[..., Path], rankrl: Command, small: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = prune("run", "pruner=first_k", "budget.params=0.5")
     rankrl(
         *QUICK,
+        *small,
         "task=apply",
         f"plan={folder / 'plan.json'}",
-        dense,
         f"hydra.run.dir={tmp_path / 'apply'}",
     )
     expected = read_json(folder / "metrics.json")["compressed"]
     assert read_json(tmp_path / "apply" / "metrics.json")["compressed"] == expected
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_result(
     prune: Callable[..., Path], rankrl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from command_line import BUDGET, QUICK, read_json
+from command_line import BUDGET, QUICK, read_json, small_network
 from onnxruntime import InferenceSession
 from safetensors import safe_open
 
@@ -188,16 +189,13 @@ def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], 
 
 
 @pytest.mark.parametrize("name", list_formats())
-def test_every_format_goes_through_search_and_apply(run: Callable[..., Path], dense: str, name: str) -> None:
-    searched = run("search", "task=search", dense, f"decomposition={name}", "selector=greedy")
+def test_every_format_goes_through_search_and_apply(
+    run: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    network = (*small_network(tmp_path), f"decomposition={name}")
+    searched = run("search", "task=search", *network, "selector=greedy")
     assert "baseline" not in read_json(searched / "metrics.json")
-    applied = run(
-        "apply",
-        "task=apply",
-        f"decomposition={name}",
-        f"plan={searched / 'plan.json'}",
-        dense,
-    )
+    applied = run("apply", "task=apply", *network, f"plan={searched / 'plan.json'}")
     metrics = read_json(applied / "metrics.json")
     assert metrics["compressed"]["params"] <= 0.4 * metrics["baseline"]["params"]
 
@@ -289,9 +287,13 @@ def test_ctrl_c_says_how_to_go_on(
 
 
 def test_a_new_run_refuses_the_folder_of_an_earlier_one(
-    run: Callable[..., Path], rankrl: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    run: Callable[..., Path],
+    rankrl: Command,
+    training: Path,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    folder = run("train", "task=train")
+    folder = shutil.copytree(training, tmp_path / "train")
     before = (folder / ".hydra" / "overrides.yaml").read_text()
     for arguments in (("task=train",), ("task=search",)):
         with pytest.raises(SystemExit) as refused:
@@ -306,9 +308,9 @@ def test_a_new_run_refuses_the_folder_of_an_earlier_one(
 
 
 def test_a_run_in_a_folder_with_unusual_characters_can_be_resumed(
-    run: Callable[..., Path], rankrl: Command, tmp_path: Path
+    rankrl: Command, training: Path, tmp_path: Path
 ) -> None:
-    folder = run("first", "task=train").rename(tmp_path / "a=1,b='x y'")
+    folder = shutil.copytree(training, tmp_path / "a=1,b='x y'")
     (folder / "metrics.json").unlink()
     rankrl(f"resume={folder}")
     assert (folder / "metrics.json").exists()

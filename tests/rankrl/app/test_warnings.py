@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import QUICK, read_json
+from command_line import QUICK, read_json, small_network
 from torch import nn
 
 from rankrl.app import BUDGET_MISSED
@@ -43,13 +43,12 @@ def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
     capsys: pytest.CaptureFixture[str],
     task: str,
 ) -> None:
-    save_checkpoint(network(), tmp_path / "fresh.safetensors")
     folder = tmp_path / "run"
-    arguments = (f"task={task}", f"model.checkpoint={tmp_path / 'fresh.safetensors'}")
-    rankrl(*SHORT, *OF_TASK.get(task, ()), *arguments, f"hydra.run.dir={folder}")
+    arguments = (*small_network(tmp_path), f"task={task}", *OF_TASK.get(task, ()))
+    rankrl(*SHORT, *arguments, f"hydra.run.dir={folder}")
     (warning,) = read_json(folder / "metrics.json")["warnings"]
     assert re.match(r"The network is hardly better than guessing: it answers [\d.]+ % of 287 h", warning)
-    assert "fresh.safetensors was trained on this dataset" in warning
+    assert "small.safetensors was trained on this dataset" in warning
     assert f"[WARNING] - {warning}" in (folder / "rankrl.log").read_text()
     page = (folder / "report.html").read_text()
     assert page.index("hardly better than guessing") < page.index("<main>")
@@ -63,17 +62,18 @@ def test_a_training_that_learns_nothing_is_warned_of_with_its_rate(rankrl: Comma
     assert "trained for 1 epoch (train.epochs) at the learning rate 1e-06 (train.optim.lr)" in warning
 
 
-def test_the_judgement_reads_no_test_image(
-    rankrl: Command, tmp_path: Path, dense: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("task", ["search", pytest.param("compare", marks=pytest.mark.slow)])
+def test_a_checkpoint_is_noted_beside_held_out_accuracies_and_a_search_reads_no_test_image(
+    rankrl: Command,
+    tmp_path: Path,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
 ) -> None:
-    monkeypatch.setattr("rankrl.data.images.TestImages.for_report", lambda _: pytest.fail("test images read"))
-    rankrl(*SHORT, "task=search", dense, f"hydra.run.dir={tmp_path / 'run'}")
-
-
-@pytest.mark.parametrize("task", ["search", "compare"])
-def test_a_checkpoint_is_noted_beside_held_out_accuracies(
-    rankrl: Command, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str], task: str
-) -> None:
+    if task == "search":  # the judgement of its network reads none either
+        refuse = "rankrl.data.images.TestImages.for_report"
+        monkeypatch.setattr(refuse, lambda _: pytest.fail("test images read"))
     folder = tmp_path / "run"
     arguments = (f"task={task}", f"model.checkpoint={trained}")
     rankrl(*SHORT, *OF_TASK.get(task, ()), *arguments, f"hydra.run.dir={folder}")
@@ -85,13 +85,12 @@ def test_a_checkpoint_is_noted_beside_held_out_accuracies(
 
 
 def test_a_network_trained_here_has_not_seen_the_held_out_images(
-    rankrl: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole_run: Path, shown_by_whole_run: str
 ) -> None:
-    folder = tmp_path / "run"
-    rankrl(*SHORT, f"hydra.run.dir={folder}")
-    metrics = read_json(folder / "metrics.json")
+    metrics = read_json(whole_run / "metrics.json")
     assert metrics["checkpoint"] is None
-    assert NOTE not in capsys.readouterr().out + (folder / "report.html").read_text()
+    assert "held-out images" in shown_by_whole_run
+    assert NOTE not in shown_by_whole_run + (whole_run / "report.html").read_text()
     assert metrics["trainings"] == {
         "train": {"lr": 0.02, "halvings": 0, "epochs": 2},
         "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1},
