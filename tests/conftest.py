@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -19,6 +21,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("rankrl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _onnx_functions_are_listed_once() -> Iterator[None]:
+    """Let all exports share one list of onnxscript's functions, which torch makes anew for each.
+
+    The list is always the same, and to make it their sources are parsed: half of a small network's export.
+    """
+    try:
+        from torch.onnx._internal._lazy_import import onnxscript_apis
+    except ImportError:  # another version of torch: exports take longer, that is all
+        yield
+        return
+
+    @cache
+    def functions() -> tuple[Any, ...]:
+        return tuple(type(onnxscript_apis).__getattr__(onnxscript_apis, "get_torchlib_ops")())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(onnxscript_apis), "get_torchlib_ops", functions)
+        yield
 
 
 def _folder(variable: str) -> Path | None:

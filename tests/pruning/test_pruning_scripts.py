@@ -90,6 +90,7 @@ def test_projected_shortcuts_compute_the_zero_padding() -> None:
         assert torch.isfinite(one).all()
 
 
+@pytest.mark.slow
 def test_the_benchmark_brings_every_pruner_to_the_same_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

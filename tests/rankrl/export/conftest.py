@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +123,12 @@ def exported(
     """Each of the small networks in turn (3x8x8 inputs, 5 classes), in training mode, and its ONNX file."""
     model = make_network(request.param).train()
     return model, export_onnx(model, tmp_path_factory.mktemp(request.param) / "model.onnx", (3, 8, 8))
+
+
+@pytest.fixture(scope="session")
+def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ONNX file of the plain network, for all tests to read."""
+    return export_onnx(make_network("plain"), tmp_path_factory.mktemp("plain") / "model.onnx", (3, 8, 8)).path
 
 
 @pytest.fixture

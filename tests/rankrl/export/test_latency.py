@@ -27,9 +27,8 @@ Maker = Callable[[str], nn.Module]
 
 
 @pytest.fixture
-def path(make: Maker, tmp_path: Path) -> Path:
-    export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE)
-    return tmp_path / "model.onnx"
+def path(plain_file: Path) -> Path:
+    return plain_file
 
 
 def test_a_latency_states_how_it_was_measured(path: Path) -> None:

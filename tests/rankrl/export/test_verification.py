@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +20,8 @@ Maker = Callable[[str], nn.Module]
 
 
 @pytest.fixture
-def exported(make: Maker, tmp_path: Path) -> tuple[nn.Module, Path]:
-    model = make("plain")
-    export_onnx(model, tmp_path / "model.onnx", SHAPE)
-    return model, tmp_path / "model.onnx"
+def exported(make: Maker, plain_file: Path, tmp_path: Path) -> tuple[nn.Module, Path]:
+    return make("plain"), Path(shutil.copy(plain_file, tmp_path / "model.onnx"))
 
 
 def test_a_changed_weight_is_found(exported: tuple[nn.Module, Path]) -> None:
