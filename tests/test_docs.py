@@ -11,7 +11,7 @@ import logging
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -212,13 +212,24 @@ def test_readme_names_every_task_and_selector_and_links_every_page() -> None:
         assert f"(docs/{page.name})" in text, page.name
 
 
-def test_configuration_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session")
+def reference(made_once: Callable[[str, Callable[[Path], None]], Path]) -> str:
+    """The page of all options as it should be."""
+
+    def fill(folder: Path) -> None:
+        (folder / "page.md").write_text(make_config_reference.reference(), encoding="utf-8")
+
+    return (made_once("reference", fill) / "page.md").read_text(encoding="utf-8")
+
+
+def test_configuration_reference_is_current(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_config_reference, "reference", lambda: reference)
     monkeypatch.setattr(sys, "argv", ["make_config_reference.py", "--check"])
     assert make_config_reference.main() == 0, "run python scripts/make_config_reference.py"
 
 
-def test_the_configuration_reference_explains_every_option() -> None:
-    rows = [line for line in make_config_reference.reference().splitlines() if line.startswith("| `")]
+def test_the_configuration_reference_explains_every_option(reference: str) -> None:
+    rows = [line for line in reference.splitlines() if line.startswith("| `")]
     options = set()
     for line in rows:
         name, kind, default, explanation = re.split(r"(?<!\\)\|", line)[1:-1]

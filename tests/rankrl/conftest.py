@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from decomposition.layers import compressible_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
 from decomposition.operations import Factorise
+from rankrl.config.folder import config_folder
+from rankrl.config.groups import GROUPS, group_choices
 from rankrl.data import Images
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.problem import Choices, SearchProblem
@@ -75,6 +84,23 @@ class SyntheticEvaluator:
 
     def restore(self, state: dict, known: dict) -> None:
         self._known = dict(known)
+
+
+@pytest.fixture(scope="session")
+def with_each_choice(
+    made_once: Callable[[str, Callable[[Path], None]], Path],
+) -> dict[str, dict[str, Any]]:
+    """The composed configuration with every choice of every group, by `GROUP=CHOICE`."""
+
+    def fill(folder: Path) -> None:
+        found = {}
+        with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+            for override in (f"{group}={choice}" for group in GROUPS for choice in group_choices(group)):
+                found[override] = OmegaConf.to_container(hydra.compose("config", [override]))
+        (folder / "choices.json").write_text(json.dumps(found))
+
+    found: dict[str, dict[str, Any]] = json.loads((made_once("choices", fill) / "choices.json").read_text())
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,6 @@ def composed(*overrides: str) -> dict[str, Any]:
     return config
 
 
-@cache
-def chosen(group: str, choice: str) -> dict[str, Any]:
-    found: dict[str, Any] = composed(f"{group}={choice}")[group]
-    return found
-
-
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -72,8 +65,8 @@ def test_what_is_registered_can_be_chosen_and_hydra_lists_it(name: str, register
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_a_choice_names_itself(group: str, choice: str) -> None:
-    assert chosen(group, choice)[GROUPS[group].key] == choice
+def test_a_choice_names_itself(group: str, choice: str, with_each_choice: dict[str, Any]) -> None:
+    assert with_each_choice[f"{group}={choice}"][group][GROUPS[group].key] == choice
 
 
 def test_hydra_has_the_groups_that_messages_list() -> None:
@@ -132,10 +125,10 @@ def test_every_file_begins_with_an_explanation() -> None:
 
 
 @pytest.mark.parametrize("group", [name for name in GROUPS if name not in ("decomposition", "optim")])
-def test_every_default_of_a_choice_is_its_owners(group: str) -> None:
+def test_every_default_of_a_choice_is_its_owners(group: str, with_each_choice: dict[str, Any]) -> None:
     compared = 0
     for choice in GROUPS[group].known():
-        held = chosen(group, choice)
+        held = with_each_choice[f"{group}={choice}"][group]
         known: dict[str, Any] = {}
         for owner in reversed(GROUPS[group].owners(choice)):
             parameters = inspect.signature(owner).parameters if callable(owner) else {}

@@ -19,7 +19,6 @@ import rankrl
 from decomposition import apply_plan
 from rankrl import api
 from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS, group_choices
 from rankrl.config.schema import AppConfig
 from rankrl.data import load_dataset
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
@@ -129,15 +128,10 @@ def schema_fields(section: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]
             yield section.__name__, field
 
 
-def option_names() -> set[str]:
+@pytest.fixture(scope="module")
+def option_names(with_each_choice: dict[str, Any]) -> set[str]:
     """Every option with one choice of a group or another, and the groups."""
-    names: set[str] = set()
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
-        for group in GROUPS:
-            for choice in group_choices(group):
-                config = OmegaConf.to_container(hydra.compose("config", [f"{group}={choice}"]))
-                names |= {name for name, _ in leaves(config, "")}
-    return names
+    return {name for config in with_each_choice.values() for name, _ in leaves(config, "")}
 
 
 # What looks like an option and is none: placeholders, functions, files, and a name that a message refuses.
@@ -176,8 +170,8 @@ def messages() -> Iterator[tuple[Path, int, str]]:
                 yield path, node.lineno, "" if known else node.value
 
 
-def test_every_option_that_a_message_names_exists() -> None:
-    known, found, unknown = option_names(), set(), []
+def test_every_option_that_a_message_names_exists(option_names: set[str]) -> None:
+    known, found, unknown = option_names, set(), []
     for path, line, text in messages():
         for match in NAMED.finditer(text):
             name = match.group().removesuffix(".")

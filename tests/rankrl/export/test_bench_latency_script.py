@@ -7,6 +7,7 @@ from pathlib import Path
 import bench_latency
 import pytest
 import torch
+from torch import nn
 
 from rankrl.data import Images
 from rankrl.workflow.latency import LatencyBudget
@@ -15,9 +16,15 @@ QUICK = ["--dataset", "digits", "--models", "conv4", "--formats", "tucker", "--b
 QUICK += ["--candidates", "2", "--iterations", "0", "--images", "32"]
 
 
+def small() -> nn.Module:
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10))
+
+
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole networks are as fast as the test needs them."""
+    """Whole networks are as fast as the test needs them, and small."""
+    monkeypatch.setattr(bench_latency, "create_model", lambda name, **_: small())
     monkeypatch.setattr(LatencyBudget, "measured", lambda budget, plan: 0.9)
 
 

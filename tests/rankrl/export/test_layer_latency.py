@@ -124,9 +124,8 @@ def test_every_plan_of_the_problem_keeps_the_budget(
 
 
 def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, folder: Path) -> None:
-    budget = LatencyBudget(
-        model, library.all_candidates(limit=3), SHAPE, 0.8, LatencyOptions(batch=4, runs=5, folder=folder)
-    )
+    options = LatencyOptions(batch=4, runs=3, folder=folder)
+    budget = LatencyBudget(model, library.all_candidates(limit=3), SHAPE, 0.95, options)
     problem = budget.problem(library)
     assert 0 < budget.measured(problem.plan(problem.preset, "greedy")) < 1
 

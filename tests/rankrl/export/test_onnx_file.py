@@ -272,7 +272,7 @@ def test_a_path_that_cannot_be_written_is_refused(make: Maker, tmp_path: Path) -
         export_onnx(make("plain"), tmp_path / "file" / "model.onnx", SHAPE)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("mobilenet_v2", marks=pytest.mark.slow)])
 def test_torchvision_networks_are_exported(name: str, tmp_path: Path) -> None:
     models = pytest.importorskip("torchvision").models
     torch.manual_seed(0)

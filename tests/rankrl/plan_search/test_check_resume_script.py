@@ -49,6 +49,7 @@ def test_every_kind_of_difference_is_named(small_problem, synthetic_evaluator, t
     assert script.differences(first, second) == ["plan.json", EPISODES_FILE, "array rewards", "state: rows"]
 
 
+@pytest.mark.slow
 def test_a_search_is_killed_resumed_and_compared(tmp_path, monkeypatch) -> None:
     """With a stand-in for the command line, which needs seconds to start."""
     worker = Path(__file__).with_name("resume_worker.py")

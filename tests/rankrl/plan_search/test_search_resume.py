@@ -24,9 +24,9 @@ from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.state import STATE_FILE
 from rankrl.selectors import create_selector, list_selectors, selector_options
 
-EPISODES = 14
+EPISODES = 10
 FAST_POLICY = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
-FAST_BAYES = {"warmup_episodes": 4, "candidates": 8}
+FAST_BAYES = {"warmup_episodes": 4, "candidates": 4}
 FAST = {
     "ddpg": FAST_POLICY,
     "td3": FAST_POLICY,

@@ -27,7 +27,7 @@ from rankrl.selectors.tpe import STUDY_FILE, STUDY_NAME
 
 EPISODES = 12
 FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
-FAST_BAYES = {"warmup_episodes": 3, "candidates": 6}
+FAST_BAYES = {"warmup_episodes": 3, "candidates": 4}
 REINFORCEMENT = ["ddpg", "sac", "td3"]
 BAYES = ["bayes", "bayes_ddpg"]
 
