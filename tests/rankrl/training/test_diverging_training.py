@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.errors import NonFiniteError
-from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, train
+from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, TrainingResult, train
 from rankrl.training.state import TrainingState
 
 FLOAT32 = Precision(torch.device("cpu"), torch.float32)
@@ -168,12 +168,20 @@ class KilledError(Exception):
     """Stands for a killed process."""
 
 
+@pytest.fixture(scope="module")
+def undisturbed(digits: ImageData) -> tuple[dict[str, Tensor], TrainingResult]:
+    """What a training that nobody kills ends with."""
+    network = plain_network()
+    result = train(network, digits, TOO_FAST, precision=FLOAT32)
+    return weights(network), result
+
+
 @pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 8, 10, 13])
 def test_a_run_killed_around_its_restarts_goes_on_to_the_undisturbed_result(
-    digits: ImageData, tmp_path: Path, moment: int
+    digits: ImageData, undisturbed: tuple[dict[str, Tensor], TrainingResult], tmp_path: Path, moment: int
 ) -> None:
-    undisturbed, path = plain_network(), tmp_path / "state.safetensors"
-    result = train(undisturbed, digits, TOO_FAST, precision=FLOAT32)
+    expected, result = undisturbed
+    path = tmp_path / "state.safetensors"
     calls = 0
 
     def stop(_: TrainingProgress) -> None:
@@ -187,7 +195,7 @@ def test_a_run_killed_around_its_restarts_goes_on_to_the_undisturbed_result(
     # A file, where there is one, holds everything: other first weights do not matter.
     resumed = plain_network(5 if path.exists() else 0)
     again = train(resumed, digits, TOO_FAST, precision=FLOAT32, state_file=path, resume=path.exists())
-    assert same(weights(resumed), weights(undisturbed))
+    assert same(weights(resumed), expected)
     assert without_time(again.history) == without_time(result.history)
     assert (again.lr, again.halvings) == (result.lr, result.halvings)
 

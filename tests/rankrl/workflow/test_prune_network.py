@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {"epochs": 2, "settling_epochs": 1, "batch_size": 256}
 
 @pytest.fixture(scope="module")
 def data() -> ImageData:
-    return load_dataset("digits", seed=0)
+    return load_dataset("digits", seed=0, train_images=512)
 
 
 @pytest.fixture(scope="module")
