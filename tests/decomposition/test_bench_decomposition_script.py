@@ -13,7 +13,11 @@ from decomposition.modes import WeightModes
 
 
 @pytest.mark.parametrize(
-    "rival", ["tensor_train", "tensor_ring", "partial_tucker", "tensor_ring_als", "parafac"]
+    "rival",
+    [
+        *("tensor_train", "tensor_ring", "partial_tucker"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor_ring_als", "parafac")),
+    ],
 )
 def test_both_sides_solve_the_same_problem(rival: str) -> None:
     weight = bench.synthetic_weight(12)

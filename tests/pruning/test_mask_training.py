@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ MASKS: dict[str, Callable[[int], ChannelMask]] = {
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+@cache
 def batches(count: int = 24, seed: int = 0) -> Batches:
     """Images of six channels; the class shifts the brightness of two of them."""
     generator = torch.Generator().manual_seed(seed)
@@ -52,6 +54,14 @@ def batches(count: int = 24, seed: int = 0) -> Batches:
 
 
 def network() -> nn.Module:
+    """A copy of the network that all tests share; random numbers go on as after its training."""
+    model, state = trained()
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+@cache
+def trained() -> tuple[nn.Module, torch.Tensor]:
     """A first layer that hands the six channels on, and a head that has learned to read them."""
     torch.manual_seed(0)
     first = nn.Conv2d(6, 6, 1)
@@ -64,7 +74,7 @@ def network() -> nn.Module:
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
-    return model
+    return model, torch.get_rng_state()
 
 
 def accuracy(model: nn.Module) -> float:

@@ -17,7 +17,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fuzz_inputs.make_good(tmp_path_factory.mktemp("good"))
 
 
-@pytest.mark.parametrize("number", range(EACH))
+@pytest.mark.parametrize(
+    "number", [*range(EACH // 3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(EACH // 3, EACH))]
+)
 @pytest.mark.parametrize("kind", fuzz_inputs.KINDS)
 def test_no_input_does_more_than_be_refused(kind: str, number: int, good: Any, tmp_path: Path) -> None:
     outcome = fuzz_inputs.run_case(fuzz_inputs.make_case(kind, number, SEED, good, tmp_path / "case"))

@@ -220,10 +220,14 @@ def test_tasks_in_a_row_do_what_the_pipeline_does(
     )
 
 
-def test_train_and_inspect(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run("train", "task=train", "model=resnet20", "train.epochs=5", "train.optim.lr=0.1")
+def test_train_and_inspect(
+    run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = small_network(tmp_path)[:2]
+    learning = ("train.epochs=6", "train.batch_size=32", "train.optim.lr=0.1")
+    folder = run("train", "task=train", *network, *learning)
     assert 0.5 < read_json(folder / "metrics.json")["baseline"]["accuracy"] <= 1
-    run("inspect", "task=inspect", "model=resnet20", f"model.checkpoint={folder / 'dense.safetensors'}")
+    run("inspect", "task=inspect", *network, f"model.checkpoint={folder / 'dense.safetensors'}")
     assert "conv1" in capsys.readouterr().out
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import QUICK, read_json, small_network
-from torch import nn
+from command_line import QUICK, SmallNetwork, read_json, small_network
 
 from rankrl.app import BUDGET_MISSED
 from rankrl.data import load_dataset
-from rankrl.models import create_model, save_checkpoint
+from rankrl.models import save_checkpoint
 from rankrl.training import TrainingRecipe, train
 from rankrl.workflow.latency import LatencyBudget, TimedPlans
 
@@ -23,15 +22,11 @@ OF_TASK = {"compare": ("compare.selectors=[greedy]", "compare.seeds=[0]"), "prun
 NOTE = "The checkpoint may have been trained on these held-out images"
 
 
-def network() -> nn.Module:
-    return create_model("conv4", input_shape=(1, 8, 8), num_classes=10)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that is far better than guessing."""
-    path, model = tmp_path_factory.mktemp("weights") / "trained.safetensors", network()
-    train(model, load_dataset("digits"), TrainingRecipe(epochs=5, lr=3e-3, batch_size=64))
+    """A checkpoint of a small network that is far better than guessing."""
+    path, model = tmp_path_factory.mktemp("weights") / "trained.safetensors", SmallNetwork(10)
+    train(model, load_dataset("digits"), TrainingRecipe(epochs=5, lr=1e-2, batch_size=64))
     save_checkpoint(model, path)
     return path
 
@@ -75,7 +70,7 @@ def test_a_checkpoint_is_noted_beside_held_out_accuracies_and_a_search_reads_no_
         refuse = "rankrl.data.images.TestImages.for_report"
         monkeypatch.setattr(refuse, lambda _: pytest.fail("test images read"))
     folder = tmp_path / "run"
-    arguments = (f"task={task}", f"model.checkpoint={trained}")
+    arguments = (f"task={task}", *small_network(tmp_path)[:2], f"model.checkpoint={trained}")
     rankrl(*SHORT, *OF_TASK.get(task, ()), *arguments, f"hydra.run.dir={folder}")
     metrics = read_json(folder / "metrics.json")
     assert metrics["warnings"] == []
