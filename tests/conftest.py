@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -41,6 +42,17 @@ def _onnx_functions_are_listed_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(onnxscript_apis), "get_torchlib_ops", functions)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hydra_copies_no_store() -> Iterator[None]:
+    """Let Hydra read its store of configurations in place, which it copies whole for each composition.
+
+    What it loads from the store it copies once more, so nothing writes there.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigStore, "__deepcopy__", lambda store, _: store, raising=False)
         yield
 
 
