@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("rankrl")
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections pass over all that the tests found: packages, tests, parameters."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from torch import nn
 from rankrl.data import load_dataset
 
 
+@pytest.mark.slow
 def test_formats_stand_beside_their_mixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = load_dataset("digits", seed=0)
     torch.manual_seed(0)

@@ -230,7 +230,9 @@ def additive_loss(model: nn.Module, plan: CompressionPlan, sites: Sequence[Candi
     return total
 
 
-@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
+@pytest.mark.parametrize(
+    "measure", ["params", *(pytest.param(name, marks=pytest.mark.slow) for name in ("macs", "bytes"))]
+)
 def test_of_several_formats_each_layer_takes_what_serves_it_best(small_net: nn.Module, measure: str) -> None:
     shape = (3, 10, 10)
     images = torch.randn(32, *shape, generator=torch.Generator().manual_seed(0))

@@ -175,7 +175,11 @@ def test_a_pruned_network_runs_in_onnxruntime(
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", "vgg11_bn", "densenet121", "mobilenet_v2", "shufflenet_v2_x0_5"]
+    "name",
+    [
+        *("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg11_bn", "densenet121")),
+    ],
 )
 def test_torchvision_networks(name: str) -> None:
     models = pytest.importorskip("torchvision.models")

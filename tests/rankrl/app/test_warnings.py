@@ -31,7 +31,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("task", ["pipeline", "search", "prune", "compare"])
+@pytest.mark.parametrize(
+    "task", [pytest.param("pipeline", marks=pytest.mark.slow), "search", "prune", "compare"]
+)
 def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
     rankrl: Command,
     tmp_path: Path,
@@ -92,6 +94,7 @@ def test_a_network_trained_here_has_not_seen_the_held_out_images(
     }
 
 
+@pytest.mark.slow
 def test_a_rate_that_diverges_is_halved_and_both_are_told(rankrl: Command, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     rankrl(

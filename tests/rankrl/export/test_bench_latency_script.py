@@ -28,6 +28,7 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatencyBudget, "measured", lambda budget, plan: 0.9)
 
 
+@pytest.mark.slow
 def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     bench_latency.main([*QUICK, "--latency", "0.95", "--output", str(page)])

@@ -163,6 +163,7 @@ def test_the_users_own_score_runs_in_workers(network, library, problem, scores) 
             evaluator.evaluate([another])
 
 
+@pytest.mark.slow
 def test_errors_in_a_worker_reach_the_caller() -> None:
     pool = LocalWorkers(failing_builder, 1)
     try:

@@ -74,8 +74,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / STATE_FILE)
 
 
-@pytest.mark.parametrize("name", list_selectors())
-@pytest.mark.parametrize("plans_per_step", [1, 3])
+@pytest.mark.parametrize(
+    ("plans_per_step", "name"),
+    [
+        pytest.param(count, name, marks=[pytest.mark.slow] if count == 1 and name.startswith("bayes") else [])
+        for count in (1, 3)
+        for name in list_selectors()
+    ],
+)
 def test_every_selector_goes_on_exactly(
     small_problem, synthetic_evaluator, tmp_path, name, plans_per_step
 ) -> None:

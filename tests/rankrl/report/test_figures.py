@@ -157,7 +157,7 @@ def gathered(accuracies: Sequence[float], metrics: dict[str, Any]) -> list[Gathe
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])
-@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 12])
 def test_every_figure_of_a_run_has_true_labels(
     size: tuple[float, float],
     count: int,

@@ -53,7 +53,9 @@ def test_the_rate_is_that_of_actor_and_critics(small_problem, name) -> None:
     assert any(not torch.equal(old, new) for old, new in pairs)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", ["ddpg", *(pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name != "ddpg")]
+)
 def test_it_learns_which_layers_matter(small_problem, name) -> None:
     """The reward wants the first layer important and the last unimportant; greedy's plan gets 0."""
     options = {
@@ -168,7 +170,7 @@ def test_bayes_plays_a_plan_twice_only_when_it_finds_no_other(small_problem) -> 
     assert len(set(seen)) >= 20
 
 
-@pytest.mark.parametrize("name", ["bayes", "bayes_ddpg"])
+@pytest.mark.parametrize("name", ["bayes", pytest.param("bayes_ddpg", marks=pytest.mark.slow)])
 def test_bayes_comes_closer_to_the_plan_that_is_wanted(small_problem, name) -> None:
     """The reward is the likeness to a plan far from greedy's, by what the layers lose."""
     chosen = create_action_map(small_problem)

@@ -116,7 +116,7 @@ def test_what_stays_makes_up_for_what_goes(name: str, images: torch.Tensor) -> N
     assert errors[True] < 0.7 * errors[False]
 
 
-@pytest.mark.parametrize("name", ["tucker", "tensor_ring"])
+@pytest.mark.parametrize("name", ["tucker", pytest.param("tensor_ring", marks=pytest.mark.slow)])
 def test_one_plan_prunes_and_decomposes_and_its_model_comes_back(
     name: str, images: torch.Tensor, tmp_path: Path
 ) -> None:
