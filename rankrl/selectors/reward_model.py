@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, Kernel, WhiteKernel
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 # Plans between two searches for the kernel's hyper-parameters, and plans remembered at most: solving costs
@@ -103,13 +104,19 @@ class RewardModel:
         return process
 
 
+@cache
+def _libraries() -> ThreadpoolController:
+    """Find the process's libraries that keep threads, once: it takes milliseconds."""
+    return ThreadpoolController()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Compute on one thread, on whose number the last bits of a result must not depend, without warnings.
 
     scikit-learn warns of hyper-parameters at their bounds, which are there to be reached.
     """
-    with threadpool_limits(1), warnings.catch_warnings():
+    with _libraries().limit(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.filterwarnings("ignore", message="Predicted variances smaller than 0")
         yield
