@@ -40,12 +40,14 @@ from decomposition.operations import (
     GroupOperation,
     LayerOperation,
     Operation,
+    Quantise,
     list_operations,
     register_operation,
 )
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from decomposition.rank_grid import candidate_ranks
 from decomposition.registry import Registry
+from decomposition.rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
 from decomposition.saving import load_compressed, save_compressed
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.vbmf import MatrixRank, matrix_rank
@@ -74,6 +76,7 @@ __all__ = [
     "MatrixRank",
     "Operation",
     "PlanError",
+    "Quantise",
     "Registry",
     "TensorFormat",
     "WeightModes",
@@ -82,6 +85,7 @@ __all__ = [
     "apply_fits",
     "apply_plan",
     "build_structure",
+    "calibrate_ranges",
     "candidate_ranks",
     "collect_moments",
     "collect_sensitivities",
@@ -99,6 +103,7 @@ __all__ = [
     "get_format",
     "get_heuristic",
     "inspect_layers",
+    "integer_layers",
     "list_formats",
     "list_heuristics",
     "list_operations",
@@ -111,5 +116,7 @@ __all__ = [
     "register_format",
     "register_heuristic",
     "register_operation",
+    "rounded_parameters",
     "save_compressed",
+    "without_rounding",
 ]

@@ -30,6 +30,7 @@ from decomposition.operations import (
 )
 from decomposition.operations.base import FINAL
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
+from decomposition.rounding import calibrate_ranges, without_rounding
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.surgery import copied, replace_module
 
@@ -120,11 +121,14 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
 def contracted(model: nn.Module) -> nn.Module:
     """Return a copy of a compressed model whose layers contract their cores to the dense weight.
 
-    It computes the same from the same cores. On hardware that dislikes many small operations, or behind a
-    runtime that contracts constants once when it loads a file, it can be the faster form.
+    It computes the same from the same cores; layers that round between their stages stay as they are. On
+    hardware that dislikes many small operations, or behind a runtime that contracts constants once when it
+    loads a file, it can be the faster form.
     """
     network = copied(model)
     for layer in factorised_layers(network).values():
+        if layer.rounds_between:
+            continue
         dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
         form = ContractedLayer(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
         form = form.to_empty(device=layer.cores()[0].device)
@@ -151,7 +155,7 @@ def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
 
 def _dense_layer(module: nn.Module) -> nn.Module:
     """Return the dense layer that a layer was made of, which operations may have wrapped."""
-    for each in module.modules():
+    for each in without_rounding(copied(module)).modules():
         if isinstance(each, FactorisedLayer):
             return each.to_dense().train(module.training)
         if is_decomposable_module(each):
@@ -241,6 +245,8 @@ def _apply_to_layers(
         _apply_apart(compressed, changed, images, sensitivities, options)
     if options.batch_norm == "reestimate" and images is not None:
         reestimate_batch_norm(compressed, images.split(256))
+    if images is not None:
+        calibrate_ranges(compressed, images.split(256))
     _check_applied(model, compressed, entries)
     return compressed
 

@@ -41,6 +41,11 @@ class Candidate:
     generator: str = ""
     reason: str | None = None
 
+    @property
+    def integer(self) -> bool:
+        """Whether the site takes and gives integers."""
+        return any(each.integer for each in self.operations)
+
     def __str__(self) -> str:
         return "; ".join(map(str, self.operations)) or "dense"
 
@@ -106,7 +111,7 @@ class CandidateSet:
         """What each candidate costs the network's output: importance * error^2; shape (candidates,)."""
         return self.importance * self.errors**2
 
-    @property
+    @cached_property
     def timed(self) -> bool:
         """Whether every candidate's time was measured."""
         return all(each.cost.time is not None for each in self.candidates)
@@ -122,24 +127,39 @@ class CandidateSet:
         if measure == "macs":
             return self.macs
         if measure == "bytes":
-            return np.array([each.cost.bytes for each in self.candidates], dtype=np.int64)
+            return self._bytes
         if measure != "latency":
             raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
         if not self.timed:
             raise DecompositionError(
                 f"site {self.name!r}: the time of its candidates was not measured; attach a LatencyTable"
             )
+        return self._times
+
+    @cached_property
+    def _bytes(self) -> np.ndarray:
+        return np.array([each.cost.bytes for each in self.candidates], dtype=np.int64)
+
+    @cached_property
+    def _times(self) -> np.ndarray:
         return np.array([each.cost.time for each in self.candidates], dtype=float)
+
+    @cached_property
+    def integer(self) -> np.ndarray:
+        """Which candidates take and give integers, boolean; shape (candidates,)."""
+        return np.array([each.integer for each in self.candidates])
 
     @property
     def mixed(self) -> bool:
-        """Whether several generators proposed candidates."""
-        return len({each.generator for each in self.candidates[:-1]}) > 1
+        """Whether candidates come from several generators, or differ in precision."""
+        kinds = {(each.generator, tuple(o.kind for o in each.operations)) for each in self.candidates[:-1]}
+        return len(kinds) > 1
 
     def efficient(self, measure: str) -> CandidateSet:
         """Return the candidates that no other one beats in cost and error, in ascending order of cost.
 
-        A set of one generator stays as it is: its candidates are a grid already.
+        A set of one generator stays as it is: its candidates are a grid already. Where time counts, integers
+        and floating point do not beat each other: what is faster depends on the neighbours.
 
         Args:
             measure: The cost that counts, `params`, `macs`, `bytes` or `latency`.
@@ -147,11 +167,16 @@ class CandidateSet:
         if not self.mixed:
             return self
         costs, errors = self.cost(measure), self.errors
+        classes = self.integer if measure == "latency" else np.zeros(len(self), dtype=bool)
         kept: list[int] = []
-        for index in np.lexsort((self.macs, self.params, errors, costs)):
-            beaten = kept and errors[index] >= errors[kept[-1]]
-            if index != self.dense and not beaten and costs[index] < costs[self.dense]:
-                kept.append(int(index))
+        least: dict[bool, float] = {}
+        for index in map(int, np.lexsort((self.macs, self.params, errors, costs))):
+            of, error = bool(classes[index]), float(errors[index])
+            dear = not of and costs[index] >= costs[self.dense]
+            if index == self.dense or dear or error >= least.get(of, np.inf):
+                continue
+            kept.append(index)
+            least[of] = error
         return self.subset([*kept, self.dense])
 
     def subset(self, indices: Iterable[int]) -> CandidateSet:

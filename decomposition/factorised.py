@@ -36,6 +36,8 @@ class FactorisedLayer(nn.Module):
         ranks: One rank a bond.
         execution: The way it is executed, a key of `TensorFormat.stage_macs`.
         error: Relative output error of the fit; `None` when the cores were not fitted here.
+        rounds_between: Whether what passes between its stages is rounded, so that the contracted weight does
+            not compute the same.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FactorisedLayer(nn.Module):
         self.ranks = ranks
         self.execution = execution
         self.error: float | None = None
+        self.rounds_between = False
         for name in _DESCRIPTION:
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))
@@ -67,6 +70,10 @@ class FactorisedLayer(nn.Module):
     @abstractmethod
     def set_cores(self, cores: Cores) -> None:
         """Copy cores of the format's shapes into the parameters."""
+
+    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor] | None:
+        """Return the module that applies A alone, and its weight for these cores; `None` if there is none."""
+        return None
 
     @property
     @abstractmethod
@@ -187,7 +194,12 @@ class StagedLayer(FactorisedLayer):
             x = self.apply_kernel(x)
         return self.expand(x)
 
-    def _stages(self) -> list[nn.Module]:
+    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
+        """Return the last stage and its weight."""
+        return self.expand, self.weights_from_cores(cores)[-1]
+
+    def stages(self) -> list[nn.Module]:
+        """Return the two or three layers."""
         return [stage for stage in (self.reduce, self.kernel, self.expand) if stage is not None]
 
     @property
@@ -197,14 +209,14 @@ class StagedLayer(FactorisedLayer):
 
     def cores(self) -> Cores:
         """Read the cores off the stages' weights."""
-        weights: Cores = [stage.weight for stage in self._stages()]  # type: ignore[misc]
+        weights: Cores = [stage.weight for stage in self.stages()]  # type: ignore[misc]
         kernels = len(weights) == 3
         flat = [w.flatten(2) if kernels and j == 1 else w.flatten(1) for j, w in enumerate(weights)]
         return self.cores_from_weights(flat)
 
     def set_cores(self, cores: Cores) -> None:
         """Copy the cores into the stages' weights."""
-        for stage, weight in zip(self._stages(), self.weights_from_cores(cores), strict=True):
+        for stage, weight in zip(self.stages(), self.weights_from_cores(cores), strict=True):
             parameter: torch.Tensor = stage.weight  # type: ignore[assignment]
             parameter.copy_(weight.reshape(parameter.shape))
 

@@ -146,10 +146,9 @@ def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> 
         weight = library.weights[site.spec.name]
         unfoldings = (weight.flatten(1), weight.movedim(1, 0).flatten(1))
         signal = max(1, *(matrix_rank(unfolding).rank for unfolding in unfoldings))
-        features = [_features(library, site.spec, each) for each in site.candidates[:-1]]
-        full = max([min(weight.shape[0], weight[0].numel()), *features])
+        features = [_features(library, site.spec, each) for each in site.candidates]
         # Where bonds have ranks of their own, a larger layer need not have more features.
-        levels.append(np.maximum.accumulate([*features, full]) / signal)
+        levels.append(np.maximum.accumulate([*features[:-1], max(features)]) / signal)
     return _climb(sites, budget, levels)
 
 
@@ -182,6 +181,7 @@ def plan_by_heuristic(
     latency: Callable[[Sequence[CandidateSet]], LatencyTable] | None = None,
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
     weigh_outputs: bool = True,
+    precisions: Sequence[str] = ("float32",),
     tensorised: bool = False,
     candidates: int = 16,
     multiple: int = 1,
@@ -204,6 +204,7 @@ def plan_by_heuristic(
         calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None` fits
             to the weights alone.
         weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
+        precisions: What layers may compute with or be stored in (`PRECISIONS`).
         tensorised: Split channel counts into small factors (tensor ring and tensor train).
         candidates: Ranks to fit a layer at most.
         multiple: They are multiples of it; 8 suits budgets in time.
@@ -233,6 +234,7 @@ def plan_by_heuristic(
         tensor_format,
         calibration,
         weigh_outputs=weigh_outputs,
+        precisions=precisions,
         tensorised=tensorised,
         multiple=multiple,
         options=options,
@@ -242,7 +244,7 @@ def plan_by_heuristic(
     if latency is not None:
         table = latency(sites)
         sites = table.attach(sites)
-        budget = Budget(fraction, measure, table.total, table.rest)
+        budget = table.budget(fraction, sites)
     else:
         budget = Budget.of_model(model, sites, input_shape, measure, fraction)
     sites = [site.efficient(measure) for site in sites]
@@ -251,8 +253,10 @@ def plan_by_heuristic(
 
 
 def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:
-    """Count the features between a layer's two halves; the mean rank where each bond has its own."""
-    (operation,) = (each for each in candidate.operations if isinstance(each, Factorise))
+    """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
+    operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
+    if operation is None:
+        return min(spec.out_channels, spec.in_channels * spec.kernel_elements)
     chosen, ranks = operation.tensor_format, operation.ranks
     if chosen.own_ranks:
         return sum(ranks) / len(ranks)
@@ -278,15 +282,15 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
-    choices = np.array([candidates[0] for candidates in useful])
-    left = budget.available - sum(float(cost[j]) for cost, j in zip(costs, choices, strict=True))
+    choices = budget.cheapest(sites) if budget.borders else np.array([each[0] for each in useful])
+    left = budget.left(sites, choices)
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)
         for layer, candidates in enumerate(useful)
         for candidate in candidates[1:]
     )
     for _, layer, candidate in steps:
-        extra = float(costs[layer][candidate] - costs[layer][choices[layer]])
+        extra = float(budget.extra(sites, choices, layer)[candidate])
         if extra > left:
             break
         left -= extra

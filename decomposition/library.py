@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,15 +17,25 @@ from torch import nn
 
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
+from decomposition.factorised import FactorisedLayer
 from decomposition.files import replacing
 from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat, get_format, list_formats
-from decomposition.layers import LayerSpec, inspect_layers, weight_of
+from decomposition.geometry import Geometry
+from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, weight_of
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, calibration_batches, collect_moments
-from decomposition.operations import ChannelFactors, Factorise, Operation, dense_cost
+from decomposition.operations import (
+    ChannelFactors,
+    Factorise,
+    LayerOperation,
+    Operation,
+    Quantise,
+    dense_cost,
+)
 from decomposition.operations.factorise import factors_of
+from decomposition.operations.quantise import ACTIVATION_NOISE, PRECISIONS, amplification
 from decomposition.processes import in_processes
 from decomposition.rank_grid import candidate_ranks
 from decomposition.sensitivity import collect_sensitivities
@@ -44,6 +55,8 @@ class FitLibrary:
         moments: Moments by layer name (`collect_moments`); `None` fits to the weights.
         sensitivities: Sensitivities by layer name (`collect_sensitivities`), which weigh output channels
             within a layer and, with moments, layers against each other; layers without one count evenly.
+        precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
+            comes in each of them. The dense layer in float32 is always a candidate.
         tensorised: Split channel counts into small factors.
         centred: Measure errors around the mean output, for evaluators that correct the mean (a bias or the
             batch norm behind the layer); meaningless without moments.
@@ -64,6 +77,7 @@ class FitLibrary:
         *,
         moments: dict[str, InputMoments] | None = None,
         sensitivities: Mapping[str, torch.Tensor] | None = None,
+        precisions: Sequence[str] = ("float32",),
         tensorised: bool = False,
         centred: bool = True,
         multiple: int = 1,
@@ -73,7 +87,12 @@ class FitLibrary:
         names = (formats,) if isinstance(formats, str) else tuple(formats)
         if not names:
             raise DecompositionError(f"no tensor format was given; choose from {', '.join(list_formats())}")
+        unknown = [each for each in precisions if each not in PRECISIONS]
+        if unknown or not precisions:
+            what = f"there is no precision {unknown[0]!r}" if unknown else "no precision was given"
+            raise DecompositionError(f"{what}; choose from {', '.join(PRECISIONS)}")
         self.formats = tuple(get_format(name) for name in names)
+        self.precisions = tuple(precisions)
         self.specs = {spec.name: spec for spec in specs}
         self.options = options
         self.multiple = multiple
@@ -82,6 +101,7 @@ class FitLibrary:
         self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
         self.weights = {name: weight_of(modules[name]) for name in self.specs}
+        self._geometries = {name: Geometry.of(modules[name]) for name in self.specs}
         self._modes: dict[tuple[str, str], WeightModes] = {
             (spec.name, each.name): each.modes(spec, tensorised=tensorised)
             for spec in specs
@@ -165,15 +185,61 @@ class FitLibrary:
         Raises:
             DecompositionError: If an operation has no fits here.
         """
-        weight = self.weights[name]
+        weight, layer = self.weights[name], None
         for operation in operations:
-            if not isinstance(operation, Factorise):
+            if isinstance(operation, Factorise):
+                cores = self.fit(name, operation).cores
+                weight = operation.tensor_format.reconstruct(cores, operation.modes(self.specs[name]))
+            elif isinstance(operation, Quantise):
+                layer = self._layer(name, operations)
+            else:
                 raise DecompositionError(
                     f"layer {name!r}: a library of fits knows nothing of {operation.kind!r}"
                 )
-            cores = self.fit(name, operation).cores
-            weight = operation.tensor_format.reconstruct(cores, operation.modes(self.specs[name]))
-        return weight
+        if layer is None:
+            return weight
+        dense = layer.to_dense() if isinstance(layer, FactorisedLayer) else layer
+        return weight_of(cast(DecomposableModule, dense))
+
+    def _layer(self, name: str, operations: Sequence[Operation]) -> nn.Module:
+        """Return a layer under factorisation and rounding, in float32."""
+        spec = self.specs[name]
+        dense = self._geometries[name].dense(dtype=torch.float32)
+        with torch.no_grad():
+            dense.weight.copy_(self.weights[name].reshape(dense.weight.shape))
+        layer: nn.Module = dense
+        for operation in operations:
+            if isinstance(operation, LayerOperation):
+                layer = operation.structure(layer, spec)
+            if isinstance(operation, Factorise) and isinstance(layer, FactorisedLayer):
+                layer.load(self.fit(name, operation).cores, layer.bias)
+        return layer
+
+    def _noise(self, name: str, operation: Factorise) -> float:
+        """Return by what rounding between the stages is squared and multiplied on its way to the output."""
+        modes = operation.modes(self.specs[name])
+        cores = self.fit(name, operation).cores
+        tensors = 1 if modes.kernel == 1 else 2
+        return tensors * amplification(operation.tensor_format, cores, modes, self._metrics[name]) ** 2
+
+    def _error(self, name: str, operations: Sequence[Operation]) -> float:
+        """Return a candidate's relative output error.
+
+        What rounding adds to the fit's is estimated: that of weights by their own change, that of activations
+        by a constant each.
+        """
+        squared, plain = 0.0, []
+        for operation in operations:
+            if isinstance(operation, Factorise):
+                squared += self.fit(name, operation).error ** 2
+                plain.append(operation)
+            elif isinstance(operation, Quantise):
+                before, after = self.weight(name, plain), self.weight(name, operations)
+                size = float(self.weights[name].norm())
+                squared += (float((after - before).norm()) / size) ** 2 if size > 0 else 0.0
+                if operation.integer:
+                    squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, each) for each in plain))
+        return squared**0.5
 
     def candidates(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Fit the candidates of a layer, `limit` a format at most, and return them, the dense layer last."""
@@ -219,6 +285,7 @@ class FitLibrary:
         part.moments, part._fitter = None, None
         part.sensitivities = {key: each for key, each in self.sensitivities.items() if key == name}
         part._metrics = {name: self._metrics[name]}
+        part._geometries = {name: self._geometries[name]}
         part._fits = {key: fit for key, fit in self._fits.items() if key[0] == name}
         return part
 
@@ -273,10 +340,8 @@ class FitLibrary:
         """Fit candidates and return them with their errors."""
         name = unfitted.name
         fitted = [
-            replace(candidate, error=self.fit(name, operation).error)
-            for candidate in unfitted.candidates
-            for operation in candidate.operations
-            if isinstance(operation, Factorise)
+            replace(candidate, error=self._error(name, candidate.operations))
+            for candidate in unfitted.candidates[:-1]
         ]
         return replace(
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
@@ -297,6 +362,8 @@ class FitLibrary:
         if spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
             root = self._root(name)
         choices = [choice for each in self.formats for choice in self._choices(name, each, limit, root)]
+        choices = [rounded for each in choices for rounded in self._rounded(name, each)]
+        choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
         reason = "dense is the better choice here" if choices else "no rank makes it smaller"
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         return CandidateSet(spec, (*choices, dense))
@@ -311,14 +378,34 @@ class FitLibrary:
         """Return the candidates of one format, not fitted."""
         spec, modes = self.specs[name], self.modes(name, tensor_format)
         spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], root)
-        ranks = candidate_ranks(
-            tensor_format, spec, modes, limit=limit, multiple=self.multiple, spectra=spectra
-        )
+        # Of a ring's bonds, two of 4 make 16 channels.
+        side = self.multiple ** (1 / tensor_format.bonds_in_channels)
+        multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))
+        ranks = candidate_ranks(tensor_format, spec, modes, limit=limit, multiple=multiple, spectra=spectra)
         operations = [Factorise(tensor_format.name, each, factors_of(modes)) for each in ranks]
         return [
             Candidate((each,), each.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
             for each in operations
         ]
+
+    def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
+        """Return a candidate in every precision, the dense layer in those that do something with it."""
+        spec, found = self.specs[name], []
+        for precision in self.precisions:
+            rounding = PRECISIONS[precision]
+            operations = (*candidate.operations, *rounding)
+            contracted = any(
+                isinstance(each, Factorise)
+                and not each.tensor_format.staged(spec, each.modes(spec), each.ranks)
+                for each in operations
+            )
+            if not operations or (contracted and any(each.integer for each in rounding)):
+                continue
+            cost = candidate.cost
+            for each in rounding:
+                cost = each.cost(spec, cost)
+            found.append(Candidate(operations, cost, 1.0, candidate.generator or precision))
+        return found
 
     def importance(self, name: str) -> float:
         """Return what the network's output loses when all of a layer's output is lost: E[y' G y].

@@ -28,13 +28,14 @@ from decomposition.factorised import FactorisedLayer
 from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.metric import Metric, RowFactor, shrunk_matrix, shrunk_rows, trace, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
+from decomposition.rounding import calibrate_ranges
 from decomposition.shrinkage import labels_or_single, shrinkage
 from decomposition.surgery import replace_module
 
 # Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
 RIDGE = 1e-3
 # A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
-_PATCHES_TO_SOLVE = 4
+PATCHES_TO_SOLVE = 4
 # The error that a layer reports is an average; so many patches, evenly spread, give it to a few digits.
 _PATCHES_FOR_ERROR = 16_384
 _ADVICE = "use sequential=False (decomposition.sequential=false on the command line)"
@@ -72,7 +73,7 @@ def solved(layer: DecomposableModule, inputs: int) -> Refit:
 
     def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
         fitted = copy.deepcopy(layer)
-        if problem.count >= _PATCHES_TO_SOLVE * inputs:
+        if problem.count >= PATCHES_TO_SOLVE * inputs:
             with torch.no_grad():
                 fitted.weight.copy_(problem.target.reshape(fitted.weight.shape))
         return fitted, weight_of(fitted)
@@ -228,9 +229,13 @@ class _LayerPair(_StandIn[DecomposableModule]):
             inputs = self.batch // 2
             labels = labels_or_single(labels_of_batch(labels, len(arriving), inputs), inputs)
             self.fitted = self._fit(dense_patches, patches, labels)
-        # Contracted, a layer computes the same, here in less time.
-        fitted = self.fitted.apply_dense if isinstance(self.fitted, FactorisedLayer) else self.fitted
-        return torch.cat([self.dense(dense_input), fitted(arriving)])
+            calibrate_ranges(self.fitted, [arriving], inside=self.name)
+        fitted: nn.Module = self.fitted
+        if isinstance(fitted, FactorisedLayer) and not fitted.rounds_between:
+            passed = fitted.apply_dense(arriving)  # it computes the same, here in less time
+        else:
+            passed = fitted(arriving)
+        return torch.cat([self.dense(dense_input), passed])
 
     def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor, labels: torch.Tensor) -> nn.Module:
         weight = weight_of(self.dense)

@@ -32,8 +32,9 @@ def candidate_ranks(
         spec: The layer.
         modes: How its weight is read.
         limit: Candidates at most; where more ranks are feasible, a geometric grid of them.
-        multiple: Each rank is a multiple of it, a divisor, or a bond's largest. A processor computes with
-            several channels at a time; ranks that leave none of them idle can be faster than smaller ones.
+        multiple: Each rank is a multiple of it or a bond's largest; a divisor where that is smaller. A
+            processor computes with several channels at a time: ranks that leave none of them idle can be
+            faster than smaller ones.
         spectra: For each bond, the energy that each rank adds, descending (`TensorFormat.spectra`). With
             them bonds get ranks of their own: the combinations that lose least, by the sum of the discarded
             energies, for their parameters. Without, all bonds share one rank up to their caps.
@@ -92,9 +93,7 @@ def _efficient_ranks(
 
 
 def _multiples(largest: int, multiple: int) -> list[int]:
-    """Return the multiples up to `largest`, below the first of them its divisors, and `largest` itself."""
-    return [
-        rank
-        for rank in range(1, largest + 1)
-        if rank % multiple == 0 or multiple % rank == 0 or rank == largest
-    ]
+    """Return the multiples up to `largest`, and `largest` itself; divisors where it is smaller."""
+    if largest < multiple:
+        return [rank for rank in range(1, largest + 1) if multiple % rank == 0 or rank == largest]
+    return [rank for rank in range(1, largest + 1) if rank % multiple == 0 or rank == largest]

@@ -33,6 +33,8 @@ class TensorFormat(ABC):
         description: One line for listings.
         tensorisable: Whether channel counts may be split into factors.
         own_ranks: Whether candidates give each bond a rank of its own (`spectra`) instead of one for all.
+        bonds_in_channels: How many bonds a stage's channel count is the product of: 2 where each runs between
+            two of them, as in a ring.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -40,6 +42,7 @@ class TensorFormat(ABC):
     description: ClassVar[str]
     tensorisable: ClassVar[bool] = False
     own_ranks: ClassVar[bool] = False
+    bonds_in_channels: ClassVar[int] = 1
     splits_kernel: ClassVar[bool] = False
 
     @abstractmethod
@@ -173,6 +176,14 @@ class TensorFormat(ABC):
     def params(self, modes: WeightModes, ranks: Ranks) -> int:
         """Count the core elements at `ranks`, without a bias."""
         return sum(math.prod(shape) for shape in self.core_shapes(modes, ranks))
+
+    def staged(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> bool:
+        """Tell whether the layer runs as plain layers in a row, nothing contracted on the way."""
+        return True
+
+    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the first axes of all weights that the layer holds: its cores, unless they are stages."""
+        return sum(shape[0] for shape in self.core_shapes(modes, ranks))
 
     def macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
         """Count the multiply-accumulates for one model input of the cheapest way to execute the layer."""

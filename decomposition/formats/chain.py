@@ -30,6 +30,7 @@ class ChainFormat(TensorFormat):
 
     closed: ClassVar[bool]
     tensorisable = True
+    bonds_in_channels = 2
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Bound each bond by the rank that a train needs there: the smaller side of the unfolding."""
@@ -106,10 +107,21 @@ class ChainFormat(TensorFormat):
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
     ) -> FactorisedLayer:
         """Make the cheapest of the executions of `stage_macs`; plain layers where every core is a stage."""
+        kind = _ChainLayer if self.staged(spec, modes, ranks) else ContractedLayer
+        return kind(dense, self, modes, ranks, self.execution(spec, modes, ranks))
+
+    def staged(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> bool:
+        """Tell whether every core is a stage."""
         execution = self.execution(spec, modes, ranks)
-        staged = modes.plain and (execution == "chain" or (modes.kernel == 1 and execution == "half"))
-        kind = _ChainLayer if staged else ContractedLayer
-        return kind(dense, self, modes, ranks, execution)
+        return modes.plain and (execution == "chain" or (modes.kernel == 1 and execution == "half"))
+
+    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the stages' output channels, or the cores' first axes."""
+        if not self.staged(spec, modes, ranks):
+            return super().rows(spec, modes, ranks)
+        shapes = self.core_shapes(modes, ranks)
+        a, b, c = shapes[0][0], shapes[0][2], shapes[1][2]
+        return b * c + (0 if modes.kernel == 1 else a) + modes.out_channels
 
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
         """Count the chain of three stages, and the contractions to a kernel of fewer stages.
@@ -195,7 +207,7 @@ class _ChainLayer(StagedLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Equal up to rounding; the backward pass of small convolutions on a large batch axis takes longer
         # than that of the dense one, though it counts fewer operations.
-        return self.apply_dense(x) if self.training else super().forward(x)
+        return self.apply_dense(x) if self.training and not self.rounds_between else super().forward(x)
 
     def make_kernel(self, **like: Any) -> nn.Module:
         a, _, c = self._bonds()

@@ -135,6 +135,10 @@ class CP(TensorFormat):
         entering = spec.input_positions * rank * modes.in_channels
         return {"chain": entering + spec.output_positions * rank * (modes.kernel + modes.out_channels)}
 
+    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the stages' output channels."""
+        return (1 if modes.kernel == 1 else 2) * ranks[0] + modes.out_channels
+
     def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
         """Return a CPTensor with weights of 1."""
         from tensorly.cp_tensor import CPTensor

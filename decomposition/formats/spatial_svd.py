@@ -81,6 +81,10 @@ class SpatialSVD(TensorFormat):
         leaving = spec.output_positions * modes.out_channels * width
         return {"chain": ranks[0] * (entering + leaving)}
 
+    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the output channels of both layers."""
+        return ranks[0] + modes.out_channels
+
 
 def height_and_width(modes: WeightModes) -> tuple[int, int]:
     """Return the kernel's height and width; a Conv1d's kernel and joint positions count as height."""
@@ -107,6 +111,10 @@ class _SpatialLayer(FactorisedLayer):
         last = geometry.pointwise if both else geometry.along(1).layer
         self.vertical: nn.Module = first.layer(geometry.in_channels, rank, bias=False, **like)
         self.horizontal: nn.Module = last(rank, geometry.out_channels, bias=geometry.bias, **like)
+
+    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
+        """Return the horizontal layer and its weight."""
+        return self.horizontal, cores[0]
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -134,6 +134,10 @@ class Tucker(TensorFormat):
         kernel = ranks[0] * ranks[1] * modes.kernel
         return {"chain": spec.input_positions * entering + spec.output_positions * (kernel + leaving)}
 
+    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        """Count the stages' output channels."""
+        return (ranks[-1] if modes.kernel == 1 else sum(ranks)) + modes.out_channels
+
     def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
         """Return a TuckerTensor whose kernel factor, or core without a kernel, is an identity."""
         from tensorly.tucker_tensor import TuckerTensor

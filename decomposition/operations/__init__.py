@@ -20,6 +20,7 @@ from decomposition.operations.base import (
     register_operation,
 )
 from decomposition.operations.factorise import ChannelFactors, Factorise
+from decomposition.operations.quantise import Quantise
 
 __all__ = [
     "ApplyOptions",
@@ -31,6 +32,7 @@ __all__ = [
     "GroupOperation",
     "LayerOperation",
     "Operation",
+    "Quantise",
     "dense_cost",
     "list_operations",
     "operation_from_dict",

@@ -40,17 +40,19 @@ class Cost:
         macs: Multiply-accumulates for one model input, all calls together.
         bytes: Bytes of its parameters in a file.
         time: Measured time, in any unit; `None` where it was not measured.
+        rows: Output channels of all its weights together: each has a scale of its own when it is quantised.
     """
 
     params: int
     macs: int
     bytes: int
     time: float | None = None
+    rows: int = 0
 
 
 def dense_cost(spec: LayerSpec) -> Cost:
     """Return the cost of a layer as it is, in float32."""
-    return Cost(spec.params, spec.macs, FLOAT_BYTES * spec.params)
+    return Cost(spec.params, spec.macs, FLOAT_BYTES * spec.params, rows=spec.out_channels)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class Operation(ABC):
     kind: ClassVar[str]
     description: ClassVar[str]
     stage: ClassVar[int]
+
+    @property
+    def integer(self) -> bool:
+        """Whether the layer takes and gives integers afterwards."""
+        return False
 
     @abstractmethod
     def check(self, spec: LayerSpec) -> None:

@@ -82,7 +82,9 @@ class Factorise(LayerOperation):
         """Count the cores and the cheapest way to execute them."""
         modes, bias = self.modes(spec), spec.out_channels if spec.bias else 0
         params = self.tensor_format.params(modes, self.ranks) + bias
-        return Cost(params, self.tensor_format.macs(spec, modes, self.ranks), FLOAT_BYTES * params)
+        macs = self.tensor_format.macs(spec, modes, self.ranks)
+        rows = self.tensor_format.rows(spec, modes, self.ranks)
+        return Cost(params, macs, FLOAT_BYTES * params, rows=rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> FactorisedLayer:
         """Return the factorised layer, its cores not fitted."""

@@ -20,6 +20,7 @@ from decomposition import (
     LayerPlan,
     Operation,
     PlanError,
+    Quantise,
     list_formats,
     list_operations,
 )
@@ -35,6 +36,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Operation]] = {
         counts,
         st.none() | st.builds(ChannelFactors, counts, counts),
     ),
+    "quantise": st.builds(Quantise, st.sampled_from([8, 4]), st.sampled_from(["uint8", "float32"])),
     "keep_channels": st.sets(st.integers(0, 300), min_size=1).map(lambda s: KeepChannels(tuple(sorted(s)))),
 }
 """How to draw operations of each kind; a new kind needs an entry here."""

@@ -1,0 +1,275 @@
+"""Quantise a layer: its weights become integers, and with its activations all that it computes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import nn
+
+from decomposition.errors import DecompositionError, PlanError
+from decomposition.factorised import ContractedLayer, FactorisedLayer, StagedLayer
+from decomposition.fitting import FitOptions
+from decomposition.formats import Cores, TensorFormat
+from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
+from decomposition.lockstep import PATCHES_TO_SOLVE, RefitProblem
+from decomposition.metric import Metric, channel_moments, times
+from decomposition.modes import WeightModes
+from decomposition.operations.base import (
+    FLOAT_BYTES,
+    Cost,
+    FittedLayer,
+    LayerOperation,
+    register_operation,
+)
+from decomposition.rounding import round_activations, round_weights
+
+BITS = (8, 4)
+INTEGERS, FLOATS = "uint8", "float32"
+ACTIVATION_NOISE = 0.01
+"""What rounding one tensor to uint8 adds to a layer's relative output error, about: the steps of a range of
+ten root mean squares have a standard deviation of 10 / 255 / sqrt(12) of them."""
+_SCALE_BYTES = FLOAT_BYTES + 1
+"""A scale in float32 and a zero point for each output channel of a weight."""
+_RIDGE = 1e-6
+_SMALLEST_POWER = 1e-6
+
+
+@register_operation
+@dataclass(frozen=True)
+class Quantise(LayerOperation):
+    """Round weights, one scale an output channel, and activations, one range a tensor.
+
+    A factorised layer is quantised stage by stage.
+
+    Attributes:
+        weight_bits: Bits of the weights, 8 or 4.
+        activations: `uint8` where inputs and outputs are integers too, so that the layer computes in
+            integers; `float32` where weights are stored in integers and computed with in float32.
+    """
+
+    weight_bits: int = 8
+    activations: str = INTEGERS
+
+    kind: ClassVar[str] = "quantise"
+    description: ClassVar[str] = "round weights, and activations too, to integers"
+    stage: ClassVar[int] = 20
+
+    def __str__(self) -> str:
+        return f"int{self.weight_bits}" + ("" if self.integer else " weights")
+
+    @property
+    def integer(self) -> bool:
+        """Whether the layer takes and gives integers."""
+        return self.activations == INTEGERS
+
+    def check(self, spec: LayerSpec) -> None:
+        """Refuse a layer that cannot be replaced, and bits that no runtime computes with.
+
+        Raises:
+            PlanError: Naming the layer, the value and what is allowed.
+        """
+        if spec.refusal is not None:
+            raise PlanError(f"layer {spec.name!r} cannot be quantised: {spec.refusal}")
+        if self.weight_bits not in BITS:
+            raise PlanError(
+                f"layer {spec.name!r}: weights of {self.weight_bits} bits; choose from "
+                f"{', '.join(map(str, BITS))}"
+            )
+        if self.activations not in (INTEGERS, FLOATS):
+            raise PlanError(
+                f"layer {spec.name!r}: activations={self.activations!r}; choose {INTEGERS} or {FLOATS}"
+            )
+        if self.integer and self.weight_bits != 8:
+            raise PlanError(
+                f"layer {spec.name!r}: with {self.weight_bits}-bit weights nothing computes in integers; "
+                f"take "
+                "activations='float32', or 8 bits"
+            )
+
+    def cost(self, spec: LayerSpec, before: Cost) -> Cost:
+        """Count integers instead of floats, with their scales; a bias stays in 4 bytes an element."""
+        bias = spec.out_channels if spec.bias else 0
+        stored = math.ceil((before.params - bias) * self.weight_bits / 8)
+        size = stored + FLOAT_BYTES * bias + _SCALE_BYTES * before.rows
+        return Cost(before.params, before.macs, size, rows=before.rows)
+
+    def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
+        """Return the layer with its rounding in place; `module` itself, changed, unless it is dense.
+
+        Raises:
+            DecompositionError: If its cores are contracted while it runs, so that it has no stages which
+                could compute in integers.
+        """
+        if is_decomposable_module(module):
+            module = copy.deepcopy(module)
+        stages = self._stages(module, spec)
+        if isinstance(module, FactorisedLayer):
+            module.rounds_between = self.integer
+        for stage in stages:
+            self.round(stage)
+        return module
+
+    def round(self, layer: nn.Module) -> None:
+        """Let a convolution, linear layer or list of cores round its weights, and its activations."""
+        names = [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]
+        round_weights(layer, self.weight_bits, names)
+        if self.integer:
+            round_activations(layer)
+
+    def _stages(self, module: nn.Module, spec: LayerSpec) -> list[nn.Module]:
+        """Return the modules inside that hold weights."""
+        if isinstance(module, ContractedLayer):
+            if self.integer:
+                raise DecompositionError(
+                    f"layer {spec.name!r}: {module.tensor_format.name} of ranks {list(module.ranks)} "
+                    "contracts its cores before it computes, so no stage of it can be integers; quantise "
+                    "its weights alone (activations='float32'), or the dense layer"
+                )
+            return [module.core_list]
+        stages: list[nn.Module] = [each for each in module.modules() if is_decomposable_module(each)]
+        if not stages:
+            raise DecompositionError(
+                f"layer {spec.name!r} is a {type(module).__name__} without weights to round"
+            )
+        return stages
+
+    def fit(
+        self,
+        module: nn.Module,
+        spec: LayerSpec,
+        problem: RefitProblem,
+        *,
+        sensitivity: torch.Tensor | None,
+        options: FitOptions,
+    ) -> FittedLayer:
+        """Round the layer's weights; where it is factorised, the last stage makes up for the others."""
+        if is_decomposable_module(module):
+            dense = copy.deepcopy(module)
+            if problem.count >= PATCHES_TO_SOLVE * problem.target[0].numel():
+                with torch.no_grad():
+                    dense.weight.copy_(problem.target.reshape(dense.weight.shape))
+            layer = self.structure(dense, spec)
+            weight = weight_of(cast(DecomposableModule, layer))
+        else:
+            if self.integer:
+                for each in module.modules():
+                    if isinstance(each, StagedLayer):
+                        _equalise(each, problem.metric)
+            layer, weight = self.structure(module, spec), problem.target
+            for each in layer.modules():
+                if isinstance(each, FactorisedLayer):
+                    _make_up(each, problem)
+                    weight = weight_of(each.to_dense())
+        return FittedLayer(layer, weight, _error(problem, weight))
+
+    def values(self) -> dict[str, Any]:
+        """Return both attributes."""
+        return {"weight_bits": self.weight_bits, "activations": self.activations}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Read both attributes; strict.
+
+        Raises:
+            PlanError: If one is ill-typed.
+        """
+        bits, activations = values.get("weight_bits", 8), values.get("activations", INTEGERS)
+        if type(bits) is not int or bits not in BITS:
+            raise PlanError(f"{where}: weight_bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
+        if activations not in (INTEGERS, FLOATS):
+            raise PlanError(f"{where}: activations must be {INTEGERS} or {FLOATS}, got {activations!r}")
+        return cls(bits, activations)
+
+
+PRECISIONS: dict[str, tuple[Quantise, ...]] = {
+    "float32": (),
+    "int8": (Quantise(),),
+    "int8_weights": (Quantise(8, activations=FLOATS),),
+    "int4_weights": (Quantise(4, activations=FLOATS),),
+}
+"""What a layer may compute with, or be stored in, by the name of the option."""
+
+
+def _equalise(layer: StagedLayer, metric: Metric | None) -> None:
+    """Give all channels between two stages the same power, so that one range a tensor suits them all.
+
+    Nothing but the scale of weights changes: what is multiplied into a stage's output channels is taken out
+    of the next one's inputs (cross-layer equalisation, Nagel et al., ICCV 2019, with the data's own second
+    moments in place of the weights' ranges).
+    """
+    cores = [core.detach().double().cpu() for core in layer.cores()]
+    output, features = layer.tensor_format.halves(cores, layer.modes)
+    weights: list[torch.Tensor] = [stage.weight for stage in layer.stages()]  # type: ignore[misc]
+    last = weights[-1].detach().flatten(1).double().cpu()
+    if output.shape != last.shape or not torch.allclose(output, last):
+        return  # the channels between the stages are in another order than the features
+    powers = [((features if metric is None else times(features, metric)) * features).sum(1)]
+    if len(weights) == 3:
+        modes, first = layer.modes, weights[0].detach().flatten(1).double().cpu()
+        moments = None if metric is None else channel_moments(metric, modes.in_channels, modes.kernel)
+        powers.insert(0, ((first if moments is None else first @ moments) * first).sum(1))
+    for power, (before, after) in zip(powers, pairwise(weights), strict=True):
+        size = power.clamp_min(_SMALLEST_POWER * power.max().clamp_min(1e-300)).sqrt().to(before)
+        depthwise = after.shape[1] == 1 and len(after) == len(size)
+        with torch.no_grad():
+            before /= size.reshape(-1, *[1] * (before.ndim - 1))
+            after *= size.reshape(*[] if depthwise else [1], -1, *[1] * (after.ndim - 1 - (not depthwise)))
+
+
+def amplification(
+    tensor_format: TensorFormat, cores: Cores, modes: WeightModes, metric: Metric | None
+) -> float:
+    """Return how much larger the features' shares of the output are than the output itself.
+
+    It is sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2): noise in proportion to each feature comes out so much
+    larger, beside the output, than it went in. Terms that cancel one another make it large.
+    """
+    output, features = tensor_format.halves(cores, modes)
+
+    def power(rows: torch.Tensor) -> torch.Tensor:
+        return ((rows if metric is None else times(rows, metric)) * rows).sum(1)
+
+    whole = float(power(output @ features).sum())
+    terms = float((output.square().sum(0) * power(features)).sum())
+    return (terms / whole) ** 0.5 if whole > 0 else 1.0
+
+
+def _make_up(layer: FactorisedLayer, problem: RefitProblem) -> None:
+    """Solve for the output's stage anew, behind the rounded stages before it.
+
+    Layers without such a stage stay as they are. With rounded features Q the weight is A Q, and
+    tr((W - A Q) S (W - A Q)') is least at A = W S Q' (Q S Q')^-1.
+    """
+    cores = [core.detach().double().cpu() for core in layer.cores()]
+    if layer.output_stage(cores) is None:
+        return
+    output, features = layer.tensor_format.halves(cores, layer.modes)
+    target = problem.target.flatten(1)
+    weighed = features if problem.metric is None else times(features, problem.metric)
+    gram = weighed @ features.T
+    ridge = _RIDGE * gram.diagonal().mean().clamp_min(1e-30)
+    # Towards what there is: directions that hardly any input takes stay as they were.
+    right = (target - output @ features) @ weighed.T
+    change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), right.T).T
+    found = layer.output_stage(layer.tensor_format.set_output(cores, layer.modes, output + change))
+    if found is not None:
+        stage, weight = found
+        latent: torch.Tensor = stage.parametrizations["weight"].original  # type: ignore[index, union-attr]
+        with torch.no_grad():
+            latent.copy_(weight.reshape(latent.shape))
+
+
+def _error(problem: RefitProblem, weight: torch.Tensor) -> float:
+    """Return |W - V| / |W| in the problem's metric."""
+    target = problem.target.flatten(1)
+
+    def energy(rows: torch.Tensor) -> float:
+        return float(((rows if problem.metric is None else times(rows, problem.metric)) * rows).sum())
+
+    return (max(0.0, energy(target - weight.flatten(1))) / max(energy(target), 1e-300)) ** 0.5

@@ -1,0 +1,314 @@
+"""Layers that compute as 8-bit integers would: rounded weights and activations, in floating point.
+
+Weights are rounded to signed integers with one scale an output channel, activations to uint8 with one scale
+and zero point a tensor, from the range that they took on calibration inputs (static quantisation; Jacob et
+al., CVPR 2018). Gradients pass through the rounding as if it were not there (straight-through estimator,
+Bengio et al. 2013), those of activations inside their range alone.
+
+Where a runtime rounds is not the layer's affair alone: what a convolution hands on is rounded behind its
+batch norm and activation, and an addition of two integer tensors is one of integers. `_Unrounded` marks a
+layer's output on its way, and the operation that takes it decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map
+
+from decomposition.cost import evaluation_mode
+from decomposition.errors import DecompositionError
+
+_LARGEST_ACTIVATION = 255
+_FOLLOWED = 0.05
+"""Share of a training batch in the moving average of a range."""
+
+_RANGES = ("input_range", "output_range")
+# Behind these a convolution's output is still the one tensor that a runtime rounds.
+_FUSED = {
+    *(F.batch_norm, torch.batch_norm, F.relu, torch.relu, torch.relu_),
+    *(torch.Tensor.relu, torch.Tensor.relu_),
+}
+# These look at a tensor's description alone (`__get__` stands for its properties).
+_LOOKS = {
+    *("__get__", "dim", "ndimension", "size", "stride", "numel", "nelement", "__len__", "__hash__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "type", "get_device", "element_size"),
+}
+_SUMS = {
+    *(torch.add, torch.Tensor.add, torch.Tensor.add_),
+    *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
+}
+
+
+def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round a weight (out, ...) to signed integers of some bits, one scale an output channel.
+
+    The scale takes a channel's largest magnitude to 2^(bits-1) - 1; the result is in the weight's own units,
+    and gradients pass as if nothing were rounded.
+    """
+    largest = 2 ** (bits - 1) - 1
+    scale = weight.detach().abs().flatten(1).amax(1) / largest
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reshape(-1, *[1] * (weight.ndim - 1))
+    return weight + (torch.round(weight.detach() / scale) * scale - weight.detach())
+
+
+class RoundedWeight(nn.Module):
+    """The parametrisation that rounds a weight wherever it is read.
+
+    Attributes:
+        bits: Bits of the integers, at least 2.
+    """
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rounded weight."""
+        return rounded_weight(weight, self.bits)
+
+
+class ActivationRange(nn.Module):
+    """The static range of one tensor; rounds what passes to uint8 in it.
+
+    In training mode it follows the tensor, as a moving average of each batch's least and largest value.
+
+    Attributes:
+        low: Least value seen on the calibration inputs, 0 or less.
+        high: Largest value, 0 or more.
+        observing: Whether values widen the range and pass as they are.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(()))
+        self.register_buffer("high", torch.zeros(()))
+        self.observing = False
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any value but 0 was seen; without a range nothing is rounded."""
+        return bool(self.high > self.low)
+
+    def reset(self) -> None:
+        """Forget the range."""
+        self.low.zero_()
+        self.high.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Widen the range, or round to it."""
+        if self.observing or self.training:
+            with torch.no_grad():
+                low, high = x.detach().amin().to(self.low), x.detach().amax().to(self.high)
+                if self.observing:
+                    self.low.copy_(torch.minimum(self.low, low))
+                    self.high.copy_(torch.maximum(self.high, high))
+                    return x
+                self.low.lerp_(low.clamp_max(0.0), _FOLLOWED)
+                self.high.lerp_(high.clamp_min(0.0), _FOLLOWED)
+        if not self.calibrated:
+            return x
+        scale = (self.high - self.low) / _LARGEST_ACTIVATION
+        zero = torch.round(-self.low / scale).to(torch.int32)
+        values = x.float()
+        return torch.fake_quantize_per_tensor_affine(values, scale, zero, 0, _LARGEST_ACTIVATION).to(x.dtype)
+
+
+class _Unrounded(torch.Tensor):
+    """A tensor of integers before it is rounded: the output of an integer layer, or a sum of such.
+
+    Batch norm and ReLU pass it on, an addition rounds it and what it is added to, everything else rounds it.
+
+    Attributes:
+        range: The range; `None` for a sum that no integer layer has taken yet.
+    """
+
+    range: ActivationRange | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor, where: ActivationRange | None) -> _Unrounded:
+        marked = x.as_subclass(cls)
+        marked.range = where
+        return marked
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in _LOOKS:
+                return func(*args, **given)
+            if func in _FUSED and isinstance(args[0], cls):
+                result = func(args[0].as_subclass(torch.Tensor), *args[1:], **given)
+                return cls.of(result, args[0].range)
+            settle = _rounded if func in _SUMS else _settled
+            result = func(*map(settle, args), **{key: settle(value) for key, value in given.items()})
+            whole = func in _SUMS and all(map(_is_integer, args[:2]))
+            return cls.of(result, None) if whole else result
+
+
+def _settled(value: Any) -> Any:
+    """Round what is still unrounded, inside lists and tuples too."""
+    if isinstance(value, _Unrounded):
+        plain = value.as_subclass(torch.Tensor)
+        return plain if value.range is None else value.range(plain)
+    if isinstance(value, list | tuple) and any(isinstance(each, _Unrounded) for each in value):
+        return type(value)(_settled(each) for each in value)
+    return value
+
+
+def _is_integer(value: Any) -> bool:
+    """Tell whether a summand is in integers, or is taken in integers by a layer."""
+    return isinstance(value, _Unrounded) or hasattr(value, "integer_range")
+
+
+def _rounded(value: Any) -> Any:
+    """Round a summand as well where another layer takes it in integers."""
+    where = getattr(value, "integer_range", None)
+    if where is not None and not isinstance(value, _Unrounded):
+        return where(value)
+    return _settled(value)
+
+
+def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    where: ActivationRange = module.input_range  # type: ignore[assignment]
+    x = args[0]
+    if isinstance(x, _Unrounded):
+        x.range = where if x.range is None else x.range  # its other consumers get the same integers
+        x = x.as_subclass(torch.Tensor)
+    else:
+        x.integer_range = where
+    return (where(x), *args[1:])
+
+
+def _mark_output(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    where: ActivationRange = module.output_range  # type: ignore[assignment]
+    return _Unrounded.of(output, where)
+
+
+def round_weights(module: nn.Module, bits: int, names: Iterable[str] = ("weight",)) -> None:
+    """Let some parameters of a module be read rounded (`torch.nn.utils.parametrize`)."""
+    for name in names:
+        parametrize.register_parametrization(module, name, RoundedWeight(bits))
+
+
+def round_activations(module: nn.Module) -> None:
+    """Let a convolution or linear layer round its input, and mark its output to be rounded."""
+    for name in _RANGES:
+        where = ActivationRange().to(next(module.parameters()).device)
+        module.register_module(name, where.train(module.training))
+    module.register_forward_pre_hook(_round_input)
+    module.register_forward_hook(_mark_output)
+
+
+def is_rounded(module: nn.Module) -> bool:
+    """Tell whether weights are rounded anywhere inside."""
+    return any(isinstance(each, RoundedWeight) for each in module.modules())
+
+
+def integer_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the convolutions and linear layers that compute in integers, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "input_range", None), ActivationRange)
+    }
+
+
+def rounded_parameters(model: nn.Module) -> dict[str, int]:
+    """Return the bits of every rounded parameter, by the name that it has in the network without rounding."""
+    found = {}
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            for parameter, steps in module.parametrizations.items():
+                bits = next((step.bits for step in steps if isinstance(step, RoundedWeight)), None)
+                if bits is not None:
+                    found[f"{name}.{parameter}" if name else parameter] = bits
+    return found
+
+
+def calibrate_ranges(model: nn.Module, batches: Iterable[Any], *, inside: str = "") -> None:
+    """Set the ranges of all activations to what they take on some inputs, nothing rounded but the weights.
+
+    Args:
+        model: A network with integer layers; others are left as they are.
+        batches: Model inputs, at least one batch.
+        inside: Name of the layer that the network is, for messages.
+
+    Raises:
+        DecompositionError: If there are no inputs, or an activation is not finite or always 0.
+    """
+    layers = integer_layers(model)
+    if not layers:
+        return
+    count = 0
+    with _observing(model), evaluation_mode(model):
+        for batch in batches:
+            tree_map(_settled, model(batch))
+            count += 1
+    if not count:
+        raise DecompositionError(
+            "ranges of activations need at least one batch of inputs; give calibration images"
+        )
+    for path, layer in layers.items():
+        name = ".".join(filter(None, (inside, path)))
+        where: ActivationRange = layer.input_range  # type: ignore[assignment]
+        if not bool(torch.isfinite(where.high - where.low)):
+            raise DecompositionError(
+                f"layer {name!r}: its inputs reach {float(where.low)} to {float(where.high)} on the "
+                f"calibration "
+                "inputs, which no 8-bit range covers; check the network and the inputs"
+            )
+        if not where.calibrated:
+            raise DecompositionError(
+                f"layer {name!r}: its inputs are 0 on all calibration inputs, so they have no range; give "
+                "inputs that reach the layer, or take Quantise off it"
+            )
+
+
+@contextmanager
+def _observing(model: nn.Module) -> Iterator[None]:
+    ranges = [each for each in model.modules() if isinstance(each, ActivationRange)]
+    for each in ranges:
+        each.reset()
+        each.observing = True
+    try:
+        yield
+    finally:
+        for each in ranges:
+            each.observing = False
+
+
+def without_rounding(model: nn.Module) -> nn.Module:
+    """Make rounded weights plain parameters of the rounded values and let activations pass, in place.
+
+    It is the network that a runtime's quantiser starts from: it finds the same scales again.
+    """
+    for module in model.modules():
+        for name in _RANGES:
+            module._modules.pop(name, None)
+        for hooks, ours in ((module._forward_pre_hooks, _round_input), (module._forward_hooks, _mark_output)):
+            for key in [key for key, hook in hooks.items() if hook is ours]:
+                del hooks[key]
+        if parametrize.is_parametrized(module):
+            # Not by remove_parametrizations: it changes the class, which copies of the module share.
+            values = {name: getattr(module, name).detach() for name in module.parametrizations}  # type: ignore[union-attr]
+            module.__class__ = parametrize.type_before_parametrizations(module)
+            del module._modules["parametrizations"]
+            for name, value in values.items():
+                module.register_parameter(name, nn.Parameter(value))
+    return model
