@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from decomposition.allocation import Budget
 from decomposition.candidates import CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,14 @@ class LatencyTable:
         sites: For each site the time of every candidate, in their order; the last is the dense one's.
         rest: Time of everything that belongs to no site.
         conditions: How it was measured (runtime, batch, threads, machine), for the reader.
+        borders: For each site the time that is lost between it and the next where one of the two computes in
+            integers and the other does not; empty where nothing does.
     """
 
     sites: Mapping[str, Sequence[float]]
     rest: float = 0.0
     conditions: str = ""
+    borders: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, times in self.sites.items():
@@ -44,8 +48,10 @@ class LatencyTable:
                     raise DecompositionError(
                         f"site {name!r}: the time of candidate {index} is {time}; it must be positive"
                     )
-        if not (np.isfinite(self.rest) and self.rest >= 0):
-            raise DecompositionError(f"the latency of the rest is {self.rest}; it must be 0 or more")
+        borders = ((f"the border behind {name!r}", time) for name, time in self.borders.items())
+        for name, time in (("the rest", self.rest), *borders):
+            if not (np.isfinite(time) and time >= 0):
+                raise DecompositionError(f"the latency of {name} is {time}; it must be 0 or more")
 
     @property
     def total(self) -> float:
@@ -55,8 +61,8 @@ class LatencyTable:
     def attach(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
         """Return the sites with measured times.
 
-        Candidates that are slower than the dense layer are left out: within a budget in time nothing is
-        gained by them.
+        Candidates that are slower than the dense layer in the same precision are left out: within a budget in
+        time nothing is gained by them.
 
         Raises:
             DecompositionError: If a site or one of its candidates was not measured.
@@ -73,12 +79,25 @@ class LatencyTable:
                 replace(candidate, cost=replace(candidate.cost, time=float(time)))
                 for candidate, time in zip(site.candidates, times, strict=True)
             )
-            faster = tuple(each for each, time in zip(timed[:-1], times, strict=False) if time < times[-1])
             dense = timed[-1]
+            limits = {False: times[-1], True: np.inf}
+            for each, time in zip(timed, times, strict=True):
+                if each.integer and len(each.operations) == 1:  # the dense layer, all in integers
+                    limits[True] = time
+            faster = tuple(
+                each
+                for each, time in zip(timed[:-1], times, strict=False)
+                if time < limits[each.integer] or time == limits[True]
+            )
             if not faster and len(timed) > 1:
                 dense = replace(dense, reason="no candidate is faster than the dense layer")
             attached.append(replace(site, candidates=(*faster, dense)))
         return attached
+
+    def budget(self, fraction: float, sites: Sequence[CandidateSet]) -> Budget:
+        """Return the budget that keeps a fraction of the dense network's time, in (0, 1]."""
+        borders = tuple(self.borders.get(site.name, 0.0) for site in sites[:-1])
+        return Budget(fraction, "latency", self.total, self.rest, borders if any(borders) else ())
 
     def save(self, path: Path) -> None:
         """Write the table as JSON; the file is replaced atomically."""
@@ -86,6 +105,7 @@ class LatencyTable:
             "version": _VERSION,
             "conditions": self.conditions,
             "rest": self.rest,
+            "borders": dict(self.borders),
             "sites": {name: list(times) for name, times in self.sites.items()},
         }
         with replacing(path) as temporary:
@@ -105,6 +125,7 @@ class LatencyTable:
                     f"{path} has version {content['version']!r}, this release reads {_VERSION}; measure anew"
                 )
             sites = {name: tuple(map(float, times)) for name, times in content["sites"].items()}
-            return cls(sites, float(content["rest"]), str(content["conditions"]))
+            borders = {name: float(time) for name, time in content["borders"].items()}
+            return cls(sites, float(content["rest"]), str(content["conditions"]), borders)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DecompositionError(f"{path} is no latency table ({error}); measure anew") from error

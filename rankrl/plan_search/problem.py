@@ -114,7 +114,7 @@ class SearchProblem:
         budget: Budget | None = None
         if latency is not None and latencies is not None:
             sites = latencies.attach(sites)
-            budget = Budget(latency, "latency", latencies.total, latencies.rest)
+            budget = latencies.budget(latency, sites)
         else:
             for measure, fraction in given.items():
                 if fraction is not None:
@@ -159,6 +159,8 @@ class SearchProblem:
                 *([site.cost("latency")] if site.timed else []),
             ):
                 digest.update(values.tobytes())
+        if self.budget is not None and self.budget.borders:
+            digest.update(repr(self.budget.borders).encode())
         return digest.hexdigest()[:16]
 
     @cached_property
@@ -184,14 +186,12 @@ class SearchProblem:
         params, macs = self.params, self.macs
         size, time = FLOAT_BYTES * self.params, None
         if self.measure == "latency" and self.budget is not None:
-            time = self.budget.fixed
+            time = self.budget.spent(self.sites, choices)
         for site, choice in zip(self.sites, choices, strict=True):
             now, before = site.candidates[choice].cost, site.candidates[site.dense].cost
             params += now.params - before.params
             macs += now.macs - before.macs
             size += now.bytes - before.bytes
-            if time is not None and now.time is not None:
-                time += now.time
         return Cost(params, macs, size, time)
 
     def keeps_budget(self, choices: Sequence[int]) -> bool:

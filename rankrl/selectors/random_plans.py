@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from decomposition import Budget, CandidateSet
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
@@ -32,21 +33,28 @@ def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np
     Returns:
         Index of a candidate for every site, shape (sites,).
     """
-    count = len(problem.sites)
     if problem.budget is None:
         return np.array([generator.integers(len(site)) for site in problem.sites])
-    costs = [site.cost(problem.measure).astype(float) for site in problem.sites]
-    choices = np.array([int(cost.argmin()) for cost in costs])
-    left = problem.budget.available - sum(cost[j] for cost, j in zip(costs, choices, strict=True))
-    for layer in generator.permutation(count):
-        extra = costs[layer] - costs[layer][choices[layer]]
-        choices[layer] = generator.choice(np.flatnonzero(extra <= left))
-        left -= extra[choices[layer]]
-    for layer in generator.permutation(count):
-        extra = costs[layer] - costs[layer][choices[layer]]
-        fitting = np.flatnonzero(extra <= left)
-        choices[layer] = fitting[extra[fitting].argmax()]
-        left -= extra[choices[layer]]
+    return spend_at_random(problem.sites, problem.budget, generator)
+
+
+def spend_at_random(
+    sites: Sequence[CandidateSet], budget: Budget, generator: np.random.Generator
+) -> np.ndarray:
+    """Draw what `random_choices` draws, for sites and a budget."""
+    choices = budget.cheapest(sites)
+    left = budget.left(sites, choices)
+    for layer in generator.permutation(len(sites)):
+        extra = budget.extra(sites, choices, layer)
+        drawn = generator.choice(np.flatnonzero(extra <= max(left, 0.0)))
+        left -= extra[drawn]
+        choices[layer] = drawn
+    for layer in generator.permutation(len(sites)):
+        extra = budget.extra(sites, choices, layer)
+        fitting = np.flatnonzero(extra <= max(left, 0.0))
+        drawn = fitting[extra[fitting].argmax()]
+        left -= extra[drawn]
+        choices[layer] = drawn
     return choices
 
 
