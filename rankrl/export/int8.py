@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,46 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from rankrl.export.errors import ExportError
 from rankrl.export.session import fixed_batch, open_session, run
+from rankrl.files import write_atomically
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
 
 
-def quantise_onnx(path: str | Path, target: str | Path, inputs: Iterable[np.ndarray[Any, Any]]) -> Path:
+# What only moves, adds or compares integers is integer where all that it takes is.
+_PASSING = frozenset(
+    ("Add", "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten")
+) | {"Transpose", "Squeeze", "Unsqueeze", "Slice", "Pad"}
+_COMPUTING = frozenset(("Conv", "Gemm", "MatMul"))
+
+
+def quantise_onnx(
+    path: str | Path,
+    target: str | Path,
+    inputs: Iterable[np.ndarray[Any, Any]],
+    *,
+    weights: Collection[str] | None = None,
+) -> Path:
     """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
 
     Args:
         path: A float32 file with one input.
         target: The file to write.
         inputs: Calibration batches, of the type and shape that the file takes; at least one.
+        weights: Names of the weights (initializers) whose nodes are quantised; what lies between integers is
+            integer too. `None` quantises all that onnxruntime can.
 
     Returns:
         `target`.
 
     Raises:
         ExportError: The file is missing or quantised already, its opset is below 13, there are no calibration
-            inputs, the network's outputs on them are not finite, or onnxruntime cannot quantise the file.
+            inputs, the network's outputs on them are not finite, a weight belongs to no node that computes in
+            integers, or onnxruntime cannot quantise the file.
     """
     path, target = Path(path), Path(target)
     session = open_session(path)
-    _check_graph(path)
+    model = _checked_graph(path)
+    nodes = None if weights is None else integer_nodes(model.graph, weights)
     fixed = fixed_batch(session)
     batches = [batch for batch in inputs if fixed in (None, len(batch))]
     if not batches:
@@ -66,10 +84,15 @@ def quantise_onnx(path: str | Path, target: str | Path, inputs: Iterable[np.ndar
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
+                nodes_to_quantize=nodes,
             )
     except Exception as error:  # whatever onnxruntime's Python code stumbles over
         target.unlink(missing_ok=True)
         raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
+    if nodes is not None:
+        quantised = onnx.load(target)
+        _spare_floats(quantised.graph, set(nodes))
+        write_atomically(target, quantised.SerializeToString())
     return target
 
 
@@ -84,7 +107,68 @@ class _Reader(CalibrationDataReader):
         return None if batch is None else {self._name: np.ascontiguousarray(batch)}
 
 
-def _check_graph(path: Path) -> None:
+def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]:
+    """Return the nodes that compute in integers: those of some weights, and what lies between them.
+
+    A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
+    too, where one summand is and the other at least is the input of a weight's node.
+
+    Args:
+        graph: The float32 graph.
+        weights: Names of initializers.
+
+    Raises:
+        ExportError: If a weight belongs to no convolution or matrix product.
+    """
+    owners = {
+        name: node
+        for node in graph.node
+        if node.op_type in _COMPUTING
+        for name in node.input
+        if name in weights
+    }
+    missing = sorted(set(weights) - set(owners))
+    if missing:
+        raise ExportError(
+            f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
+            f"nothing can "
+            "compute with it in integers; leave its layer without Quantise"
+        )
+    constants = {tensor.name for tensor in graph.initializer}
+    chosen = {node.name for node in owners.values()}
+    produced = {name for node in owners.values() for name in node.output}
+    taken = {node.input[0] for node in owners.values()}
+    for node in graph.node:  # in topological order
+        inputs = {name for name in node.input if name and name not in constants}
+        known = produced | taken if node.op_type == "Add" else produced
+        if node.op_type in _PASSING and inputs & produced and inputs <= known:
+            chosen.add(node.name)
+            produced.update(node.output)
+    return [node.name for node in graph.node if node.name in chosen]
+
+
+def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
+    """Hand tensors that are computed in floating point to nodes that compute in it as they are.
+
+    The quantiser rounds a tensor for all that take it as soon as one of them computes in integers.
+
+    Args:
+        graph: The quantised graph; changed in place.
+        nodes: Names of the nodes that compute in integers.
+    """
+    producers = {output: node for node in graph.node for output in node.output}
+    unrounded = {}
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in producers:
+            source = producers[node.input[0]].input[0]  # what went into QuantizeLinear
+            if source not in producers or producers[source].name not in nodes:
+                unrounded[node.output[0]] = source
+    for node in graph.node:
+        if node.name not in nodes and node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+            node.input[:] = [unrounded.get(name, name) for name in node.input]
+
+
+def _checked_graph(path: Path) -> onnx.ModelProto:
     model = onnx.load(path, load_external_data=False)
     opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
     if opset < _LEAST_OPSET:
@@ -94,6 +178,7 @@ def _check_graph(path: Path) -> None:
         )
     if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
+    return model
 
 
 @contextmanager

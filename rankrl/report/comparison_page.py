@@ -12,7 +12,7 @@ from rankrl.report.comparison import ComparisonRow, comparison_cells, comparison
 from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
 from rankrl.report.html_page import Head, drawing, render, text_table
 from rankrl.report.run_page import run_title
-from rankrl.report.stages import heldout_note, number
+from rankrl.report.stages import heldout_note, number, rival_note
 from rankrl.report.write import save_figure
 
 _CAPTION = (
@@ -33,10 +33,12 @@ def comparison_page(
     """
     baseline = number(metrics, "baseline", "accuracy")
     columns, cells = comparison_cells(rows)
+    rival = rival_note(metrics)
+    notes = (_CAPTION, f"{rival}." if rival else "", heldout_note(metrics))
     return render(
         "comparison",
         Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
-        result=text_table(f"{_CAPTION} {heldout_note(metrics)}".strip(), columns, cells),
+        result=text_table(" ".join(filter(None, notes)), columns, cells),
         rewards=drawing(
             partial(rewards_figure, rows),
             "rewards",

@@ -32,6 +32,7 @@ class LayerRow:
         reason: Why the layer was not decomposed, or keeps its output channels; empty if it was cut.
         channels: Output channels kept and of how many; None in a plan that removes none.
         format: Name of the tensor format; empty for a layer without ranks.
+        precision: What the layer computes with or is stored in, as in a plan's listing; empty for float32.
     """
 
     name: str
@@ -45,6 +46,7 @@ class LayerRow:
     reason: str = ""
     channels: tuple[int, int] | None = None
     format: str = ""
+    precision: str = ""
 
     @property
     def kept(self) -> float:

@@ -149,6 +149,7 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
     mixed = len(layer_formats(layers)) > 1
+    rounded = any(row.precision for row in layers)
     measured = any(row.error is not None for row in layers)
     reasoned = any(row.reason for row in layers)
     columns = [
@@ -156,6 +157,7 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
         "Shape",
         *(["Channels kept"] if pruned else []),
         *([_RANKS[mixed]] if ranked else []),
+        *(["Precision"] if rounded else []),
         "Parameters before",
         "Parameters after",
         "Kept",
@@ -165,7 +167,15 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
         *(["Outputs stay because" if pruned and not ranked else "Left dense because"] if reasoned else []),
     ]
     rows = [
-        _layer_cells(row, pruned=pruned, mixed=mixed, ranked=ranked, measured=measured, reasoned=reasoned)
+        _layer_cells(
+            row,
+            pruned=pruned,
+            mixed=mixed,
+            ranked=ranked,
+            rounded=rounded,
+            measured=measured,
+            reasoned=reasoned,
+        )
         for row in layers
     ]
     text_columns = (0, len(columns) - 1) if reasoned else (0,)
@@ -180,13 +190,21 @@ def _ranks(row: LayerRow, *, mixed: bool) -> str:
 
 
 def _layer_cells(
-    row: LayerRow, *, pruned: bool, mixed: bool, ranked: bool, measured: bool, reasoned: bool
+    row: LayerRow,
+    *,
+    pruned: bool,
+    mixed: bool,
+    ranked: bool,
+    rounded: bool,
+    measured: bool,
+    reasoned: bool,
 ) -> list[str]:
     return [
         row.name,
         "×".join(map(str, row.shape)),
         *([UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)] if pruned else []),
         *([_ranks(row, mixed=mixed)] if ranked else []),
+        *([row.precision or "float32"] if rounded else []),
         format_count(row.params_before),
         format_count(row.params_after),
         format_share(row.kept),

@@ -187,19 +187,20 @@ def latency_note(metrics: Mapping[str, Any]) -> str:
     low, high = _latency_interval(metrics)
     if low is not None and high is not None:
         sentences.append(f"The original takes {low:.2f} to {high:.2f} times as long (95{_SPACE}% interval)")
-    sentences += _rival(metrics)
+    if rival_note(metrics):
+        sentences.append(rival_note(metrics))
     if onnx.get("busy"):
         sentences.append(f"The machine was busy: {onnx['busy']}")
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
-def _rival(metrics: Mapping[str, Any]) -> list[str]:
-    """What the dense network in 8-bit integers does, which needs no compression and no training."""
+def rival_note(metrics: Mapping[str, Any]) -> str:
+    """Say what the dense network in 8-bit integers does, which needs no compression and no training."""
     accuracy, faster = (number(metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio"))
     if accuracy is None or faster is None:
-        return []
+        return ""
     speed = _speed(faster, *_latency_interval(metrics, "dense_int8"))
-    return [f"For comparison, the dense network in 8-bit integers: {format_accuracy(accuracy)}, {speed}"]
+    return f"For comparison, the dense network in 8-bit integers: {format_accuracy(accuracy)}, {speed}"
 
 
 def _latency_interval(metrics: Mapping[str, Any], section: str = "onnx") -> tuple[float | None, float | None]:

@@ -14,10 +14,11 @@ from rankrl.files import write_json
 from rankrl.report import collect_setup
 from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, summarise
 from rankrl.report.comparison_page import write_comparison
+from rankrl.report.stages import rival_note
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.compare import FinalTest, compared_searches, search_all, tested, winner
-from rankrl.workflow.measure import network_numbers, with_preprocessing
+from rankrl.workflow.measure import network_numbers, rival_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
 
@@ -50,6 +51,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         },
         "compare": _numbers(rows),
     }
+    metrics["dense_int8"] = rival_numbers(dense, data, options.export_options(config), folder.state)
     steps.add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
@@ -57,6 +59,8 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     write_json(folder.metrics, metrics)
     console = Console()
     console.print(_table(rows))
+    if rival_note(metrics):
+        console.print(f"{rival_note(metrics)}.", soft_wrap=True)
     steps.print_end(console, metrics, page)
 
 

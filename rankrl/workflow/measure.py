@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,16 +20,23 @@ from decomposition import (
     FactorisedLayer,
     LayerPlan,
     LayerSpec,
+    Quantise,
+    calibrate_ranges,
     contracted,
     count_macs,
     count_parameters,
     factorised_layers,
+    without_rounding,
 )
+from decomposition.rounding import is_rounded
+from decomposition.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
 from rankrl.device import select_device
 from rankrl.export import (
     ExportError,
+    class_agreement,
     compare_latency,
+    export_network,
     export_onnx,
     onnx_accuracy,
     quantise_onnx,
@@ -37,12 +45,16 @@ from rankrl.export import (
 from rankrl.files import write_atomically
 from rankrl.report import LayerRow
 from rankrl.training import report_accuracy
+from rankrl.workflow.network import RANGE_IMAGES, range_images
 
 log = logging.getLogger(__name__)
 
 ONNX_TEST_BATCH = 500
 _VERIFIED_IMAGES = 64
-_RANGE_IMAGES = 512
+_COMPARED_IMAGES = 1000
+_COMPARED_BATCH = 250
+_LEAST_AGREEMENT = 0.99
+_SLACK = 0.02
 
 
 @dataclass(frozen=True)
@@ -144,19 +156,20 @@ def export_numbers(
         ExportError: The network cannot be exported, or the file does not compute what the network does; it
             stays in the scratch folder then.
     """
+    calibrate_ranges(network, range_images(data))
     fastest, execution = _faster_form(network, data, scratch, options)
     inside, unverified = options.inside(data), scratch / "unverified.onnx"
-    written = export_onnx(
+    notes = {"preprocessing": json.dumps(data.preprocessing.to_dict()), **metadata}
+    written = export_network(
         fastest,
         unverified,
         data.input_shape,
+        _range_batches(data, options),
         opset=options.opset,
-        metadata={"preprocessing": json.dumps(data.preprocessing.to_dict()), **metadata},
+        metadata=notes,
         preprocessing=inside,
     )
-    images = data.heldout.subset(torch.arange(min(_VERIFIED_IMAGES, len(data.heldout))))
-    (inputs, _), *_ = _file_batches(images, len(images), data, options)
-    difference = verify_onnx(network, unverified, inputs, preprocessing=inside)
+    difference, agreement = _verified(network, fastest, unverified, data, scratch, options)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
     accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
@@ -168,6 +181,7 @@ def export_numbers(
         )
     section = {
         "max_abs_difference": difference,
+        "agreement": agreement,
         "execution": execution,
         "accuracy": accuracy,
         "latency_ms": latency.compressed.median_ms,
@@ -189,6 +203,19 @@ def export_numbers(
     return section, latency.ratio
 
 
+def rival_numbers(
+    dense: nn.Module, data: ImageData, options: ExportOptions, scratch: Path
+) -> dict[str, Any] | None:
+    """Return what `int8_numbers` does, for a dense network that need not be exportable."""
+    if not options.int8:
+        return None
+    try:
+        return int8_numbers(export_dense(dense, data, scratch, options), data, options, scratch)
+    except ExportError as error:
+        log.warning("the dense network in 8-bit integers is not measured: %s", error)
+        return None
+
+
 def int8_numbers(
     baseline: Path, data: ImageData, options: ExportOptions, scratch: Path
 ) -> dict[str, Any] | None:
@@ -207,12 +234,9 @@ def int8_numbers(
     """
     if not options.int8:
         return None
-    count = min(_RANGE_IMAGES, len(data.heldout))
-    images = data.heldout.subset(torch.arange(count))
-    ranges = (x.numpy() for x, _ in _file_batches(images, min(options.batch, count), data, options))
     path = scratch / "dense-int8.onnx"
     try:
-        quantise_onnx(baseline, path, ranges)
+        quantise_onnx(baseline, path, _range_batches(data, options))
         accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
         times = compare_latency(baseline, path, **options.timing)
     except ExportError as error:
@@ -227,6 +251,62 @@ def int8_numbers(
         "latency_ratio_high": times.ratio_high,
         "file_bytes": size,
     }
+
+
+def _verified(
+    network: nn.Module, form: nn.Module, path: Path, data: ImageData, scratch: Path, options: ExportOptions
+) -> tuple[float, float | None]:
+    """Compare a file with its network on held-out images.
+
+    Args:
+        network: The network in PyTorch.
+        form: What was exported: the same network, executed otherwise.
+        path: The file.
+        data: The dataset.
+        scratch: Folder for the float32 file of a network with integers.
+        options: Opset and preprocessing.
+
+    Returns:
+        The largest difference of any output in float32; and, where weights or activations are rounded, on how
+        many images the file's class is the network's, as a fraction.
+
+    Raises:
+        ExportError: Either is beyond what rounding errors explain.
+    """
+    inside = options.inside(data)
+    images = data.heldout.subset(torch.arange(min(_VERIFIED_IMAGES, len(data.heldout))))
+    (inputs, _), *_ = _file_batches(images, len(images), data, options)
+    if not is_rounded(network):
+        return verify_onnx(network, path, inputs, preprocessing=inside), None
+    plain, floats = without_rounding(copied(form)), scratch / "floats.onnx"
+    export_onnx(plain, floats, data.input_shape, opset=options.opset, preprocessing=inside)
+    difference = verify_onnx(plain, floats, inputs, preprocessing=inside)
+    compared = data.heldout.subset(torch.arange(min(_COMPARED_IMAGES, len(data.heldout))))
+
+    def agreement_with(file: Path) -> float:
+        given = (x for x, _ in _file_batches(compared, _COMPARED_BATCH, data, options))
+        normalised = (x for x, _ in batches(compared, _COMPARED_BATCH, mean=data.mean, std=data.std))
+        return class_agreement(network, file, zip(normalised, given, strict=True))
+
+    # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
+    agreement, unrounded = agreement_with(path), agreement_with(floats)
+    floats.unlink()
+    if agreement < min(_LEAST_AGREEMENT, unrounded - _SLACK):
+        raise ExportError(
+            f"the file in integers gives the class of its simulation in PyTorch on {100 * agreement:.1f} % "
+            f"of "
+            f"{len(compared)} held-out images, the network without rounding on {100 * unrounded:.1f} %. Do "
+            f"not "
+            "use the file; leave out the precision (decomposition.precisions=[float32])"
+        )
+    return difference, agreement
+
+
+def _range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
+    """Walk through the held-out images that set ranges of activations, as the file takes them."""
+    count = min(RANGE_IMAGES, len(data.heldout))
+    images = data.heldout.subset(torch.arange(count))
+    return (x.numpy() for x, _ in _file_batches(images, min(options.batch, count), data, options))
 
 
 def _file_batches(
@@ -250,8 +330,11 @@ def _faster_form(
     `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores; of
     two that are equally fast the first is taken.
     """
-    if not factorised_layers(network):
+    layers = factorised_layers(network).values()
+    if not layers:
         return network, "dense"
+    if is_rounded(network):  # cores are stored as they are, stages computed in integers
+        return network, "staged"
     forms = {"staged": network, "contracted": contracted(network)}
     for name, form in forms.items():
         path, inside = scratch / f"{name}.onnx", options.inside(data)
@@ -288,6 +371,7 @@ def layer_rows(
         rest = pruned.get(layer.name, spec)
         module = fitted.get(layer.name)
         chosen, cost = layer.operation(Factorise), layer.cost(rest)
+        rounding = layer.operation(Quantise)
         rows.append(
             LayerRow(
                 name=layer.name,
@@ -301,6 +385,7 @@ def layer_rows(
                 reason=layer.reason or "",
                 channels=(rest.out_channels, spec.out_channels) if pruning else None,
                 format="" if chosen is None else chosen.format,
+                precision="" if rounding is None else str(rounding),
             )
         )
     return rows

@@ -1,16 +1,17 @@
-"""The dense network: built, loaded or trained."""
+"""Networks: the dense one built, loaded or trained; any of them trained on."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankrl.data import ImageData
+from decomposition import calibrate_ranges
+from rankrl.data import ImageData, batches
 from rankrl.device import inference_precision
 from rankrl.models import build_model, load_checkpoint
 from rankrl.progress import progress_bar
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 JUDGED_IMAGES = 1000
 """Held-out images that tell whether a network has learned anything."""
+RANGE_IMAGES = 512
+"""Held-out images that set the ranges of activations in integers; their labels are not read."""
 # Options by which functions that build many networks are told which.
 _NAMING_OPTIONS = ("name", "model_name", "arch")
 
@@ -102,6 +105,13 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
     )
 
 
+def range_images(data: ImageData) -> Iterator[torch.Tensor]:
+    """Walk through the held-out images that set the ranges of activations in integers, normalised."""
+    count = min(RANGE_IMAGES, len(data.heldout))
+    images = data.heldout.subset(torch.arange(count))
+    return (x for x, _ in batches(images, count, mean=data.mean, std=data.std))
+
+
 def run_training(
     description: str,
     network: nn.Module,
@@ -143,6 +153,7 @@ def run_training(
     network.cpu()
     if teacher is not None:
         teacher.cpu()
+    calibrate_ranges(network, range_images(data))
     log.info(
         "%s: held-out accuracy %.4f after epoch %d, learning rate %.3g",
         description,

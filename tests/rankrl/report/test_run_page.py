@@ -244,3 +244,11 @@ def test_any_number_of_rows_can_be_drawn(
 ) -> None:
     layers = [LayerRow(f"layer{i}", (4, 4, 3, 3), (2, 3), 144, 90, 1000, 900) for i in range(count)]
     outline(run_page(RunReport(metrics, layers, episodes[:count], epochs[:count])))
+
+
+def test_layers_in_integers_say_so(metrics: Mapping[str, Any], layers: Sequence[LayerRow]) -> None:
+    assert "Precision" not in outline(run_page(RunReport(metrics, layers))).cells
+    mixed = [dataclasses.replace(layers[0], precision="int8"), *layers[1:]]
+    cells = outline(run_page(RunReport(metrics, mixed))).cells
+    assert cells.count("int8") == 1
+    assert cells.count("float32") == len(layers) - 1

@@ -1,0 +1,148 @@
+"""From a compressed network to its ONNX file, integers included.
+
+The network without rounding is exported and compared with PyTorch to rounding errors; onnxruntime's quantiser
+then makes integers of what the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper
+from onnxruntime.quantization.quant_utils import compute_scale_zp, quantize_onnx_initializer
+from torch import nn
+
+from decomposition import integer_layers, rounded_parameters, without_rounding
+from decomposition.surgery import copied
+from rankrl.export.errors import ExportError
+from rankrl.export.int8 import quantise_onnx
+from rankrl.export.onnx_file import ExportResult, export_onnx
+from rankrl.export.session import open_session, run
+from rankrl.files import write_atomically
+
+_INT4_OPSET = 21  # the first in which DequantizeLinear takes INT4
+
+
+def export_network(
+    network: nn.Module,
+    path: Path,
+    input_shape: tuple[int, ...],
+    inputs: Iterable[np.ndarray[Any, Any]],
+    *,
+    opset: int | None = None,
+    **options: Any,
+) -> ExportResult:
+    """Write a network, with the integers that its plan asks for.
+
+    Args:
+        network: The network as `decomposition.apply_plan` or `build_structure` made it; it is not changed.
+        path: The file to write.
+        input_shape: Shape of one input without the batch.
+        inputs: Batches that set the ranges of activations, as the file takes them; used where a layer
+            computes in integers.
+        opset: Version of the ONNX operator set; None for the exporter's default, or what 4 bits need.
+        **options: The others of `export_onnx`.
+
+    Raises:
+        ExportError: As `export_onnx` and `quantise_onnx`; or the operator set is too old for 4 bits.
+    """
+    computing = {f"{name}.weight" for name in integer_layers(network)}
+    stored = {name: bits for name, bits in rounded_parameters(network).items() if name not in computing}
+    if 4 in stored.values():
+        if opset is not None and opset < _INT4_OPSET:
+            raise ExportError(f"opset is {opset}; weights of 4 bits need {_INT4_OPSET} or newer (or null).")
+        opset = max(opset or 0, _INT4_OPSET)
+    plain = without_rounding(copied(network)) if computing or stored else network
+    written = export_onnx(plain, path, input_shape, opset=opset, **options)
+    if stored:
+        store_integers(path, stored)
+    if computing:
+        quantise_onnx(path, path, inputs, weights=computing)
+    if not (computing or stored):
+        return written
+    return replace(written, file_bytes=path.stat().st_size)
+
+
+def store_integers(path: Path, bits: Mapping[str, int]) -> None:
+    """Store weights of a float32 file in integers, one scale for each index of the first axis.
+
+    The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
+    onnxruntime's (`onnxruntime.quantization.quant_utils`), which finds the scales of rounded weights again.
+
+    Args:
+        path: The file, changed in place.
+        bits: 8 or 4 by the name of the weight (initializer).
+
+    Raises:
+        ExportError: If the graph has no such weight.
+    """
+    model = onnx.load(path)
+    graph = model.graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    missing = sorted(set(bits) - set(initializers))
+    if missing:
+        raise ExportError(
+            f"the weight {missing[0]!r} is no constant of the graph, so it cannot be stored in integers; "
+            f"leave "
+            "its layer without Quantise"
+        )
+    for name, width in bits.items():
+        tensor = initializers[name]
+        values = onnx.numpy_helper.to_array(tensor)
+        kind = onnx.TensorProto.INT8 if width == 8 else onnx.TensorProto.INT4
+        largest = 2 ** (width - 1) - 1
+        rows = np.abs(values.reshape(len(values), -1)).max(1)
+        ends = np.array([-largest, largest], dtype=np.int8)
+        pairs = [compute_scale_zp(-each, each, *ends, symmetric=True) for each in rows]
+        zero = np.zeros(len(values), dtype=helper.tensor_dtype_to_np_dtype(onnx.TensorProto.INT8))
+        scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
+        scale[rows == 0] = 1.0
+        integers = quantize_onnx_initializer(
+            tensor, kind, zero, scale, axis=0, quant_weight_name=f"{name}_integers"
+        )
+        graph.initializer.remove(tensor)
+        graph.initializer.extend([integers, onnx.numpy_helper.from_array(scale, f"{name}_scale")])
+        back = helper.make_node(
+            "DequantizeLinear", [integers.name, f"{name}_scale"], [name], f"{name}_DequantizeLinear", axis=0
+        )
+        graph.node.insert(0, back)
+    onnx.checker.check_model(model, full_check=True)
+    write_atomically(path, model.SerializeToString())
+
+
+def class_agreement(
+    network: nn.Module,
+    path: Path,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> float:
+    """Return on how many inputs a file and a network in PyTorch give the same class, as a fraction.
+
+    Args:
+        network: The network in PyTorch.
+        path: The ONNX file.
+        pairs: Batches for the network, and the same inputs as the file takes them.
+
+    Raises:
+        ExportError: There is no input.
+    """
+    session = open_session(path)
+    same = total = 0
+    mode = network.training
+    network.eval()
+    try:
+        for images, given in pairs:
+            with torch.no_grad():
+                expected = np.asarray(network(images).argmax(1))
+            same += int((run(session, given.numpy())[0].argmax(1) == expected).sum())
+            total += len(images)
+    finally:
+        network.train(mode)
+    if total == 0:
+        raise ExportError("there are no images to compare the ONNX file with its network on.")
+    return same / total

@@ -1,0 +1,178 @@
+"""Networks with integers in their ONNX files: the nodes that were chosen, and what PyTorch computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    Factorise,
+    LayerPlan,
+    Operation,
+    Quantise,
+    apply_plan,
+    fingerprint,
+    inspect_layers,
+)
+from rankrl.export import ExportError, class_agreement, export_network, export_onnx, verify_onnx
+from rankrl.export.int8 import integer_nodes
+from rankrl.export.session import open_session, run
+
+SHAPE = (3, 12, 12)
+WEIGHTS = Quantise(8, "float32")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.first = nn.Conv2d(16, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.after = nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        y = self.after(self.second(torch.relu(self.first(x))))
+        y = torch.relu(y + x)
+        return self.head(y.mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    model = Residual()
+    model.train()
+    for _ in range(5):  # statistics that are not trivial
+        model(torch.randn(32, *SHAPE))
+    return model.eval()
+
+
+def images(count: int = 256, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def applied(dense: nn.Module, **operations: tuple[Operation, ...]) -> nn.Module:
+    specs = inspect_layers(dense, SHAPE)
+    layers = tuple(LayerPlan(spec.name, operations.get(spec.name, ())) for spec in specs)
+    return apply_plan(dense, CompressionPlan(layers, fingerprint(specs), SHAPE), images())
+
+
+def exported(network: nn.Module, path: Path) -> onnx.ModelProto:
+    export_network(network, path, SHAPE, [each.numpy() for each in images().split(64)])
+    return onnx.load(path)
+
+
+ALL = {name: (Quantise(),) for name in ("stem", "first", "second", "head")}
+MIXED = {**ALL, "first": (Factorise("cp", (12,)), Quantise()), "second": (Factorise("tucker", (8, 8)),)}
+
+
+@pytest.mark.parametrize("operations", [ALL, MIXED], ids=["all", "mixed"])
+def test_the_file_computes_what_the_simulation_does(
+    dense: nn.Module, operations: dict[str, tuple[Operation, ...]], tmp_path: Path
+) -> None:
+    network = applied(dense, **operations)
+    exported(network, tmp_path / "model.onnx")
+    inputs = images(400, seed=3)
+    found = run(open_session(tmp_path / "model.onnx"), inputs.numpy())[0]
+    with torch.no_grad():
+        expected, floats = (network(inputs) * 1).numpy(), dense(inputs).numpy()
+    scale = np.abs(floats).max()
+    assert np.abs(found - expected).mean() < 0.02 * scale
+    pairs = [(inputs, inputs)]
+    assert class_agreement(network, tmp_path / "model.onnx", pairs) > 0.95
+    assert class_agreement(dense, tmp_path / "model.onnx", pairs) < 1 or operations is ALL
+
+
+def test_what_was_chosen_is_in_integers_and_nothing_else(dense: nn.Module, tmp_path: Path) -> None:
+    graph = exported(applied(dense, **MIXED), tmp_path / "model.onnx").graph
+    producers = {output: node for node in graph.node for output in node.output}
+    integer, floats = set(), set()
+    for node in graph.node:
+        if node.op_type in ("Conv", "Gemm"):
+            sources = [producers[name].op_type for name in node.input[:2] if name in producers]
+            (integer if sources == ["DequantizeLinear"] * 2 else floats).add(node.name)
+    assert (len(integer), len(floats)) == (1 + 3 + 1, 3)
+
+
+def test_no_pair_of_conversions_does_nothing(dense: nn.Module, tmp_path: Path) -> None:
+    graph = exported(applied(dense, **ALL), tmp_path / "model.onnx").graph
+    consumers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            consumers.setdefault(name, []).append(node)
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear":
+            after = [each.op_type for each in consumers.get(node.output[0], [])]
+            assert after != ["QuantizeLinear"], node.name
+    kinds = Counter(node.op_type for node in graph.node)
+    # Three rounded tensors in the body, the input, the sum, the mean and the scores.
+    assert kinds["QuantizeLinear"] <= 7
+    assert "Relu" not in kinds
+
+
+def test_a_sum_is_integer_where_both_summands_are(dense: nn.Module, tmp_path: Path) -> None:
+    export_onnx(dense, tmp_path / "model.onnx", SHAPE)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    kinds = {node.name: node.op_type for node in graph.node}
+
+    def chosen(*names: str) -> Counter[str]:
+        return Counter(kinds[name] for name in integer_nodes(graph, {f"{each}.weight" for each in names}))
+
+    assert chosen("stem", "first", "second") == Counter(Conv=3, Relu=3, Add=1)
+    assert chosen("stem", "second")["Add"] == 1
+    assert chosen("stem")["Add"] == 0
+    assert chosen("first") == Counter(Conv=1, Relu=1)
+    with pytest.raises(ExportError, match=r"the weight 'none.weight' belongs to no convolution"):
+        integer_nodes(graph, {"none.weight"})
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("first", [(), (Factorise("cp", (12,)),), (Factorise("tensor_ring", (6, 4, 4)),)])
+def test_weights_alone_are_stored_in_integers(
+    dense: nn.Module, first: tuple[Factorise, ...], bits: int, tmp_path: Path
+) -> None:
+    network = applied(dense, first=(*first, Quantise(bits, "float32")), second=(Quantise(bits, "float32"),))
+    model = exported(network, tmp_path / "model.onnx")
+    inputs = images(7, seed=5)
+    found = run(open_session(tmp_path / "model.onnx"), inputs.numpy())[0]
+    with torch.no_grad():
+        np.testing.assert_allclose(found, network(inputs).numpy(), atol=1e-4)
+    kind = onnx.TensorProto.INT8 if bits == 8 else onnx.TensorProto.INT4
+    stored = [tensor for tensor in model.graph.initializer if tensor.data_type == kind]
+    assert len(stored) == {(): 2}.get(first, 4)
+    floats = tmp_path / "floats.onnx"
+    assert (tmp_path / "model.onnx").stat().st_size < export_onnx(dense, floats, SHAPE).file_bytes
+
+
+def test_four_bits_need_a_new_operator_set(dense: nn.Module, tmp_path: Path) -> None:
+    network = applied(dense, first=(Quantise(4, "float32"),))
+    with pytest.raises(ExportError, match=r"opset is 18; weights of 4 bits need 21"):
+        export_network(network, tmp_path / "model.onnx", SHAPE, [], opset=18)
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_a_network_without_integers_is_exported_as_ever(dense: nn.Module, tmp_path: Path) -> None:
+    network = applied(dense, first=(Factorise("cp", (8,)),))
+    written = export_network(network, tmp_path / "model.onnx", SHAPE, [])
+    assert written.file_bytes == (tmp_path / "model.onnx").stat().st_size
+    assert verify_onnx(network, tmp_path / "model.onnx", images(4)) < 1e-4
+
+
+def test_ranges_need_inputs(dense: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="without calibration batches"):
+        export_network(applied(dense, **ALL), tmp_path / "model.onnx", SHAPE, [])
+    with pytest.raises(ExportError, match="no images to compare"):
+        class_agreement(dense, _float_file(dense, tmp_path), [])
+
+
+def _float_file(dense: nn.Module, folder: Path) -> Path:
+    return export_onnx(dense, folder / "float.onnx", SHAPE).path
