@@ -2,8 +2,10 @@
 
     RANKRL_DATA=DIR python scripts/bench_latency.py --checkpoints DIR [--models resnet20 resnet56 resnet18]
 
-For each network and format the candidates are timed in onnxruntime, greedy chooses within --latency, the plan
-is applied and exported, and the file is timed beside the dense network's in turns; nothing is fine-tuned.
+For each network the first row is the dense one in 8-bit integers by onnxruntime alone. Then the candidates of
+the formats (`cp+tucker`: every layer chooses) are timed in onnxruntime in each precision, greedy chooses
+within each budget, the plan is applied, fine-tuned for --epochs if that is wanted, and exported; the file is
+timed beside the dense network's in turns. Accuracies are the files' own on the test set, before and after.
 CIFAR ResNets take the published CIFAR-10 checkpoints; torchvision's networks see the same images at 224 x 224
 with random weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the
 processor's lanes empty with ranks of any size.
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,24 @@ from torch import nn
 from decomposition import DecompositionError, apply_plan
 from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.errors import RankrlError
+from rankrl.export import fast_multiple
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
+from rankrl.training import TrainingRecipe
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.latency import LatencyOptions
-from rankrl.workflow.measure import ExportOptions, cost_ratios, export_dense, export_numbers, network_numbers
+from rankrl.workflow.measure import (
+    ExportOptions,
+    cost_ratios,
+    export_dense,
+    export_numbers,
+    int8_numbers,
+    network_numbers,
+)
+from rankrl.workflow.network import run_training
+from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.scoring import ImageScoring
 from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession, calibrated_library
 
@@ -49,9 +63,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--checkpoints", type=Path, help="folder of cifar10-MODEL.th; untrained without")
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--models", nargs="+", default=["resnet20", "resnet56", "resnet18"])
-    parser.add_argument("--formats", nargs="+", default=["cp", "tucker"])
-    parser.add_argument("--multiples", nargs="+", type=int, default=[8])
-    parser.add_argument("--latency", type=float, default=0.6, help="fraction of the dense network's time")
+    parser.add_argument("--formats", nargs="+", default=["cp+tucker"])
+    parser.add_argument("--precisions", nargs="+", default=["float32+int8"])
+    parser.add_argument("--multiples", nargs="+", type=int, help="of ranks; what suits the machine without")
+    parser.add_argument("--latency", nargs="+", type=float, default=[0.35, 0.28], help="of the dense time")
+    parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
+    parser.add_argument("--lr", type=float, default=5e-4, help="of fine-tuning")
     parser.add_argument("--batch", type=int, default=64, help="images of a timed batch, 1 at 224 x 224")
     parser.add_argument("--threads", type=int, default=1, help="of onnxruntime")
     parser.add_argument("--runs", type=int, default=30, help="timed passes")
@@ -61,16 +78,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     chosen = parser.parse_args(arguments)
     lines = [
-        "| network | format | ranks | asked | measured | ms dense | ms | parameters | MACs | accuracy dense "
-        "| accuracy | minutes |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| network | format | precision | ranks | asked | measured | ms dense | ms | parameters | MACs "
+        "| accuracy dense | accuracy | fine-tuned | minutes |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in chosen.models:
         model, data = network_and_data(name, chosen)
-        for tensor_format in chosen.formats:
-            for multiple in chosen.multiples:
-                lines.append(row(name, model, data, tensor_format, multiple, chosen))
-                print(lines[-1], flush=True)
+        lines.append(integer_row(name, model, data, chosen))
+        print(lines[-1], flush=True)
+        cells = product(
+            chosen.formats, chosen.precisions, chosen.multiples or [fast_multiple()], chosen.latency
+        )
+        for cell in cells:
+            lines.append(row(name, model, data, *cell, chosen))
+            print(lines[-1], flush=True)
     text = "\n".join(lines)
     print(text)
     if chosen.output is not None:
@@ -105,31 +126,55 @@ def enlarged(images: Images) -> Images:
     return dataclasses.replace(few, x=pixels.round().to(few.x.dtype))
 
 
+def integer_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.Namespace) -> str:
+    """Return the row of the dense network in 8-bit integers."""
+    start = time.perf_counter()
+    options = ExportOptions(**_timing(data, chosen))
+    with tempfile.TemporaryDirectory() as scratch:
+        found = int8_numbers(export_dense(model, data, Path(scratch), options), data, options, Path(scratch))
+    if found is None:
+        return f"| {name} | dense | int8 | | | onnxruntime cannot | | | | | | | | |"
+    accuracies = (network_numbers(model, data)["accuracy"], found["accuracy"])
+    dense, own = (_percent(each, chosen, data) for each in accuracies)
+    minutes = (time.perf_counter() - start) / 60
+    ratio = 1 / found["latency_ratio"]
+    return f"| {name} | dense | int8 | | | {ratio:.3f} | | | | | {dense} | {own} | | {minutes:.1f} |"
+
+
+def _timing(data: ImageData, chosen: argparse.Namespace) -> dict[str, int]:
+    batch = 1 if _is_large(data) else chosen.batch
+    return {"batch": batch, "threads": chosen.threads, "runs": chosen.runs}
+
+
 def row(
     name: str,
     model: nn.Module,
     data: ImageData,
-    tensor_format: str,
+    formats: str,
+    precisions: str,
     multiple: int,
+    latency: float,
     chosen: argparse.Namespace,
 ) -> str:
-    """Return the table's row of one network, format and multiple."""
+    """Return the table's row of one network, choice of formats and precisions, multiple and budget."""
     start = time.perf_counter()
-    timing: dict[str, Any] = {
-        "batch": 1 if _is_large(data) else chosen.batch,
-        "threads": chosen.threads,
-        "runs": chosen.runs,
-    }
+    timing: dict[str, Any] = _timing(data, chosen)
     images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
     candidates = CandidateOptions(
-        (tensor_format,), candidates=chosen.candidates, multiple=multiple, iterations=chosen.iterations
+        tuple(formats.split("+")),
+        precisions=tuple(precisions.split("+")),
+        candidates=chosen.candidates,
+        multiple=multiple,
+        iterations=chosen.iterations,
     )
-    options = SearchOptions(latency=chosen.latency, timing=LatencyOptions(**timing), episodes=1)
+    cache = cache_folder()
+    timed = LatencyOptions(**timing, folder=cache / "latencies")
+    options = SearchOptions(latency=latency, timing=timed, episodes=1)
     scoring = ImageScoring(data, EvaluatorOptions(augmented=True), images=1000)
     ranks = "any" if multiple == 1 else f"multiples of {multiple}"
-    head = f"| {name} | {tensor_format} | {ranks} | {chosen.latency} "
+    head = f"| {name} | {formats} | {precisions} | {ranks} | {latency} "
     with tempfile.TemporaryDirectory() as scratch:
-        library = calibrated_library(model, images.split(32), candidates, cache=None, seed=0)
+        library = calibrated_library(model, images.split(32), candidates, cache=cache / "fits", seed=0)
         # Random weights are not worth a refit to data; the time does not depend on them.
         refit_to = None if _is_large(data) else images
         session = SearchSession(
@@ -145,25 +190,32 @@ def row(
             with session:
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
         except (DecompositionError, RankrlError) as error:
-            return f"{head}| {error} | | | | | | | |"
+            return f"{head}| {error} | | | | | | | | |"
         network = session.apply(plan)
         export_options = ExportOptions(**timing)
-        found, ratio = export_numbers(
-            network,
-            export_dense(model, data, Path(scratch), export_options),
-            data,
-            Path(scratch) / "model.onnx",
-            export_options,
-            metadata={},
-            scratch=Path(scratch),
-        )
+        baseline = export_dense(model, data, Path(scratch), export_options)
+
+        def exported() -> tuple[dict[str, Any], float]:
+            path = Path(scratch) / "model.onnx"
+            return export_numbers(
+                network, baseline, data, path, export_options, metadata={}, scratch=Path(scratch)
+            )
+
+        found, ratio = exported()
+        first, tuned = found["accuracy"], ""
+        if chosen.epochs:
+            recipe = TrainingRecipe(epochs=chosen.epochs, lr=chosen.lr, distillation=0.9, restore_best=False)
+            state = Path(scratch) / "state.safetensors"
+            run_training("fine-tune", network, data, recipe, state_file=state, teacher=model)
+            found, ratio = exported()
+            tuned = _percent(found["accuracy"], chosen, data)
     before, after = network_numbers(model, data), network_numbers(network, data)
     ratios = cost_ratios(before, after)
     minutes = (time.perf_counter() - start) / 60
     return (
         f"{head}| {1 / ratio:.3f} | {found['baseline_latency_ms']:.2f} | {found['latency_ms']:.2f} "
         f"| {ratios['params']:.2f}x fewer | {ratios['macs']:.2f}x fewer "
-        f"| {_percent(before['accuracy'], chosen, data)} | {_percent(after['accuracy'], chosen, data)} "
+        f"| {_percent(before['accuracy'], chosen, data)} | {_percent(first, chosen, data)} | {tuned} "
         f"| {minutes:.1f} |"
     )
 

@@ -12,7 +12,9 @@ from rankrl.export.latency import (
     measure_latency,
 )
 from rankrl.export.layer_latency import measure_layer_latencies
+from rankrl.export.network_file import class_agreement, export_network
 from rankrl.export.onnx_file import ExportResult, export_onnx
+from rankrl.export.rank_step import fast_multiple
 from rankrl.export.verification import onnx_accuracy, verify_onnx
 
 __all__ = [
@@ -20,8 +22,11 @@ __all__ = [
     "ExportResult",
     "Latency",
     "LatencyComparison",
+    "class_agreement",
     "compare_latency",
+    "export_network",
     "export_onnx",
+    "fast_multiple",
     "is_unchanged",
     "measure_latency",
     "measure_layer_latencies",

@@ -1,38 +1,35 @@
-"""Latencies of single layers at their candidate ranks in onnxruntime, for budgets in time.
+"""The table of measured layers behind a budget in time: every candidate of every layer in onnxruntime.
 
-All candidates of a layer stand beside its dense form in one graph, which is traced once and cut into one
-graph for each; these are timed in turns. Layers of the same geometry and candidates are measured once.
+Layers of the same geometry and candidates are measured once (`LayerTimer`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx.utils
 import onnxruntime
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from decomposition import CandidateSet, DecompositionError, LatencyTable, LayerOperation, inspect_layers
-from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
+from decomposition import CandidateSet, DecompositionError, LatencyTable, inspect_layers
+from decomposition.layers import LayerSpec, is_decomposable_module
 from rankrl.device import processor_name
-from rankrl.export.latency import clock_for, measure_latency, ticks
+from rankrl.export.int8 import quantise_onnx
+from rankrl.export.latency import clock_for, measure_latency
+from rankrl.export.layer_timing import LayerTimer
 from rankrl.export.onnx_file import export_onnx
-from rankrl.export.session import open_session
 
 log = logging.getLogger(__name__)
 
-_WARM_UP = 3
 _LARGEST_SHARE = 0.98
 """The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
+_LEAST_SHARE = 0.5
+"""The layers' part of the time of the network in integers, at least."""
 
 
 def measure_layer_latencies(
@@ -48,8 +45,9 @@ def measure_layer_latencies(
 ) -> LatencyTable:
     """Measure every candidate of every layer, and the whole dense network.
 
-    Measured alone, a layer pays for conversions of the memory layout that a network makes once; the layers'
-    times are therefore scaled so that the dense ones fit into the dense network's time.
+    What is left of the dense network's time beside its layers is the rest. Where candidates compute in
+    integers their times are scaled so that, with the same rest, the dense layers in integers add up to the
+    time of the dense network in integers.
 
     Args:
         model: The dense network.
@@ -76,97 +74,77 @@ def measure_layer_latencies(
         except DecompositionError:
             log.warning("%s is damaged; latencies are measured anew", path)
     modules = dict(model.named_modules())
-    known: dict[str, tuple[float, ...]] = {}
+    known: dict[str, tuple[tuple[float, ...], float]] = {}
     times: dict[str, tuple[float, ...]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    borders: dict[str, float] = {}
+    integers = any(each.integer for site in sites for each in site.candidates)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch)
         for site in sites:
             module = modules[site.name]
             if not is_decomposable_module(module):
                 raise TypeError(f"layer {site.name!r} is a {type(module).__name__}")
             geometry = _geometry(site)
             if geometry not in known:
-                known[geometry] = _measure(site, module, Path(scratch), batch, threads, runs)
-            times[site.name] = known[geometry]
+                measured = timer.candidates(module, site.spec, [each.operations for each in site.candidates])
+                known[geometry] = tuple(measured.tolist()), timer.border(site.spec) if integers else 0.0
+            times[site.name], borders[site.name] = known[geometry]
             if progress is not None:
                 progress(site.name)
-        dense = Path(scratch) / "network.onnx"
+        dense = scratch / "network.onnx"
         export_onnx(model, dense, tuple(input_shape))
         whole = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
-    table = _fitted(times, whole, conditions)
+        in_integers = None
+        if integers:
+            sample = np.random.default_rng(0).standard_normal((batch, *input_shape), dtype=np.float32)
+            quantise_onnx(dense, dense, [sample], weights={f"{site.name}.weight" for site in sites})
+            in_integers = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
+    table = _fitted(sites, times, borders if integers else {}, whole, in_integers, conditions)
     if path is not None and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         table.save(path)
     return table
 
 
-class _Candidates(nn.Module):
-    """The dense layer and its candidates side by side, each with an output of its own."""
+def _fitted(
+    sites: Sequence[CandidateSet],
+    times: dict[str, tuple[float, ...]],
+    borders: dict[str, float],
+    whole: float,
+    in_integers: float | None,
+    conditions: str,
+) -> LatencyTable:
+    """Scale the layers' times so that the dense ones add up to the time of the dense network.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.relu(layer(x)) for layer in self.layers)
-
-
-def _measure(
-    site: CandidateSet, dense: DecomposableModule, folder: Path, batch: int, threads: int, runs: int
-) -> tuple[float, ...]:
-    """Return the median milliseconds of every candidate, all calls of the layer together."""
-    spec = site.spec
-    layers: list[nn.Module] = []
-    for candidate in site.candidates:
-        layer: nn.Module = dense
-        for operation in candidate.operations:
-            if not isinstance(operation, LayerOperation):
-                raise TypeError(f"layer {site.name!r}: {operation.kind!r} cannot be timed alone")
-            layer = operation.structure(layer, spec)
-        if layer is not dense:
-            for parameter in layer.parameters():
-                nn.init.normal_(parameter, std=0.1)
-        layers.append(layer)
-    times = np.zeros(len(layers))
-    for size in spec.input_sizes:
-        if spec.kind == "linear":
-            count, shape = batch, (*size, spec.in_channels)
-        else:  # one image may come as several pieces
-            pieces = len(size) - len(spec.kernel_size)
-            count, shape = batch * math.prod(size[:pieces]), (spec.in_channels, *size[pieces:])
-        path = folder / "layer.onnx"
-        sample = torch.zeros(count, *shape)
-        export_onnx(_Candidates(layers), path, shape, sample=sample, dynamic_batch=False)
-        times += _time_outputs(path, (count, *shape), threads, runs)
-    return tuple(times.tolist())
-
-
-def _time_outputs(path: Path, shape: tuple[int, ...], threads: int, runs: int) -> np.ndarray:
-    """Return the median milliseconds of each output of a file, timed in turns."""
-    whole = onnx.load(path)
-    extractor = onnx.utils.Extractor(whole)
-    entry = whole.graph.input[0].name
-    sessions = []
-    for output in whole.graph.output:
-        onnx.save(extractor.extract_model([entry], [output.name]), path)
-        sessions.append(open_session(path, threads=threads))
-    inputs = {entry: np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
-    read = ticks(clock_for(threads))
-    times = np.zeros((runs, len(sessions)))
-    for turn in range(-_WARM_UP, runs):
-        for position, session in enumerate(sessions):
-            start = read()
-            session.run(None, inputs)
-            if turn >= 0:
-                times[turn, position] = (read() - start) / 1e6
-    return np.median(times, axis=0)
-
-
-def _fitted(sites: dict[str, tuple[float, ...]], whole: float, conditions: str) -> LatencyTable:
-    """Scale the layers' times so that the dense ones leave something of the network's time for the rest."""
-    dense = sum(times[-1] for times in sites.values())
+    Args:
+        sites: The candidates.
+        times: Of each site's candidates.
+        borders: Of the change of precision behind each site.
+        whole: Time of the dense network.
+        in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
+        conditions: Recorded in the table.
+    """
+    dense = sum(each[-1] for each in times.values())
     factor = min(1.0, _LARGEST_SHARE * whole / dense)
-    scaled = {name: tuple(factor * time for time in times) for name, times in sites.items()}
-    return LatencyTable(scaled, rest=whole - factor * dense, conditions=conditions)
+    rest, integer_factor = whole - factor * dense, 1.0
+    if in_integers is not None:
+        quantised = sum(
+            times[site.name][index]
+            for site in sites
+            for index, each in enumerate(site.candidates)
+            if each.integer and len(each.operations) == 1
+        )
+        if quantised > 0:
+            integer_factor = max(in_integers - rest, _LEAST_SHARE * in_integers) / quantised
+    scaled = {
+        site.name: tuple(
+            time * (integer_factor if candidate.integer else factor)
+            for candidate, time in zip(site.candidates, times[site.name], strict=True)
+        )
+        for site in sites
+    }
+    return LatencyTable(scaled, rest=rest, conditions=conditions, borders=borders)
 
 
 def _conditions(batch: int, threads: int) -> str:

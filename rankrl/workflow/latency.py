@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import nn
 
 from decomposition import (
-    Budget,
     CandidateSet,
     CompressionPlan,
     DecompositionError,
@@ -21,9 +22,11 @@ from decomposition import (
     LatencyTable,
     build_structure,
     factorised_layers,
+    inspect_layers,
+    plan_from_choices,
 )
 from rankrl.data import Preprocessing
-from rankrl.export import compare_latency, export_onnx, measure_layer_latencies
+from rankrl.export import compare_latency, export_network, measure_layer_latencies
 from rankrl.export.latency import SMALLEST_CHANGE
 from rankrl.files import write_json
 from rankrl.plan_search.history import EpisodeRow
@@ -31,6 +34,7 @@ from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.progress import progress_bar
 from rankrl.wording import counted
+from rankrl.workflow.latency_fit import corrected
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +119,10 @@ class LatencyBudget:
             DecompositionError: If no plan can reach the budget.
         """
         table = self._table()
-        path = self._adjusted_path(table)
+        path = self._path(table, "budget", self.fraction)
         if path is not None and path.exists():
             return self._problem(table, float(json.loads(path.read_text(encoding="utf-8"))), library)
-        least = Budget(1.0, "latency", table.total, table.rest).least(table.attach(self.sites))
+        least = table.budget(1.0, self.sites).least(table.attach(self.sites))
         wanted, holds, fails = max(self.fraction, min(1.0, least * _ROUNDING)), 0.0, float("inf")
         fastest, nearest = float("inf"), wanted
         for _ in range(_ADJUSTMENTS):
@@ -159,10 +163,18 @@ class LatencyBudget:
         for layer in factorised_layers(compressed).values():
             for parameter in layer.parameters():
                 nn.init.normal_(parameter, std=0.1)
+        shape, sizes = self.shape, self.inside
+        if sizes is not None:
+            shape = (sizes.height, sizes.width, sizes.channels)
+        generator = np.random.default_rng(0)
+        size = (self.options.batch, *shape)
+        sample: np.ndarray = generator.standard_normal(size, dtype=np.float32)
+        if sizes is not None:
+            sample = generator.integers(256, size=size, dtype=np.uint8)
         with tempfile.TemporaryDirectory() as scratch:
             paths = Path(scratch) / "dense.onnx", Path(scratch) / "compressed.onnx"
             for network, path in zip((self.model, compressed), paths, strict=True):
-                export_onnx(network, path, self.shape, preprocessing=self.inside)
+                export_network(network, path, self.shape, [sample], preprocessing=self.inside)
             times = compare_latency(
                 *paths, batch=self.options.batch, threads=self.options.threads, runs=self.options.runs
             )
@@ -196,19 +208,29 @@ class LatencyBudget:
             "network's time. Ask for a little less, measure on a quiet machine, or raise search.episodes",
         )
 
-    def _adjusted_path(self, table: LatencyTable) -> Path | None:
+    def _path(self, table: LatencyTable, kind: str, *further: Any) -> Path | None:
+        """Return where something that follows from a table and the candidates is kept, or None."""
         if self.options.folder is None:
             return None
         candidates = [[each.operations for each in site.candidates] for site in self.sites]
         losses = [site.losses.tolist() for site in self.sites]
         content = repr(
-            (table.conditions, table.rest, table.sites, candidates, losses, self.fraction, self.inside)
+            (
+                table.conditions,
+                table.rest,
+                table.sites,
+                table.borders,
+                candidates,
+                losses,
+                further,
+                self.inside,
+            )
         )
-        return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-budget.json"
+        return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{kind}.json"
 
     def _table(self) -> LatencyTable:
         with progress_bar("time layers", total=len(self.sites)) as bar:
-            return measure_layer_latencies(
+            table = measure_layer_latencies(
                 self.model,
                 self.sites,
                 self.shape,
@@ -218,6 +240,20 @@ class LatencyBudget:
                 folder=self.options.folder,
                 progress=lambda _: bar.advance(),
             )
+        if not table.borders:
+            return table
+        path = self._path(table, "corrected")
+        if path is not None and path.exists():
+            return LatencyTable.load(path)
+        specs = inspect_layers(self.model, self.shape)
+
+        def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
+            return self.measured(plan_from_choices(sites, choices, specs, self.shape, "a trial"))
+
+        table = corrected(table, self.sites, measured)
+        if path is not None:
+            table.save(path)
+        return table
 
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         return SearchProblem.from_model(

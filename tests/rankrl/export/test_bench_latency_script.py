@@ -12,8 +12,21 @@ from torch import nn
 from rankrl.data import Images
 from rankrl.workflow.latency import LatencyBudget
 
-QUICK = ["--dataset", "digits", "--models", "conv4", "--formats", "tucker", "--batch", "2", "--runs", "2"]
-QUICK += ["--candidates", "2", "--iterations", "0", "--images", "32"]
+QUICK = [
+    "--dataset",
+    "digits",
+    "--models",
+    "conv4",
+    "--formats",
+    "tucker",
+    "--multiples",
+    "8",
+    "--batch",
+    "2",
+    "--runs",
+    "2",
+]
+QUICK += ["--precisions", "float32", "--candidates", "2", "--iterations", "0", "--images", "32"]
 
 
 def small() -> nn.Module:
@@ -35,9 +48,10 @@ def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.Captur
     text = page.read_text()
     (row,) = (line for line in text.splitlines() if line.startswith("| conv4 | tucker"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[2:4] == ["multiples of 8", "0.95"]
-    assert float(cells[4]) > 0
-    assert float(cells[7].removesuffix("x fewer")) >= 1
+    assert cells[2:5] == ["float32", "multiples of 8", "0.95"]
+    assert float(cells[5]) > 0
+    assert float(cells[8].removesuffix("x fewer")) >= 1
+    assert [line for line in text.splitlines() if line.startswith("| conv4 | dense | int8 |")]
     assert row in capsys.readouterr().out
 
 

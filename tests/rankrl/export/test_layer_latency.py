@@ -84,7 +84,7 @@ def test_a_table_is_measured_once(
     def refuse(*_: object) -> None:
         raise AssertionError("this should have come from the file")
 
-    monkeypatch.setattr(rankrl.export.layer_latency, "_measure", refuse)
+    monkeypatch.setattr(rankrl.export.layer_latency.LayerTimer, "candidates", refuse)
     sites = library.all_candidates(limit=3)
     assert measure_layer_latencies(model, sites, SHAPE, batch=4, runs=3, folder=folder) == table
     with pytest.raises(AssertionError, match="come from the file"):

@@ -1,0 +1,56 @@
+"""A few whole networks correct a table of layers, kind by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from decomposition import CandidateSet, LatencyTable, Quantise
+from decomposition.candidates import Candidate
+from decomposition.layers import LayerSpec
+from decomposition.operations import Cost, Factorise
+from rankrl.selectors.random_plans import spend_at_random
+from rankrl.workflow.latency_fit import corrected
+
+DENSE = Cost(100, 100, 400)
+
+
+def site(name: str) -> CandidateSet:
+    spec = LayerSpec(name, 0, "linear", 1, 1, (), (), 1, False)
+    factors = [Factorise("cp", (rank,)) for rank in (1, 2)]
+    candidates = [Candidate((each,), DENSE, 0.5 / each.ranks[0], "cp") for each in factors]
+    candidates += [Candidate((each, Quantise()), DENSE, 0.51 / each.ranks[0], "cp") for each in factors]
+    return CandidateSet(spec, (*candidates, Candidate((Quantise(),), DENSE, 0.01), Candidate((), DENSE, 0.0)))
+
+
+@pytest.mark.parametrize("factors", [(1, 1, 1, 1, 1), (1.0, 1.3, 1.2, 1.5, 2.0)])
+def test_sums_come_to_agree_with_whole_networks(factors: tuple[float, ...]) -> None:
+    generator = np.random.default_rng(0)
+    sites = [site(str(j)) for j in range(8)]
+    times = {each.name: tuple(generator.uniform(0.9, 1.1) * np.array([3, 5, 2, 3, 4, 10])) for each in sites}
+    table = LatencyTable(times, 2.0, "a test", {each.name: 0.5 for each in sites})
+    kinds = np.array([1, 1, 3, 3, 2, 0])
+    true = {name: np.array(each) * np.array(factors)[kinds] for name, each in times.items()}
+
+    def measured(found: Sequence[CandidateSet], choices: np.ndarray) -> float:
+        total, integer = table.rest, []
+        for each, choice in zip(found, choices, strict=True):
+            candidate = each.candidates[choice]
+            index = next(
+                j for j, c in enumerate(site(each.name).candidates) if c.operations == candidate.operations
+            )
+            total += true[each.name][index]
+            integer.append(candidate.integer)
+        return float(total + 0.5 * factors[4] * np.count_nonzero(np.diff(integer))) / table.total
+
+    better = corrected(table, sites, measured)
+    attached, before = better.attach(sites), table.attach(sites)
+    errors = []
+    for share in (0.4, 0.5, 0.7, 0.9):
+        choices = spend_at_random(attached, better.budget(share, sites), generator)
+        expected = measured(attached, choices)
+        errors.append(abs(better.budget(1.0, sites).spent(attached, choices) / better.total / expected - 1))
+    assert max(errors) < 0.05
+    assert len(before) == len(attached)
