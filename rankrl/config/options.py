@@ -9,9 +9,11 @@ from torch import nn
 
 from decomposition import FitOptions
 from decomposition.apply import BatchNormCorrection
+from decomposition.operations.quantise import PRECISIONS
 from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
+from rankrl.export import fast_multiple
 from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.selectors import check_selector, list_selectors, selector_options
@@ -23,8 +25,6 @@ from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.scoring import ImageScoring
 from rankrl.workflow.session import CandidateOptions, SearchOptions
 
-FAST_MULTIPLE = 8
-"""Channels that onnxruntime's kernels compute at a time: 8 with AVX2, 16 with AVX-512."""
 AUTO = "auto"
 """What `metrics.json` calls a choice among several formats."""
 
@@ -51,8 +51,9 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     if multiple is not None and multiple < 1:
         raise ConfigError(f"decomposition.rank_multiple must be at least 1, got {multiple}")
     if multiple is None:
-        multiple = FAST_MULTIPLE if config.budget.latency is not None else 1
+        multiple = 1 if config.budget.latency is None else fast_multiple(cache_folder() / "latencies")
     return CandidateOptions(
+        precisions=_precisions(config),
         formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,
@@ -60,6 +61,23 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
         iterations=chosen.iterations,
         weigh_outputs=chosen.weigh_outputs,
     )
+
+
+def _precisions(config: AppConfig) -> tuple[str, ...]:
+    """Return what layers may compute with or be stored in; by default what lowers the budget's measure."""
+    given = config.decomposition.precisions
+    if given is None:
+        finer = {"int8": config.budget.latency, "int8_weights": config.budget.bytes}
+        return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
+    for name in given:
+        if name not in PRECISIONS:
+            raise ConfigError(
+                f"decomposition.precisions: there is no {name!r}; choose from {', '.join(PRECISIONS)}."
+                f"{did_you_mean(name, list(PRECISIONS))}"
+            )
+    if not given:
+        raise ConfigError(f"decomposition.precisions is empty; choose from {', '.join(PRECISIONS)}")
+    return tuple(given)
 
 
 def decomposition_name(config: AppConfig) -> str:

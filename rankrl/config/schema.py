@@ -43,14 +43,18 @@ class DecompositionConfig:
     Attributes:
         format: The tensor format; auto for the best of `formats` in every layer.
         formats: What every layer chooses from, with format auto.
-        rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None takes 8
-            for budget.latency, else 1.
+        precisions: What every layer may compute with or be stored in: float32, int8 (weights and
+            activations), int8_weights, int4_weights. None takes float32 and int8 for budget.latency, float32
+            and int8_weights for budget.bytes, else float32.
+        rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
+            a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
         final_starts: Starting points of each of these fits.
     """
 
     format: str = MISSING
     formats: list[str] | None = None
+    precisions: list[str] | None = None
     tensorised: bool = owned(CandidateOptions, "tensorised")
     candidates: int = owned(CandidateOptions, "candidates")
     rank_multiple: int | None = None

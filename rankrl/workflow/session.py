@@ -44,6 +44,7 @@ class CandidateOptions:
 
     Attributes:
         formats: Names of the tensor formats that every layer chooses from.
+        precisions: Names of what every layer may compute with or be stored in (`PRECISIONS`).
         tensorised: Whether channel counts are split into small factors (64 = 4x4x4), for very high
             compression; tensor ring and tensor train alone.
         candidates: Candidate ranks a layer and format at most.
@@ -54,6 +55,7 @@ class CandidateOptions:
     """
 
     formats: tuple[str, ...]
+    precisions: tuple[str, ...] = ("float32",)
     tensorised: bool = False
     candidates: int = 16
     multiple: int = 1
@@ -153,6 +155,7 @@ def calibrated_library(
         options.formats,
         inputs,
         weigh_outputs=options.weigh_outputs,
+        precisions=options.precisions,
         tensorised=options.tensorised,
         multiple=options.multiple,
         options=replace(CHOOSING, iterations=options.iterations),

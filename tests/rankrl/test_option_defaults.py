@@ -32,6 +32,7 @@ from rankrl.workflow.session import CandidateOptions, SearchOptions
 # Options that are derived from others, or called otherwise, where the workflow takes them.
 DERIVED = {
     "multiple": "decomposition.rank_multiple: null stands for a number that depends on the budget",
+    "precisions": "decomposition.precisions: null stands for those that lower what the budget counts",
     "reward_options": "reward.*",
     "measure": "which of budget.params and budget.macs is set",
     "kept": "the budget",

@@ -61,13 +61,36 @@ def test_layers_choose_among_the_formats_that_are_listed() -> None:
     ("overrides", "multiple"),
     [
         ((), 1),
-        (("budget.latency=0.6",), 8),
+        (("budget.latency=0.6",), 32),
         (("budget.latency=0.6", "decomposition.rank_multiple=4"), 4),
         (("decomposition.rank_multiple=16",), 16),
     ],
 )
-def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multiple) -> None:
+def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multiple, monkeypatch) -> None:
+    monkeypatch.setattr(options, "fast_multiple", lambda folder: 32)
     assert options.candidate_options(settings(*overrides)).multiple == multiple
+
+
+@pytest.mark.parametrize(
+    ("overrides", "precisions"),
+    [
+        ((), ("float32",)),
+        (("budget.latency=0.6", "decomposition.rank_multiple=8"), ("float32", "int8")),
+        (("budget.bytes=0.2",), ("float32", "int8_weights")),
+        (("decomposition.precisions=[int8,int4_weights]",), ("int8", "int4_weights")),
+    ],
+)
+def test_layers_choose_precisions_that_lower_what_the_budget_counts(overrides, precisions) -> None:
+    assert options.candidate_options(settings(*overrides)).precisions == precisions
+
+
+def test_precisions_that_are_none_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"decomposition\.precisions: there is no 'int9'; choose from float32"
+    ):
+        options.candidate_options(settings("decomposition.precisions=[int9]"))
+    with pytest.raises(ConfigError, match=r"decomposition\.precisions is empty; choose from float32"):
+        options.candidate_options(settings("decomposition.precisions=[]"))
 
 
 def test_ranks_cannot_be_multiples_of_nothing() -> None:
