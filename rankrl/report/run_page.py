@@ -231,8 +231,12 @@ def _fine_tuning(report: RunReport) -> Drawing | None:
 def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:
     values = {}
     difference = number(metrics, "onnx", "max_abs_difference")
+    agreement = number(metrics, "onnx", "agreement")
     if difference is not None:
-        values["Largest difference from PyTorch"] = f"{difference:.1e}"
+        before = "" if agreement is None else ", before rounding"
+        values[f"Largest difference from PyTorch{before}"] = f"{difference:.1e}"
+    if agreement is not None:
+        values["Same class as in PyTorch, with rounding"] = format_accuracy(agreement)
     accuracy = number(metrics, "onnx", "accuracy")
     if accuracy is not None:
         values["Test accuracy measured from the file"] = format_accuracy(accuracy)
