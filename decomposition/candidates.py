@@ -46,6 +46,11 @@ class Candidate:
         """Whether the site takes and gives integers."""
         return any(each.integer for each in self.operations)
 
+    @property
+    def only_integers(self) -> bool:
+        """Whether the site is dense and in integers: rounded, and nothing else."""
+        return self.integer and len(self.operations) == 1
+
     def __str__(self) -> str:
         return "; ".join(map(str, self.operations)) or "dense"
 

@@ -82,7 +82,7 @@ class LatencyTable:
             dense = timed[-1]
             limits = {False: times[-1], True: np.inf}
             for each, time in zip(timed, times, strict=True):
-                if each.integer and len(each.operations) == 1:  # the dense layer, all in integers
+                if each.only_integers:
                     limits[True] = time
             faster = tuple(
                 each

@@ -48,6 +48,11 @@ def times(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
     return rows @ metric
 
 
+def powers(rows: torch.Tensor, metric: Metric | None) -> torch.Tensor:
+    """Return row' metric row for rows (m, D), shape (m,); plain squared lengths without a metric."""
+    return ((rows if metric is None else times(rows, metric)) * rows).sum(1)
+
+
 def whole(metric: Metric) -> torch.Tensor:
     """Return the matrix (D, D)."""
     if isinstance(metric, RowFactor):

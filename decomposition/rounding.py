@@ -270,8 +270,7 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Any], *, inside: str = 
         if not bool(torch.isfinite(where.high - where.low)):
             raise DecompositionError(
                 f"layer {name!r}: its inputs reach {float(where.low)} to {float(where.high)} on the "
-                f"calibration "
-                "inputs, which no 8-bit range covers; check the network and the inputs"
+                "calibration inputs, which no 8-bit range covers; check the network and the inputs"
             )
         if not where.calibrated:
             raise DecompositionError(

@@ -18,7 +18,7 @@ from decomposition.fitting import FitOptions
 from decomposition.formats import Cores, TensorFormat
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
 from decomposition.lockstep import PATCHES_TO_SOLVE, RefitProblem
-from decomposition.metric import Metric, channel_moments, times
+from decomposition.metric import Metric, channel_moments, powers, times
 from decomposition.modes import WeightModes
 from decomposition.operations.base import (
     FLOAT_BYTES,
@@ -88,8 +88,7 @@ class Quantise(LayerOperation):
         if self.integer and self.weight_bits != 8:
             raise PlanError(
                 f"layer {spec.name!r}: with {self.weight_bits}-bit weights nothing computes in integers; "
-                f"take "
-                "activations='float32', or 8 bits"
+                "take activations='float32', or 8 bits"
             )
 
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
@@ -209,12 +208,12 @@ def _equalise(layer: StagedLayer, metric: Metric | None) -> None:
     last = weights[-1].detach().flatten(1).double().cpu()
     if output.shape != last.shape or not torch.allclose(output, last):
         return  # the channels between the stages are in another order than the features
-    powers = [((features if metric is None else times(features, metric)) * features).sum(1)]
+    sizes = [powers(features, metric)]
     if len(weights) == 3:
         modes, first = layer.modes, weights[0].detach().flatten(1).double().cpu()
         moments = None if metric is None else channel_moments(metric, modes.in_channels, modes.kernel)
-        powers.insert(0, ((first if moments is None else first @ moments) * first).sum(1))
-    for power, (before, after) in zip(powers, pairwise(weights), strict=True):
+        sizes.insert(0, powers(first, moments))
+    for power, (before, after) in zip(sizes, pairwise(weights), strict=True):
         size = power.clamp_min(_SMALLEST_POWER * power.max().clamp_min(1e-300)).sqrt().to(before)
         depthwise = after.shape[1] == 1 and len(after) == len(size)
         with torch.no_grad():
@@ -231,12 +230,8 @@ def amplification(
     larger, beside the output, than it went in. Terms that cancel one another make it large.
     """
     output, features = tensor_format.halves(cores, modes)
-
-    def power(rows: torch.Tensor) -> torch.Tensor:
-        return ((rows if metric is None else times(rows, metric)) * rows).sum(1)
-
-    whole = float(power(output @ features).sum())
-    terms = float((output.square().sum(0) * power(features)).sum())
+    whole = float(powers(output @ features, metric).sum())
+    terms = float((output.square().sum(0) * powers(features, metric)).sum())
     return (terms / whole) ** 0.5 if whole > 0 else 1.0
 
 
@@ -268,8 +263,5 @@ def _make_up(layer: FactorisedLayer, problem: RefitProblem) -> None:
 def _error(problem: RefitProblem, weight: torch.Tensor) -> float:
     """Return |W - V| / |W| in the problem's metric."""
     target = problem.target.flatten(1)
-
-    def energy(rows: torch.Tensor) -> float:
-        return float(((rows if problem.metric is None else times(rows, problem.metric)) * rows).sum())
-
-    return (max(0.0, energy(target - weight.flatten(1))) / max(energy(target), 1e-300)) ** 0.5
+    lost, whole = (float(powers(rows, problem.metric).sum()) for rows in (target - weight.flatten(1), target))
+    return (max(0.0, lost) / max(whole, 1e-300)) ** 0.5

@@ -131,8 +131,7 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     if missing:
         raise ExportError(
             f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
-            f"nothing can "
-            "compute with it in integers; leave its layer without Quantise"
+            "nothing can compute with it in integers; leave its layer without Quantise"
         )
     constants = {tensor.name for tensor in graph.initializer}
     chosen = {node.name for node in owners.values()}

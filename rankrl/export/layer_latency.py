@@ -133,7 +133,7 @@ def _fitted(
             times[site.name][index]
             for site in sites
             for index, each in enumerate(site.candidates)
-            if each.integer and len(each.operations) == 1
+            if each.only_integers
         )
         if quantised > 0:
             integer_factor = max(in_integers - rest, _LEAST_SHARE * in_integers) / quantised

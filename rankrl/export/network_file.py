@@ -89,8 +89,7 @@ def store_integers(path: Path, bits: Mapping[str, int]) -> None:
     if missing:
         raise ExportError(
             f"the weight {missing[0]!r} is no constant of the graph, so it cannot be stored in integers; "
-            f"leave "
-            "its layer without Quantise"
+            "leave its layer without Quantise"
         )
     for name, width in bits.items():
         tensor = initializers[name]

@@ -187,8 +187,7 @@ def latency_note(metrics: Mapping[str, Any]) -> str:
     low, high = _latency_interval(metrics)
     if low is not None and high is not None:
         sentences.append(f"The original takes {low:.2f} to {high:.2f} times as long (95{_SPACE}% interval)")
-    if rival_note(metrics):
-        sentences.append(rival_note(metrics))
+    sentences += filter(None, [rival_note(metrics)])
     if onnx.get("busy"):
         sentences.append(f"The machine was busy: {onnx['busy']}")
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()

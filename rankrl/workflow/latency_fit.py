@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import nnls
 
-from decomposition import CandidateSet, LatencyTable, allocate
+from decomposition import Candidate, CandidateSet, LatencyTable, allocate
 from rankrl.selectors.random_plans import spend_at_random
 
 _PRIOR = 0.1
@@ -55,7 +55,7 @@ def corrected(
     factors = np.maximum(factors, 1e-3)
     scaled = {
         site.name: tuple(
-            time * factors[_kind(candidate.integer, len(candidate.operations) > candidate.integer)]
+            time * factors[_kind(candidate)]
             for candidate, time in zip(site.candidates, table.sites[site.name], strict=True)
         )
         for site in sites
@@ -64,8 +64,9 @@ def corrected(
     return replace(table, sites=scaled, rest=float(table.rest * factors[5]), borders=borders)
 
 
-def _kind(integer: bool, factorised: bool) -> int:
-    return 2 * int(integer) + int(factorised)
+def _kind(candidate: Candidate) -> int:
+    """Number the kinds: dense and factorised, first in floating point, then in integers."""
+    return 2 * int(candidate.integer) + int(len(candidate.operations) > candidate.integer)
 
 
 def _parts(table: LatencyTable, sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:
@@ -73,8 +74,7 @@ def _parts(table: LatencyTable, sites: Sequence[CandidateSet], choices: np.ndarr
     parts = np.zeros(6)
     for site, choice in zip(sites, choices, strict=True):
         candidate = site.candidates[choice]
-        kind = _kind(candidate.integer, len(candidate.operations) > candidate.integer)
-        parts[kind] += site.cost("latency")[choice]
+        parts[_kind(candidate)] += site.cost("latency")[choice]
     integer = np.array([site.integer[choice] for site, choice in zip(sites, choices, strict=True)])
     parts[4] = float(table.budget(1.0, sites).between(integer))
     parts[5] = table.rest

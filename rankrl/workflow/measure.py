@@ -45,7 +45,7 @@ from rankrl.export import (
 from rankrl.files import write_atomically
 from rankrl.report import LayerRow
 from rankrl.training import report_accuracy
-from rankrl.workflow.network import RANGE_IMAGES, range_images
+from rankrl.workflow.network import images_for_ranges, range_images
 
 log = logging.getLogger(__name__)
 
@@ -294,19 +294,16 @@ def _verified(
     if agreement < min(_LEAST_AGREEMENT, unrounded - _SLACK):
         raise ExportError(
             f"the file in integers gives the class of its simulation in PyTorch on {100 * agreement:.1f} % "
-            f"of "
-            f"{len(compared)} held-out images, the network without rounding on {100 * unrounded:.1f} %. Do "
-            f"not "
-            "use the file; leave out the precision (decomposition.precisions=[float32])"
+            f"of {len(compared)} held-out images, the network without rounding on {100 * unrounded:.1f} %. "
+            "Do not use the file; leave out the precision (decomposition.precisions=[float32])"
         )
     return difference, agreement
 
 
 def _range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
     """Walk through the held-out images that set ranges of activations, as the file takes them."""
-    count = min(RANGE_IMAGES, len(data.heldout))
-    images = data.heldout.subset(torch.arange(count))
-    return (x.numpy() for x, _ in _file_batches(images, min(options.batch, count), data, options))
+    images = images_for_ranges(data)
+    return (x.numpy() for x, _ in _file_batches(images, min(options.batch, len(images)), data, options))
 
 
 def _file_batches(

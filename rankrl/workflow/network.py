@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from decomposition import calibrate_ranges
-from rankrl.data import ImageData, batches
+from rankrl.data import ImageData, Images, batches
 from rankrl.device import inference_precision
 from rankrl.models import build_model, load_checkpoint
 from rankrl.progress import progress_bar
@@ -105,11 +105,15 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
     )
 
 
+def images_for_ranges(data: ImageData) -> Images:
+    """Return the held-out images that set the ranges of activations in integers."""
+    return data.heldout.subset(torch.arange(min(RANGE_IMAGES, len(data.heldout))))
+
+
 def range_images(data: ImageData) -> Iterator[torch.Tensor]:
-    """Walk through the held-out images that set the ranges of activations in integers, normalised."""
-    count = min(RANGE_IMAGES, len(data.heldout))
-    images = data.heldout.subset(torch.arange(count))
-    return (x for x, _ in batches(images, count, mean=data.mean, std=data.std))
+    """Walk through the images that set the ranges of activations in integers, normalised."""
+    images = images_for_ranges(data)
+    return (x for x, _ in batches(images, len(images), mean=data.mean, std=data.std))
 
 
 def run_training(
