@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.models import conv4, custom, lenet5, resnet, torchvision_models  # registers the models
+from rankrl.models import conv4, custom, lenet5, resnet, resnet9, torchvision_models  # registers the models
 from rankrl.models.checkpoint import load_checkpoint, save_checkpoint
 from rankrl.models.classifier import check_classifier
 from rankrl.models.registry import (
@@ -31,6 +31,7 @@ __all__ = [
     "model_source",
     "register_model",
     "resnet",
+    "resnet9",
     "save_checkpoint",
     "torchvision_models",
 ]
