@@ -161,7 +161,7 @@ class Fitter:
             The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, in the Frobenius
             norm, they are at most `LARGEST_AMPLIFICATION` times the weight, and so are their outputs in the
             metric unless not even those of the algebraic solution are. Its error is no larger than that of
-            the algebraic solution, unless that one's terms cancel.
+            the point it starts from, unless that one's terms cancel.
         """
         with _few_threads(self.modes.columns):
             if self._vanishes:

@@ -26,6 +26,9 @@ _HISTORY = 20
 # gain the most.
 _FULL_STEP = 1e9
 _LEAST_ITERATIONS = 20
+# A start that knows the inputs is so near that a tenth will do.
+_FULL_STEP_IN_METRIC = 1e8
+_LEAST_ITERATIONS_IN_METRIC = 4
 _NOTHING_LEFT = 1e-15
 
 
@@ -123,15 +126,32 @@ class LeastSquares:
 
     @cached_property
     def start(self) -> Callable[[Ranks], Cores]:
-        """What returns the algebraic solution of the problem's weight at given ranks."""
-        return self.format.starter(self.weight, self.modes)
+        """What returns the first point at given ranks.
+
+        It is the algebraic solution of the problem's weight; where the largest ranks do not get all of their
+        iterations, that in the metric for a format that has one.
+        """
+        return self.format.starter(self.weight, self.modes, self.metric if self._starts_in_metric else None)
+
+    @property
+    def _starts_in_metric(self) -> bool:
+        largest = self._step(self.modes.out_channels, self.modes.columns)
+        return self.format.starts_in_metric and self.metric is not None and largest > _FULL_STEP
+
+    def _step(self, features: int, columns: int) -> int:
+        """Return the multiply-accumulates of one step."""
+        inputs = len(self.metric.rows) * 2 if isinstance(self.metric, RowFactor) else columns
+        return features * columns * (inputs + features + 3 * self.modes.out_channels)
 
     def affordable(self, cores: Cores, iterations: int) -> int:
         """Return how many iterations the size of the problem leaves of those asked for."""
-        features, columns = self.format.halves(cores, self.modes)[1].shape
-        inputs = len(self.metric.rows) * 2 if isinstance(self.metric, RowFactor) else columns
-        step = features * columns * (inputs + features + 3 * self.modes.out_channels)
-        return min(iterations, max(_LEAST_ITERATIONS, int(iterations * _FULL_STEP / step)))
+        step = self._step(*self.format.halves(cores, self.modes)[1].shape)
+        least, full = (
+            (_LEAST_ITERATIONS_IN_METRIC, _FULL_STEP_IN_METRIC)
+            if self._starts_in_metric
+            else (_LEAST_ITERATIONS, _FULL_STEP)
+        )
+        return min(iterations, max(least, int(iterations * full / step)))
 
     def minimise(
         self,

@@ -35,6 +35,7 @@ class TensorFormat(ABC):
         own_ranks: Whether candidates give each bond a rank of its own (`spectra`) instead of one for all.
         bonds_in_channels: How many bonds a stage's channel count is the product of: 2 where each runs between
             two of them, as in a ring.
+        starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -43,6 +44,7 @@ class TensorFormat(ABC):
     tensorisable: ClassVar[bool] = False
     own_ranks: ClassVar[bool] = False
     bonds_in_channels: ClassVar[int] = 1
+    starts_in_metric: ClassVar[bool] = False
     splits_kernel: ClassVar[bool] = False
 
     @abstractmethod
@@ -65,8 +67,17 @@ class TensorFormat(ABC):
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
         """Return the algebraic solution for a weight (out, in, kernel) in the plain Frobenius norm."""
 
-    def starter(self, weight: torch.Tensor, modes: WeightModes) -> Callable[[Ranks], Cores]:
-        """Return what computes `start` for many ranks of one weight, sharing what they have in common."""
+    def starter(
+        self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None = None
+    ) -> Callable[[Ranks], Cores]:
+        """Return what computes `start` for many ranks of one weight, sharing what they have in common.
+
+        Args:
+            weight: Weight (out, in, kernel).
+            modes: How it is read.
+            metric: E[x x'] of the layer's input patches, for formats that have a good solution for it in
+                closed form (`starts_in_metric`); `None` for the algebraic solution.
+        """
         return lambda ranks: self.start(weight, modes, ranks)
 
     def from_halves(

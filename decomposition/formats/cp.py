@@ -12,6 +12,7 @@ from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
+from decomposition.metric import Metric
 from decomposition.modes import WeightModes
 
 # Terms smaller than that, relative to the largest, are treated as if they were that large.
@@ -57,7 +58,9 @@ class CP(TensorFormat):
         """
         return self.starter(weight, modes)(ranks)
 
-    def starter(self, weight: torch.Tensor, modes: WeightModes) -> Callable[[Ranks], Cores]:
+    def starter(
+        self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None = None
+    ) -> Callable[[Ranks], Cores]:
         """Decompose the weight's slices once and return what takes the leading pairs of any rank."""
         matrix = weight.reshape(modes.out_channels, -1)
         if modes.kernel == 1:

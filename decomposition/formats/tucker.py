@@ -13,7 +13,7 @@ from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric, channel_moments, times
+from decomposition.metric import Metric, RowFactor, channel_moments, times
 from decomposition.modes import WeightModes
 
 _HOOI_SWEEPS = 10
@@ -29,6 +29,7 @@ class Tucker(TensorFormat):
     name = "tucker"
     description = "Tucker-2 on the channel modes: 1x1, small kernel, 1x1"
     own_ranks = True
+    starts_in_metric = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return (out rank, in rank) limits, or the one matrix rank where there is no kernel."""
@@ -58,8 +59,12 @@ class Tucker(TensorFormat):
         """Higher-order orthogonal iteration (De Lathauwer et al. 2000) from the truncated HOSVD."""
         return self.starter(weight, modes)(ranks)
 
-    def starter(self, weight: torch.Tensor, modes: WeightModes) -> Callable[[Ranks], Cores]:
+    def starter(
+        self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None = None
+    ) -> Callable[[Ranks], Cores]:
         """Decompose the weight's unfoldings once and return what goes on from there for any ranks."""
+        if metric is not None and modes.kernel > 1:
+            return _InMetric(weight, modes, metric).start
         if modes.kernel == 1:
             matrix = weight.reshape(modes.out_channels, -1)
             vectors = leading_left_vectors(matrix, self.max_ranks(modes)[0])
@@ -109,9 +114,7 @@ class Tucker(TensorFormat):
         by_output = (matrix if metric is None else times(matrix, metric)) @ matrix.T
         by_input = torch.einsum("oik,ojk->ij", seen, seen)
         if metric is not None:
-            channels = channel_moments(metric, modes.in_channels, modes.kernel)
-            values, vectors = torch.linalg.eigh(channels)
-            inputs = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+            inputs = _channel_root(metric, modes)
             by_input = inputs @ by_input @ inputs
         energies = []
         for gram in (by_output, by_input):
@@ -168,6 +171,62 @@ class Tucker(TensorFormat):
         matrix = core[..., 0]
         cores = [output, inner @ matrix.T] if ranks[0] <= ranks[1] else [output @ matrix, inner]
         return cores, (min(ranks),), modes
+
+
+class _InMetric:
+    """Starting points of a weight in the metric of its inputs, all ranks from one decomposition.
+
+    V spans the leading row space of the weight's input unfolding in the channels' second moments, averaged
+    over the kernel. For a given V, U and C are the best there are: a regression of reduced rank on the inputs
+    that V lets through (Izenman 1975).
+
+    Args:
+        weight: Weight (out, in, kernel).
+        modes: How it is read.
+        metric: E[x x'] of the input patches.
+    """
+
+    def __init__(self, weight: torch.Tensor, modes: WeightModes, metric: Metric) -> None:
+        self.modes = modes
+        root = _channel_root(metric, modes)
+        rows = torch.einsum("oik,ojk->ij", weight, weight)
+        directions = torch.linalg.eigh(root @ rows @ root).eigenvectors.flip(1)
+        self.basis = torch.linalg.qr(rows @ root @ directions).Q
+        self.moments = self._turned_both(metric)
+        seen = times(weight.flatten(1), metric).reshape_as(weight)
+        self.cross = torch.einsum("oik,ib->obk", seen, self.basis).flatten(1)
+
+    def start(self, ranks: Ranks) -> Cores:
+        """Return U, C and V."""
+        outputs, inputs = ranks
+        columns = inputs * self.modes.kernel
+        gram, cross = self.moments[:columns, :columns].clone(), self.cross[:, :columns]
+        gram.diagonal().add_(1e-10 * gram.diagonal().mean() + 1e-300)
+        factor = torch.linalg.cholesky(gram)
+        white = torch.linalg.solve_triangular(factor, cross.T, upper=False)
+        output = leading_left_vectors(white.T, outputs)
+        core = torch.linalg.solve_triangular(factor.T, white @ output, upper=True).T
+        return [output, core.reshape(*ranks, self.modes.kernel), self.basis[:, :inputs].contiguous()]
+
+    def _turned_both(self, metric: Metric) -> torch.Tensor:
+        """Return the moments of the inputs in the basis, (in * kernel, in * kernel)."""
+        if isinstance(metric, RowFactor):
+            rows = self._turned(metric.rows)
+            moments = rows.T @ rows
+            moments.diagonal().add_(metric.ridge)  # the basis is orthonormal
+            return moments
+        return self._turned(self._turned(metric).T)
+
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return patches (n, in * kernel) in the basis of the channels."""
+        patches = rows.reshape(len(rows), self.modes.in_channels, self.modes.kernel)
+        return (patches.transpose(1, 2) @ self.basis).transpose(1, 2).reshape(len(rows), -1)
+
+
+def _channel_root(metric: Metric, modes: WeightModes) -> torch.Tensor:
+    """Return the symmetric root of the channels' second moments, averaged over the kernel."""
+    values, vectors = torch.linalg.eigh(channel_moments(metric, modes.in_channels, modes.kernel))
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
 
 
 class _TuckerLayer(StagedLayer):

@@ -63,7 +63,9 @@ def _convolution(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
-@register_model("resnet9", "eight wide 3x3 convolutions, trained in minutes (Page 2018); option width", lr=0.1)
+@register_model(
+    "resnet9", "eight wide 3x3 convolutions, trained in minutes (Page 2018); option width", lr=0.1
+)
 def resnet9(input_shape: tuple[int, int, int], num_classes: int, *, width: int = 64) -> ResNet9:
     """Build a ResNet-9 for images whose sides are multiples of 8."""
     return ResNet9(input_shape, num_classes, width)

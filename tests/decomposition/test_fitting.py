@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorly as tl
@@ -12,8 +15,8 @@ from hypothesis import strategies as st
 
 from decomposition.errors import DecompositionError
 from decomposition.fitting import FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
-from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
-from decomposition.metric import RowFactor, times
+from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
+from decomposition.metric import Metric, RowFactor, times, whole
 from decomposition.modes import WeightModes
 
 SMALL = WeightModes((8,), (6,), 9)
@@ -348,6 +351,60 @@ def test_more_starts_never_end_worse(name: str) -> None:
         for starts in (1, 6)
     )
     assert many <= one * 1.001
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    out=st.integers(2, 9),
+    inputs=st.integers(2, 7),
+    seen=st.integers(4, 60),
+    data=st.data(),
+    rows=st.booleans(),
+)
+def test_a_start_in_the_metric_is_the_best_for_its_inputs(
+    out: int, inputs: int, seen: int, data: st.DataObject, rows: bool
+) -> None:
+    modes, tucker = WeightModes((out,), (inputs,), 9), get_format("tucker")
+    ranks = tuple(data.draw(st.integers(1, largest)) for largest in tucker.max_ranks(modes))
+    weight, factor = normal_weight(modes, out), normal(seen, modes.columns, seed=seen)
+    metric = RowFactor(factor, 1e-3) if rows else whole(RowFactor(factor, 1e-3))
+    cores = tucker.starter(weight, modes, metric)(ranks)
+    assert [tuple(core.shape) for core in cores] == tucker.core_shapes(modes, ranks)
+    # What V lets through, as a layer without a kernel, whose best solution numpy finds alone.
+    passed = np.kron(cores[2].numpy(), np.eye(9))
+    moments = whole(metric).numpy() if rows else metric.numpy()
+    values, vectors = np.linalg.eigh(passed.T @ moments @ passed)
+    root = (vectors * np.sqrt(values)) @ vectors.T
+    regression = np.linalg.solve(root @ root, passed.T @ moments @ weight.flatten(1).numpy().T).T
+    left, sizes, right = np.linalg.svd(regression @ root, full_matrices=False)
+    best = (left[:, : ranks[0]] * sizes[: ranks[0]]) @ right[: ranks[0]] @ np.linalg.inv(root) @ passed.T
+    expected = output_error(weight, torch.from_numpy(best).reshape_as(weight), torch.from_numpy(moments))
+    found = output_error(weight, tucker.reconstruct(cores, modes), torch.from_numpy(moments))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("with_sensitivity", [False, True])
+@pytest.mark.parametrize("ranks", [(3, 2), (8, 5), (16, 12)])
+def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
+    ranks: Ranks, with_sensitivity: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, tucker = WeightModes((16,), (12,), 9), get_format("tucker")
+    weight, metric = normal_weight(modes), second_moment(modes.columns)
+    root = normal(16, 16, seed=5)
+    sensitivity = root @ root.T if with_sensitivity else None
+    small = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
+    asked: list[Metric | None] = []
+    starter = type(tucker).starter
+
+    def recorded(self: TensorFormat, *arguments: Any) -> Callable[[Ranks], Cores]:
+        asked.append(arguments[2])
+        return starter(self, *arguments)
+
+    monkeypatch.setattr(type(tucker), "starter", recorded)
+    monkeypatch.setattr("decomposition.least_squares._FULL_STEP", 1.0)
+    large = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
+    assert asked[0] is not None
+    assert large.error <= small.error * 1.02 + 1e-6
 
 
 def test_a_fit_that_is_good_enough_stops_there() -> None:
