@@ -160,28 +160,28 @@ class CandidateSet:
         kinds = {(each.generator, tuple(o.kind for o in each.operations)) for each in self.candidates[:-1]}
         return len(kinds) > 1
 
-    def efficient(self, measure: str) -> CandidateSet:
+    def efficient(self, *measures: str) -> CandidateSet:
         """Return the candidates that no other one beats in cost and error, in ascending order of cost.
 
         A set of one generator stays as it is: its candidates are a grid already. Where time counts, integers
         and floating point do not beat each other: what is faster depends on the neighbours.
 
         Args:
-            measure: The cost that counts, `params`, `macs`, `bytes` or `latency`.
+            measures: The costs that count, of `params`, `macs`, `bytes` and `latency`, the first one for the
+                order.
         """
         if not self.mixed:
             return self
-        costs, errors = self.cost(measure), self.errors
-        classes = self.integer if measure == "latency" else np.zeros(len(self), dtype=bool)
+        costs, errors = np.stack([self.cost(measure) for measure in measures], axis=1), self.errors
+        classes = self.integer if "latency" in measures else np.zeros(len(self), dtype=bool)
         kept: list[int] = []
-        least: dict[bool, float] = {}
-        for index in map(int, np.lexsort((self.macs, self.params, errors, costs))):
-            of, error = bool(classes[index]), float(errors[index])
-            dear = not of and costs[index] >= costs[self.dense]
-            if index == self.dense or dear or error >= least.get(of, np.inf):
-                continue
-            kept.append(index)
-            least[of] = error
+        for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
+            dear = not classes[index] and bool((costs[index] >= costs[self.dense]).all())
+            rivals = [each for each in kept if classes[each] == classes[index]]
+            beaten = errors[rivals] <= errors[index]
+            beaten &= (costs[rivals] <= costs[index]).all(1)
+            if index != self.dense and not dear and not beaten.any():
+                kept.append(index)
         return self.subset([*kept, self.dense])
 
     def subset(self, indices: Iterable[int]) -> CandidateSet:

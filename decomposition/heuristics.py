@@ -282,7 +282,8 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
-    choices = budget.cheapest(sites) if budget.borders else np.array([each[0] for each in useful])
+    several = budget.borders or budget.also is not None
+    choices = budget.cheapest(sites) if several else np.array([each[0] for each in useful])
     left = budget.left(sites, choices)
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)
@@ -290,8 +291,8 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
         for candidate in candidates[1:]
     )
     for _, layer, candidate in steps:
-        extra = float(budget.extra(sites, choices, layer)[candidate])
-        if extra > left:
+        extra = budget.extra(sites, choices, layer)[:, candidate]
+        if (extra > left).any():
             break
         left -= extra
         choices[layer] = candidate

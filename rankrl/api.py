@@ -64,8 +64,8 @@ def search(
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
-        latency: Fraction of the dense network's time in onnxruntime to keep at most. Give one of the four;
-            none only with a reward that weighs size.
+        latency: Fraction of the dense network's time in onnxruntime to keep at most. Give one of the four,
+            or two to be kept at once; none only with a reward that weighs size.
         timing: How time is measured.
         selector: Name of the selector.
         selector_options: Its options.
@@ -93,7 +93,7 @@ def search(
         The best plan, for `decomposition.apply_plan`, and the record of the search.
 
     Raises:
-        ConfigError: If no budget or two are given, no layer can be decomposed, an option is unknown or out of
+        ConfigError: If no budget or more than two are given, no layer can be decomposed, an option is unknown or out of
             range, or the score is no number.
         DecompositionError: If the budget cannot be reached or the calibration inputs are unusable.
         NonFiniteError: If a score is NaN or infinite.

@@ -68,7 +68,7 @@ class DecompositionConfig:
 
 @dataclass
 class BudgetConfig:
-    """The fraction of the dense network's cost that every plan keeps at most; set one.
+    """The fraction of the dense network's cost that every plan keeps at most; set one, or two at once.
 
     With none, rewards that ignore size keep 0.4 of the parameters, the others have no limit.
     """

@@ -132,11 +132,20 @@ class RankMap(ActionMap):
     With a budget the choice is clipped, in forward order, to what the layers still to come can reach.
 
     Args:
-        problem: The search problem.
+        problem: The search problem; it has at most one budget.
+
+    Raises:
+        ConfigError: There are two budgets.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
+        if problem.budget is not None and problem.budget.also is not None:
+            raise ConfigError(
+                "selector.action=rank keeps one budget, and "
+                f"{' and '.join(f'budget.{each}' for each in problem.budget.measures)} are set; use "
+                "selector.action=importance"
+            )
         self._costs = [site.cost(problem.measure).astype(float) for site in self.sites]
         least = [cost.min() for cost in self._costs]
         self._least_after = [sum(least[j + 1 :]) for j in range(len(least))]

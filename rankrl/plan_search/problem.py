@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, cast
 
@@ -29,6 +29,20 @@ Choices = tuple[int, ...]
 
 # Without a budget, greedy's plan at this fraction of the parameters is where a search starts.
 _PRESET_FRACTION = 0.5
+
+
+def check_number_of_budgets(given: Mapping[str, float | None]) -> None:
+    """Refuse more than two budgets.
+
+    Raises:
+        ConfigError: More are set.
+    """
+    asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
+    if len(asked) > 2:
+        raise ConfigError(
+            f"{', '.join(asked[:-1])} and {asked[-1]} are all set; a search keeps at most two budgets: set "
+            "the others to null"
+        )
 
 
 @dataclass(frozen=True)
@@ -96,33 +110,32 @@ class SearchProblem:
             library: The fits that the candidates come from; `vbmf` looks into it.
 
         Raises:
-            ConfigError: Several budgets are given, a budget in time comes without measured times, or there is
-                no layer to decompose.
-            DecompositionError: The budget is outside (0, 1], or no plan can reach it.
+            ConfigError: More than two budgets are given, a budget in time comes without measured times, or
+                there is no layer to decompose.
+            DecompositionError: A budget is outside (0, 1], or no plan can reach it.
         """
         given = {"params": params, "macs": macs, "bytes": bytes, "latency": latency}
-        asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
-        if len(asked) > 1:
-            raise ConfigError(
-                f"{' and '.join(asked)} are all set; a search keeps one budget: set the others to null"
-            )
+        check_number_of_budgets(given)
         if latency is not None and latencies is None:
             raise ConfigError(
                 f"budget.latency={latency} needs measured latencies; pass latencies= "
                 "(rankrl.export.measure_layer_latencies)"
             )
-        budget: Budget | None = None
         if latency is not None and latencies is not None:
             sites = latencies.attach(sites)
-            budget = latencies.budget(latency, sites)
-        else:
-            for measure, fraction in given.items():
-                if fraction is not None:
-                    budget = Budget.of_model(model, sites, input_shape, measure, fraction)
-        measure = "params" if budget is None else budget.measure
+        budget: Budget | None = None
+        for measure, fraction in given.items():  # time is the last: the first of two budgets
+            if fraction is None:
+                continue
+            if measure == "latency" and latencies is not None:
+                further = latencies.budget(fraction, sites)
+            else:
+                further = Budget.of_model(model, sites, input_shape, measure, fraction)
+            budget = replace(further, also=budget)
+        measures = ("params",) if budget is None else budget.measures
         return cls(
             tuple(inspect_layers(model, input_shape)),
-            tuple(site.efficient(measure) for site in sites),
+            tuple(site.efficient(*measures) for site in sites),
             tuple(input_shape),
             count_parameters(model),
             count_macs(model, input_shape),
@@ -132,7 +145,7 @@ class SearchProblem:
 
     @property
     def measure(self) -> Measure:
-        """What the budget counts; `params` when there is none."""
+        """What the budget counts, the first one of two; `params` when there is none."""
         return "params" if self.budget is None else cast(Measure, self.budget.measure)
 
     @cached_property
@@ -147,7 +160,8 @@ class SearchProblem:
         It covers layers, candidates, errors (which stand for weights and calibration data) and the budget.
         """
         digest = hashlib.sha256()
-        budget = None if self.budget is None else [self.budget.fraction, self.budget.measure]
+        limits = () if self.budget is None else self.budget.limits
+        budget = [value for each in limits for value in (each.fraction, each.measure)] or None
         digest.update(json.dumps([fingerprint(self.specs), list(self.input_shape), budget]).encode())
         for site in self.sites:
             content = [[each.to_dict() for each in one.operations] for one in site.candidates]
@@ -196,8 +210,4 @@ class SearchProblem:
 
     def keeps_budget(self, choices: Sequence[int]) -> bool:
         """Tell whether the choices stay within the budget; always true without one."""
-        if self.budget is None:
-            return True
-        cost = self.cost(choices)
-        kept = cost.time if self.measure == "latency" else getattr(cost, self.measure)
-        return kept is not None and kept <= self.budget.fraction * self.budget.total
+        return self.budget is None or self.budget.kept(self.sites, choices)

@@ -46,16 +46,21 @@ def spend_at_random(
     left = budget.left(sites, choices)
     for layer in generator.permutation(len(sites)):
         extra = budget.extra(sites, choices, layer)
-        drawn = generator.choice(np.flatnonzero(extra <= max(left, 0.0)))
-        left -= extra[drawn]
+        drawn = generator.choice(_fitting(extra, left))
+        left -= extra[:, drawn]
         choices[layer] = drawn
     for layer in generator.permutation(len(sites)):
         extra = budget.extra(sites, choices, layer)
-        fitting = np.flatnonzero(extra <= max(left, 0.0))
-        drawn = fitting[extra[fitting].argmax()]
-        left -= extra[drawn]
+        fitting = _fitting(extra, left)
+        drawn = fitting[budget.price(extra)[fitting].argmax()]
+        left -= extra[:, drawn]
         choices[layer] = drawn
     return choices
+
+
+def _fitting(extra: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Return the candidates whose extra costs (limits, candidates) are left over in every budget."""
+    return np.flatnonzero((extra <= np.maximum(left, 0.0)[:, None]).all(0))
 
 
 @register_selector

@@ -19,7 +19,7 @@ from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.history import EpisodeRow
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem, check_number_of_budgets
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.run import SearchResult, choosing, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
@@ -108,11 +108,7 @@ class SearchOptions:
                 raise ConfigError(
                     f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
                 )
-        if sum(value is not None for value in given.values()) > 1:
-            asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
-            raise ConfigError(
-                f"{' and '.join(asked)} are all set; a search keeps one budget: set the others to null"
-            )
+        check_number_of_budgets(given)
         if self.finalists < 1:
             raise ConfigError(f"search.finalists must be at least 1, got {self.finalists}")
         check_reward(self.reward, self.reward_options)

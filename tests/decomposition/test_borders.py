@@ -55,7 +55,8 @@ def test_the_way_of_least_cost_is_found_exactly(
     sites, borders = chain
     budget = Budget(1.0, "latency", 100.0, 0.0, borders)
     table = _Table(sites, budget)
-    chosen = table.least((table.losses + multiplier * table.shares)[None], multiplier)[0]
+    price = np.array([[multiplier]])
+    chosen = table.least(table.losses + table.shares(price), price)[0]
 
     def value(choices: tuple[int, ...] | np.ndarray) -> float:
         losses = sum(each.losses[j] for each, j in zip(sites, choices, strict=True))
@@ -88,7 +89,7 @@ def test_what_a_change_costs_is_the_difference_of_the_whole(
     budget = Budget(1.0, "latency", 100.0, 3.0, borders)
     choices = np.array([len(each) // 2 for each in sites])
     for position in range(len(sites)):
-        for candidate, extra in enumerate(budget.extra(sites, choices, position)):
+        for candidate, extra in enumerate(budget.extra(sites, choices, position)[0]):
             changed = choices.copy()
             changed[position] = candidate
             expected = budget.spent(sites, changed) - budget.spent(sites, choices)

@@ -40,11 +40,15 @@ def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:
         options.search_options(settings(f"budget.{name}={value}"))
 
 
-def test_a_search_keeps_one_budget() -> None:
+def test_a_search_keeps_two_budgets_at_most() -> None:
     found = options.search_options(settings("budget.bytes=0.3"))
     assert (found.bytes, found.kept_params) == (0.3, None)
-    with pytest.raises(ConfigError, match=r"budget\.params=0\.5 and budget\.bytes=0\.3 are all set"):
-        options.search_options(settings("budget.params=0.5", "budget.bytes=0.3"))
+    found = options.search_options(settings("budget.latency=0.5", "budget.bytes=0.3"))
+    assert (found.bytes, found.latency) == (0.3, 0.5)
+    with pytest.raises(
+        ConfigError, match=r"budget\.params=0\.5, budget\.macs=0\.4 and budget\.bytes=0\.3 are all set"
+    ):
+        options.search_options(settings("budget.params=0.5", "budget.macs=0.4", "budget.bytes=0.3"))
 
 
 def test_layers_choose_among_the_formats_that_are_listed() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from decomposition import Cost, Factorise, FitLibrary, FitOptions, LayerPlan, build_structure
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
+from rankrl.envs import create_action_map
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 
@@ -110,7 +111,22 @@ def test_budgets_that_cannot_be_kept_are_refused(small_problem, small_network) -
     with pytest.raises(DecompositionError, match="the least is"):
         SearchProblem.from_model(small_network, small_problem.sites, SHAPE, params=0.01)
     with pytest.raises(ConfigError, match="are all set"):
-        SearchProblem.from_model(small_network, small_problem.sites, SHAPE, params=0.5, macs=0.5)
+        SearchProblem.from_model(small_network, small_problem.sites, SHAPE, params=0.5, macs=0.5, bytes=0.5)
+
+
+def test_two_budgets_are_kept_and_told_apart(small_problem, small_network) -> None:
+    def problem(**budgets: float) -> SearchProblem:
+        return SearchProblem.from_model(small_network, small_problem.sites, SHAPE, **budgets)
+
+    both = problem(params=0.6, macs=0.6)
+    assert both.budget.measures == ("macs", "params")
+    cost = both.cost(tuple(both.preset))
+    assert cost.params <= 0.6 * both.params
+    assert cost.macs <= 0.6 * both.macs
+    prints = {each.fingerprint for each in (both, problem(params=0.6), problem(params=0.6, macs=0.5))}
+    assert len(prints) == 3
+    with pytest.raises(ConfigError, match=r"keeps one budget, and budget\.macs and budget\.params are set"):
+        create_action_map(both, "rank")
 
 
 def test_nothing_to_search_is_said(small_network) -> None:
