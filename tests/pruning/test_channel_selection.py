@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,6 +45,7 @@ def test_a_global_share_ranks_all_units_together_but_empties_no_layer(
 
 
 @pytest.mark.parametrize("scope", SCOPES)
+@settings(max_examples=12)
 @given(fraction=st.floats(0.25, 1))
 def test_the_cost_target_is_met_and_nearly_used_up(
     build: Build, images: torch.Tensor, scope: Literal["uniform", "global"], fraction: float
@@ -100,7 +101,9 @@ def macs_of(network: nn.Module, shape: torch.Size) -> int:
     return counter.get_total_flops() // 2
 
 
-@pytest.mark.parametrize("name", ["resnet_option_a", "resnet_option_b", "plain_chain"])
+@pytest.mark.parametrize(
+    "name", ["resnet_option_a", pytest.param("resnet_option_b", marks=pytest.mark.slow), "plain_chain"]
+)
 def test_scores_per_cost_close_the_dearest_units_first(name: str, build: Build, images: torch.Tensor) -> None:
     """With equal scores, no unit that went saves less than one that stays; costs are counted one by one."""
     network = build(name)

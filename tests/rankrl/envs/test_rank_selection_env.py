@@ -43,7 +43,7 @@ def play(env: gymnasium.Env, actions: np.ndarray, **options):
     return np.stack(trail), value, terminated, truncated, info
 
 
-@pytest.fixture(params=list_formats())
+@pytest.fixture(scope="module", params=list_formats())
 def format_problem(request: pytest.FixtureRequest, small_network, small_library) -> SearchProblem:
     library = FitLibrary(
         small_network, list(small_library.specs.values()), request.param, moments=small_library.moments

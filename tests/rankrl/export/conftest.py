@@ -131,7 +131,7 @@ def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_onnx(make_network("plain"), tmp_path_factory.mktemp("plain") / "model.onnx", (3, 8, 8)).path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make() -> Callable[[str], nn.Module]:
     """Build one of the small networks by name."""
     return make_network

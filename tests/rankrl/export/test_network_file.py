@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -71,29 +73,49 @@ def exported(network: nn.Module, path: Path) -> onnx.ModelProto:
     return onnx.load(path)
 
 
+@pytest.fixture(scope="module")
+def float_file(dense: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dense network's file, for all tests to read."""
+    return export_onnx(dense, tmp_path_factory.mktemp("float") / "float.onnx", SHAPE).path
+
+
 ALL = {name: (Quantise(),) for name in ("stem", "first", "second", "head")}
 MIXED = {**ALL, "first": (Factorise("cp", (12,)), Quantise()), "second": (Factorise("tucker", (8, 8)),)}
+OPERATIONS: dict[str, dict[str, tuple[Operation, ...]]] = {"all": ALL, "mixed": MIXED}
+Written = tuple[nn.Module, Path]
 
 
-@pytest.mark.parametrize("operations", [ALL, MIXED], ids=["all", "mixed"])
+@pytest.fixture(scope="module")
+def in_integers(dense: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
+    """Return the network with `all` or `mixed` operations, and its file, for all tests to read."""
+
+    @cache
+    def written(name: str) -> Written:
+        network, path = applied(dense, **OPERATIONS[name]), tmp_path_factory.mktemp(name) / "model.onnx"
+        exported(network, path)
+        return network, path
+
+    return written
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_the_file_computes_what_the_simulation_does(
-    dense: nn.Module, operations: dict[str, tuple[Operation, ...]], tmp_path: Path
+    dense: nn.Module, name: str, in_integers: Callable[[str], Written]
 ) -> None:
-    network = applied(dense, **operations)
-    exported(network, tmp_path / "model.onnx")
+    network, path = in_integers(name)
     inputs = images(400, seed=3)
-    found = run(open_session(tmp_path / "model.onnx"), inputs.numpy())[0]
+    found = run(open_session(path), inputs.numpy())[0]
     with torch.no_grad():
         expected, floats = (network(inputs) * 1).numpy(), dense(inputs).numpy()
     scale = np.abs(floats).max()
     assert np.abs(found - expected).mean() < 0.02 * scale
     pairs = [(inputs, inputs)]
-    assert class_agreement(network, tmp_path / "model.onnx", pairs) > 0.95
-    assert class_agreement(dense, tmp_path / "model.onnx", pairs) < 1 or operations is ALL
+    assert class_agreement(network, path, pairs) > 0.95
+    assert class_agreement(dense, path, pairs) < 1 or name == "all"
 
 
-def test_what_was_chosen_is_in_integers_and_nothing_else(dense: nn.Module, tmp_path: Path) -> None:
-    graph = exported(applied(dense, **MIXED), tmp_path / "model.onnx").graph
+def test_what_was_chosen_is_in_integers_and_nothing_else(in_integers: Callable[[str], Written]) -> None:
+    graph = onnx.load(in_integers("mixed")[1]).graph
     producers = {output: node for node in graph.node for output in node.output}
     integer, floats = set(), set()
     for node in graph.node:
@@ -103,8 +125,8 @@ def test_what_was_chosen_is_in_integers_and_nothing_else(dense: nn.Module, tmp_p
     assert (len(integer), len(floats)) == (1 + 3 + 1, 3)
 
 
-def test_no_pair_of_conversions_does_nothing(dense: nn.Module, tmp_path: Path) -> None:
-    graph = exported(applied(dense, **ALL), tmp_path / "model.onnx").graph
+def test_no_pair_of_conversions_does_nothing(in_integers: Callable[[str], Written]) -> None:
+    graph = onnx.load(in_integers("all")[1]).graph
     consumers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
@@ -119,9 +141,8 @@ def test_no_pair_of_conversions_does_nothing(dense: nn.Module, tmp_path: Path) -
     assert "Relu" not in kinds
 
 
-def test_a_sum_is_integer_where_both_summands_are(dense: nn.Module, tmp_path: Path) -> None:
-    export_onnx(dense, tmp_path / "model.onnx", SHAPE)
-    graph = onnx.load(tmp_path / "model.onnx").graph
+def test_a_sum_is_integer_where_both_summands_are(float_file: Path) -> None:
+    graph = onnx.load(float_file).graph
     kinds = {node.name: node.op_type for node in graph.node}
 
     def chosen(*names: str) -> Counter[str]:
@@ -138,7 +159,7 @@ def test_a_sum_is_integer_where_both_summands_are(dense: nn.Module, tmp_path: Pa
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("first", [(), (Factorise("cp", (12,)),), (Factorise("tensor_ring", (6, 4, 4)),)])
 def test_weights_alone_are_stored_in_integers(
-    dense: nn.Module, first: tuple[Factorise, ...], bits: int, tmp_path: Path
+    dense: nn.Module, float_file: Path, first: tuple[Factorise, ...], bits: int, tmp_path: Path
 ) -> None:
     network = applied(dense, first=(*first, Quantise(bits, "float32")), second=(Quantise(bits, "float32"),))
     model = exported(network, tmp_path / "model.onnx")
@@ -149,8 +170,7 @@ def test_weights_alone_are_stored_in_integers(
     kind = onnx.TensorProto.INT8 if bits == 8 else onnx.TensorProto.INT4
     stored = [tensor for tensor in model.graph.initializer if tensor.data_type == kind]
     assert len(stored) == {(): 2}.get(first, 4)
-    floats = tmp_path / "floats.onnx"
-    assert (tmp_path / "model.onnx").stat().st_size < export_onnx(dense, floats, SHAPE).file_bytes
+    assert (tmp_path / "model.onnx").stat().st_size < float_file.stat().st_size
 
 
 def test_four_bits_need_a_new_operator_set(dense: nn.Module, tmp_path: Path) -> None:
@@ -167,12 +187,8 @@ def test_a_network_without_integers_is_exported_as_ever(dense: nn.Module, tmp_pa
     assert verify_onnx(network, tmp_path / "model.onnx", images(4)) < 1e-4
 
 
-def test_ranges_need_inputs(dense: nn.Module, tmp_path: Path) -> None:
+def test_ranges_need_inputs(dense: nn.Module, float_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="without calibration batches"):
         export_network(applied(dense, **ALL), tmp_path / "model.onnx", SHAPE, [])
     with pytest.raises(ExportError, match="no images to compare"):
-        class_agreement(dense, _float_file(dense, tmp_path), [])
-
-
-def _float_file(dense: nn.Module, folder: Path) -> Path:
-    return export_onnx(dense, folder / "float.onnx", SHAPE).path
+        class_agreement(dense, float_file, [])

@@ -47,6 +47,13 @@ def by_hand(model: nn.Module, images: Tensor) -> np.ndarray:
     return scores
 
 
+@pytest.fixture(scope="module")
+def bytes_file(make: Maker, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain network's file that takes bytes, for all tests to read."""
+    path = tmp_path_factory.mktemp("bytes") / "model.onnx"
+    return export_onnx(make("plain"), path, SHAPE, preprocessing=HOW).path
+
+
 @pytest.mark.parametrize("name", ["plain", "residual", "contracted", "factorised"])
 def test_bytes_go_in_and_the_networks_scores_come_out(
     name: str, make: Maker, tmp_path: Path, images: Tensor
@@ -112,36 +119,29 @@ def test_a_fixed_batch_stays_fixed(make: Maker, tmp_path: Path, images: Tensor) 
     assert verify_onnx(model, path, images, preprocessing=HOW) <= 1e-4
 
 
-def test_a_wrong_mean_is_found(make: Maker, tmp_path: Path, images: Tensor) -> None:
-    export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, preprocessing=HOW)
+def test_a_wrong_mean_is_found(make: Maker, bytes_file: Path, images: Tensor) -> None:
     other = dataclasses.replace(HOW, mean=(0.5, 0.4, 0.31))
     with pytest.raises(ExportError, match="differs from the PyTorch model"):
-        verify_onnx(make("plain"), tmp_path / "model.onnx", images, preprocessing=other)
+        verify_onnx(make("plain"), bytes_file, images, preprocessing=other)
 
 
-def test_accuracy_is_measured_on_bytes(make: Maker, tmp_path: Path, images: Tensor) -> None:
-    model = make("plain")
-    export_onnx(model, tmp_path / "model.onnx", SHAPE, preprocessing=HOW)
-    labels = torch.from_numpy(by_hand(model, images).argmax(1))
+def test_accuracy_is_measured_on_bytes(make: Maker, bytes_file: Path, images: Tensor) -> None:
+    labels = torch.from_numpy(by_hand(make("plain"), images).argmax(1))
     labels[:3] = (labels[:3] + 1) % 5
-    assert onnx_accuracy(tmp_path / "model.onnx", [(images, labels)]) == 6 / 9
+    assert onnx_accuracy(bytes_file, [(images, labels)]) == 6 / 9
 
 
-def test_images_of_the_other_kind_are_refused(make: Maker, tmp_path: Path, images: Tensor) -> None:
+def test_images_of_the_other_kind_are_refused(bytes_file: Path, plain_file: Path, images: Tensor) -> None:
     labels = torch.zeros(9, dtype=torch.long)
-    export_onnx(make("plain"), tmp_path / "bytes.onnx", SHAPE, preprocessing=HOW)
     with pytest.raises(ExportError, match=r"takes tensor\(uint8\) of shape .* fails on float32"):
-        onnx_accuracy(tmp_path / "bytes.onnx", [(torch.zeros(9, 8, 8, 3), labels)])
-    export_onnx(make("plain"), tmp_path / "floats.onnx", SHAPE)
+        onnx_accuracy(bytes_file, [(torch.zeros(9, 8, 8, 3), labels)])
     with pytest.raises(ExportError, match=r"takes tensor\(float\) of shape .* fails on uint8"):
-        onnx_accuracy(tmp_path / "floats.onnx", [(images.permute(0, 3, 1, 2), labels)])
+        onnx_accuracy(plain_file, [(images.permute(0, 3, 1, 2), labels)])
 
 
-def test_files_that_take_bytes_are_timed(make: Maker, tmp_path: Path) -> None:
-    export_onnx(make("plain"), tmp_path / "bytes.onnx", SHAPE, preprocessing=HOW)
-    export_onnx(make("plain"), tmp_path / "floats.onnx", SHAPE)
-    assert measure_latency(tmp_path / "bytes.onnx", batch=3, runs=2).median_ms > 0
-    assert compare_latency(tmp_path / "floats.onnx", tmp_path / "bytes.onnx", batch=3, runs=2).ratio > 0
+def test_files_that_take_bytes_are_timed(bytes_file: Path, plain_file: Path) -> None:
+    assert measure_latency(bytes_file, batch=3, runs=2).median_ms > 0
+    assert compare_latency(plain_file, bytes_file, batch=3, runs=2).ratio > 0
 
 
 def test_inputs_that_cannot_be_made_up_are_refused(tmp_path: Path) -> None:

@@ -40,7 +40,14 @@ def test_every_model_maps_images_to_class_scores_and_is_described(name: str) -> 
     assert model_source(name).description
 
 
-@pytest.mark.parametrize("name", [name for name in list_models() if name not in OPTIONS])
+@pytest.mark.parametrize(
+    "name",
+    [  # the longest two are the same blocks once more
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("resnet44", "resnet56") else [])
+        for name in list_models()
+        if name not in OPTIONS
+    ],
+)
 def test_own_models_can_be_traced_and_take_any_batch_size(name: str) -> None:
     model = build(name).eval()
     x = torch.randn(4, 3, 32, 32)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,11 +83,32 @@ def options() -> EvaluatorOptions:
     return EvaluatorOptions(term="soft_agreement", augmented=False, halving=Halving(0.25), batch_size=16)
 
 
-@pytest.fixture(scope="module")
-def two_workers(network, library, problem, small_images) -> Iterator[ParallelEvaluator]:
-    with ParallelEvaluator(
-        network, library, problem, small_images, workers=2, options=options(), **NORMALISATION
-    ) as evaluator:
+class SameProcess:
+    """Stands for a pool of workers that need not be started: what they are sent and return is pickled."""
+
+    def __init__(self, build: Callable[[], Callable[[Any], Any]], size: int, cluster: str) -> None:
+        assert cluster == "local"
+        self.size, self._scorers = size, [pickle.loads(pickle.dumps(build))() for _ in range(size)]
+
+    def map(self, tasks: Sequence[Any]) -> list[Any]:
+        given = pickle.loads(pickle.dumps(list(tasks)))
+        found = [self._scorers[index % self.size](task) for index, task in enumerate(given)]
+        return pickle.loads(pickle.dumps(found))
+
+    def close(self) -> None:
+        self._scorers.clear()
+
+
+@pytest.fixture(scope="module", params=["same process", pytest.param("processes", marks=pytest.mark.slow)])
+def two_workers(request, network, library, problem, small_images) -> Iterator[ParallelEvaluator]:
+    """Two workers; to start them as processes takes longer than all that is asked of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "same process":
+            patch.setattr("rankrl.plan_search.parallel.create_pool", SameProcess)
+        evaluator = ParallelEvaluator(
+            network, library, problem, small_images, workers=2, options=options(), **NORMALISATION
+        )
+    with evaluator:
         yield evaluator
 
 

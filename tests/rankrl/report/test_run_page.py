@@ -116,19 +116,18 @@ def test_every_layer_has_its_row(document: str, layers: Sequence[LayerRow]) -> N
 @pytest.mark.parametrize(
     ("missing", "gone"),
     [
-        ({"episodes": ()}, "Search"),
-        ({"epochs": ()}, "Fine-tuning"),
-        ({"layers": ()}, "Layers"),
-        ({"setup": {}}, "Setup"),
-        ({"metrics": {"model": "resnet20"}}, "Before and after"),
-        ({"metrics": {"model": "resnet20"}}, "ONNX file"),
+        ({"episodes": ()}, {"Search"}),
+        ({"epochs": ()}, {"Fine-tuning"}),
+        ({"layers": ()}, {"Layers"}),
+        ({"setup": {}}, {"Setup"}),
+        ({"metrics": {"model": "resnet20"}}, {"Before and after", "ONNX file"}),
     ],
 )
 def test_what_a_run_has_not_is_left_out(
-    missing: dict[str, Any], gone: str, whole_run: RunReport, document: str
+    missing: dict[str, Any], gone: set[str], whole_run: RunReport, document: str
 ) -> None:
     without = outline(run_page(dataclasses.replace(whole_run, **missing))).headings
-    assert set(outline(document).headings) - set(without) >= {gone}
+    assert set(outline(document).headings) - set(without) >= gone
 
 
 def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[str, Any]) -> None:

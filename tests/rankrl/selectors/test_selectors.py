@@ -51,8 +51,18 @@ def test_the_names_of_the_contract_are_there() -> None:
     assert {*searches, "uniform", "energy", "vbmf", "greedy"} <= set(list_selectors())
 
 
-@pytest.mark.parametrize("name", list_selectors())
-@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
+@pytest.mark.parametrize(
+    ("measure", "name"),
+    [
+        pytest.param(
+            measure,
+            name,
+            marks=[pytest.mark.slow] if name.startswith("bayes") and measure != "params" else [],
+        )
+        for measure in ("params", "macs", "bytes")
+        for name in list_selectors()
+    ],
+)
 def test_every_proposed_plan_keeps_the_budget(small_problem, small_network, small_library, name, measure):
     problem = SearchProblem.from_model(
         small_network, small_problem.sites, (1, 8, 8), **{measure: 0.6}, library=small_library

@@ -176,7 +176,9 @@ def undisturbed(digits: ImageData) -> tuple[dict[str, Tensor], TrainingResult]:
     return weights(network), result
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 8, 10, 13])
+@pytest.mark.parametrize(
+    "moment", [1, 2, 3, 5, 8, 13, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (4, 6, 10))]
+)
 def test_a_run_killed_around_its_restarts_goes_on_to_the_undisturbed_result(
     digits: ImageData, undisturbed: tuple[dict[str, Tensor], TrainingResult], tmp_path: Path, moment: int
 ) -> None:
