@@ -81,7 +81,7 @@ class ExportOptions:
     int8: bool = True
 
     @property
-    def timing(self) -> dict[str, int]:
+    def timing(self) -> dict[str, Any]:
         """What `compare_latency` is told."""
         return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
 
