@@ -62,6 +62,7 @@ REGISTRIES = [
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
     ("rankrl.tracking.registry", "_TRACKERS"),
+    ("rankrl.export.runtimes.registry", "_RUNTIMES"),
 ]
 NEEDS_MORE = re.compile(
     r"dataset=(?:cifar|mnist|imagefolder)|experiment=|tracking=(?:mlflow|wandb)|hydra/launcher="

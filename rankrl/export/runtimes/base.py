@@ -76,6 +76,16 @@ class Runtime(ABC):
     def obstacle(self) -> str | None:
         """Return why the runtime cannot be used here and what to install, or None where it can."""
 
+    def check(self) -> None:
+        """Do nothing where the runtime can be used.
+
+        Raises:
+            ConfigError: It cannot; the message says what to install.
+        """
+        obstacle = self.obstacle()
+        if obstacle is not None:
+            raise ConfigError(f"the runtime {self.name!r} cannot be used here: {obstacle}")
+
     @property
     @abstractmethod
     def version(self) -> str:
@@ -92,9 +102,7 @@ class Runtime(ABC):
             ConfigError: The runtime cannot be used here.
             ExportError: The file is missing, or the runtime cannot load it.
         """
-        obstacle = self.obstacle()
-        if obstacle is not None:
-            raise ConfigError(f"the runtime {self.name!r} cannot be used here: {obstacle}")
+        self.check()
         if threads is not None and threads < 1:
             raise ExportError(f"threads is {threads}; it must be at least 1.")
         if not Path(path).is_file():
