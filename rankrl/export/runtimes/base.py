@@ -46,7 +46,7 @@ class Session(ABC):
             ExportError: The batch does not fit the model's input.
         """
         try:
-            return self._outputs(np.ascontiguousarray(batch))
+            return self.outputs(np.ascontiguousarray(batch))
         except Exception as error:  # the error classes of runtimes have no common base of their own
             raise ExportError(
                 f"the ONNX model takes {self.input_type} of shape {self.input_shape} and fails on "
@@ -54,7 +54,7 @@ class Session(ABC):
             ) from error
 
     @abstractmethod
-    def _outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
+    def outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
         """Return the outputs for a contiguous batch, or raise whatever the runtime raises."""
 
 
@@ -108,10 +108,10 @@ class Runtime(ABC):
         if not Path(path).is_file():
             raise ExportError(f"there is no ONNX file at {path}; export the model first.")
         try:
-            return self._load(str(path), threads)
+            return self.load(str(path), threads)
         except Exception as error:  # the error classes of runtimes have no common base of their own
             raise ExportError(f"{self.name} cannot load {path}: {error}") from error
 
     @abstractmethod
-    def _load(self, path: str, threads: int | None) -> Session:
+    def load(self, path: str, threads: int | None) -> Session:
         """Open a file that is there, or raise whatever the runtime raises."""

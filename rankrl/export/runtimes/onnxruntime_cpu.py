@@ -27,7 +27,8 @@ class OnnxRuntimeSession(Session):
         super().__init__(entry.name, entry.type, _DTYPES.get(entry.type), shape)
         self._session = session
 
-    def _outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
+    def outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the outputs for a contiguous batch."""
         outputs: Sequence[np.ndarray[Any, Any]] = self._session.run(None, {self.input_name: batch})
         return outputs
 
@@ -48,7 +49,8 @@ class OnnxRuntime(Runtime):
         """The version of onnxruntime."""
         return str(onnxruntime.__version__)
 
-    def _load(self, path: str, threads: int | None) -> Session:
+    def load(self, path: str, threads: int | None) -> Session:
+        """Open the file with the CPU's provider alone."""
         options = session_options(threads)
         providers = ["CPUExecutionProvider"]
         return OnnxRuntimeSession(onnxruntime.InferenceSession(path, options, providers=providers))

@@ -43,7 +43,8 @@ class OnnxRuntimeCuda(OnnxRuntime):
             )
         return None
 
-    def _load(self, path: str, threads: int | None) -> Session:
+    def load(self, path: str, threads: int | None) -> Session:
+        """Open the file with the CUDA provider first."""
         return OnnxRuntimeSession(_session(path, session_options(threads)))
 
 

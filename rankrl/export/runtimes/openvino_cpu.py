@@ -22,7 +22,8 @@ class OpenVinoSession(Session):
         super().__init__(entry.get_any_name(), kind.get_type_name(), kind.to_dtype(), sizes)
         self._request = compiled.create_infer_request()
 
-    def _outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
+    def outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the outputs for a contiguous batch."""
         if batch.dtype != self.input_dtype:
             raise TypeError("the types differ, and OpenVINO would convert without a word")
         return list(self._request.infer({0: batch}, share_inputs=True).values())
@@ -57,7 +58,8 @@ class OpenVino(Runtime):
         """The version of OpenVINO."""
         return str(importlib.import_module("openvino").__version__).partition("-")[0]
 
-    def _load(self, path: str, threads: int | None) -> Session:
+    def load(self, path: str, threads: int | None) -> Session:
+        """Compile the file; what is free in it stays free."""
         core = importlib.import_module("openvino").Core()
         options: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",

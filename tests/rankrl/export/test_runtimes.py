@@ -13,12 +13,14 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
+from decomposition import Quantise
 from rankrl.errors import ConfigError
 from rankrl.export import (
     ExportError,
     ExportResult,
     class_agreement,
     compare_latencies,
+    export_network,
     export_onnx,
     get_runtime,
     list_runtimes,
@@ -102,6 +104,19 @@ def test_a_file_in_integers_gives_the_classes_of_onnxruntime(
     network = make("plain").eval()
     pairs = [(torch.from_numpy(images(200)), torch.from_numpy(images(200)))]
     assert class_agreement(network, integers, pairs, runtime=runtime) >= 0.95
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_stored_in_integers_are_computed_with_in_floating_point(
+    runtime: str, make: Maker, tmp_path: Path, bits: int
+) -> None:
+    network = make("plain").eval()
+    Quantise(bits, "float32").round(network[-1])
+    written = export_network(network, tmp_path / "model.onnx", SHAPE, [])
+    with torch.no_grad():
+        expected = network(torch.from_numpy(images(50))).numpy()
+    found = open_session(written.path, runtime=runtime).run(images(50))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_files_are_timed(runtime: str, plain_file: Path) -> None:
