@@ -7,10 +7,11 @@ from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import (
     Latency,
     LatencyComparison,
-    compare_latencies,
+    TimedTurns,
     compare_latency,
     is_unchanged,
     measure_latency,
+    time_in_turns,
 )
 from rankrl.export.layer_latency import measure_layer_latencies
 from rankrl.export.network_file import class_agreement, export_network
@@ -25,8 +26,8 @@ __all__ = [
     "ExportResult",
     "Latency",
     "LatencyComparison",
+    "TimedTurns",
     "class_agreement",
-    "compare_latencies",
     "compare_latency",
     "export_network",
     "export_onnx",
@@ -40,5 +41,6 @@ __all__ = [
     "open_session",
     "quantise_onnx",
     "register_runtime",
+    "time_in_turns",
     "verify_onnx",
 ]

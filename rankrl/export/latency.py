@@ -144,8 +144,8 @@ def measure_latency(
         ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: The file cannot be loaded, or an option is out of range or does not fit the file.
     """
-    times, _ = _timed_turns([(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
-    return _summary(times[:, 0], batch, threads, runtime)
+    timed = time_in_turns([(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
+    return timed.latencies[0]
 
 
 def compare_latency(
@@ -176,70 +176,68 @@ def compare_latency(
         ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
-    found = compare_latencies(
-        [baseline, compressed], [runtime], batch=batch, threads=threads, runs=runs, warm_up=warm_up
-    )
-    return found[runtime][0]
+    files = [(runtime, baseline), (runtime, compressed)]
+    return time_in_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up).compare(0, 1)
 
 
-def compare_latencies(
-    paths: Sequence[str | Path],
-    runtimes: Sequence[str],
+@dataclass(frozen=True)
+class TimedTurns:
+    """Files that were timed in turns, whatever the model and the runtime.
+
+    Attributes:
+        latencies: Of each file.
+        times: Milliseconds of every forward pass, shape (runs, files).
+        busy: What showed that the machine was busy with something else, or None.
+    """
+
+    latencies: Sequence[Latency]
+    times: np.ndarray[Any, np.dtype[np.float64]]
+    busy: str | None
+
+    def compare(self, baseline: int, compressed: int) -> LatencyComparison:
+        """Compare two of the files, given by their positions."""
+        before, after = self.latencies[baseline], self.latencies[compressed]
+        runs = len(self.times)
+        turns = np.random.default_rng(0).integers(runs, size=(_RESAMPLES, runs))
+        resampled = np.median(self.times[:, [baseline, compressed]][turns], axis=1)
+        low, high = np.percentile(resampled[:, 0] / resampled[:, 1], _INTERVAL_PERCENTILES)
+        return LatencyComparison(
+            baseline=before,
+            compressed=after,
+            ratio=before.median_ms / after.median_ms,
+            ratio_low=float(low),
+            ratio_high=float(high),
+            busy=self.busy,
+        )
+
+
+def time_in_turns(
+    files: Sequence[tuple[str, str | Path]],
     *,
     batch: int = 64,
     threads: int = 1,
     runs: int = 30,
     warm_up: int = 3,
-) -> dict[str, list[LatencyComparison]]:
-    """Time several ONNX models in several runtimes, all of them in turns.
+) -> TimedTurns:
+    """Time several ONNX files in turns (A B C, C B A, ...), each in a runtime.
 
     Args:
-        paths: The original model's file, and at least one other.
-        runtimes: Names of the runtimes.
+        files: The names of runtimes, each with the file it runs; at least one.
         batch: Inputs per forward pass; must be the files' own where that is fixed.
         threads: Threads for one operator.
-        runs: Timed forward passes of each model in each runtime.
+        runs: Timed forward passes of each file.
         warm_up: Untimed forward passes of each before them.
-
-    Returns:
-        By runtime, the comparison of every other file with the original, in that runtime.
 
     Raises:
         ConfigError: A runtime is unknown, or cannot be used here.
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
     load = _load_average()
-    timed = [(runtime, path) for runtime in runtimes for path in paths]
-    times, waited = _timed_turns(timed, batch=batch, threads=threads, runs=runs, warm_up=warm_up)
-    busy = _busy(waited, load)
+    times, waited = _timed_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up)
     latencies = [
-        _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, timed, strict=True)
+        _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)
     ]
-    found = {}
-    for position, runtime in enumerate(runtimes):
-        original = position * len(paths)
-        found[runtime] = [
-            _comparison(latencies[original], latencies[other], times[:, [original, other]], busy)
-            for other in range(original + 1, original + len(paths))
-        ]
-    return found
-
-
-def _comparison(
-    before: Latency, after: Latency, times: np.ndarray[Any, np.dtype[np.float64]], busy: str | None
-) -> LatencyComparison:
-    """Compare two models whose times, shape (runs, 2), were taken in turns."""
-    turns = np.random.default_rng(0).integers(len(times), size=(_RESAMPLES, len(times)))
-    resampled = np.median(times[turns], axis=1)
-    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], _INTERVAL_PERCENTILES)
-    return LatencyComparison(
-        baseline=before,
-        compressed=after,
-        ratio=before.median_ms / after.median_ms,
-        ratio_low=float(low),
-        ratio_high=float(high),
-        busy=busy,
-    )
+    return TimedTurns(latencies, times, _busy(waited, load))
 
 
 def _busy(waited: float | None, load: float | None) -> str | None:

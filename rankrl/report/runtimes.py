@@ -7,7 +7,6 @@ from typing import Any
 
 from rankrl.export import DEFAULT_RUNTIME
 from rankrl.report.stages import (
-    UNCHANGED,
     UNKNOWN,
     format_accuracy,
     format_latency,
@@ -49,28 +48,30 @@ def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 
 
 def runtime_note(metrics: Mapping[str, Any]) -> str:
-    """Say which runtime is the fastest for each file, and what else a reader must know; a paragraph."""
+    """Say what is faster where, one sentence a runtime, and what else a reader must know; a paragraph."""
     section = metrics.get("runtimes") or {}
-    sentences = [*_fastest(section), *_classes(section)]
-    walls = [name for name, entry in section.items() if entry.get("clock") == "wall"]
-    if walls:
-        sentences.append(f"Timed on the wall: {', '.join(walls)}")
+    sentences = [*_speeds(section), *_classes(section)]
+    clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
+    if len(set(clocks.values())) > 1:
+        walls = [name for name, clock in clocks.items() if clock == "wall"]
+        sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
     for name, entry in section.items():
         if "failed" in entry:
-            sentences.append(f"Nothing was timed in {name}: {entry['failed'].rstrip('.')}")
-    return "".join(f"{sentence[0].upper()}{sentence[1:]}. " for sentence in sentences).rstrip()
+            sentences.append(f"{name}: not timed, since {entry['failed'].rstrip('.')}")
+    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
-def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each file that was timed in several runtimes."""
-    for key, title in _FILES.items():
-        times = ((number(section, name, f"{key}_ms"), name) for name in section)
-        known = sorted((time, name) for time, name in times if time is not None)
-        if len(known) > 1:
-            (least, fastest), (second, other), *_ = known
-            speed = format_speed(second / least, None, None)
-            same = f"{title} takes as long in {fastest} as in {other}"
-            yield same if speed == UNCHANGED else f"{title} is {speed} in {fastest} than in {other}"
+def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the files' times in each runtime compare with those in onnxruntime."""
+    for name in section:
+        changes = []
+        for key, title in _FILES.items():
+            ends = ("", "_low", "_high")
+            faster, low, high = (number(section, name, f"{key}_runtime_ratio{end}") for end in ends)
+            if faster is not None:
+                changes.append(f"{title} {format_speed(faster, low, high)}")
+        if changes:
+            yield f"{name} against {DEFAULT_RUNTIME}: {', '.join(changes)}"
 
 
 def _classes(section: Mapping[str, Any]) -> Iterator[str]:
@@ -83,4 +84,4 @@ def _classes(section: Mapping[str, Any]) -> Iterator[str]:
             agreement = number(section, name, key)
             if agreement is not None and agreement < 1:
                 share = format_accuracy(agreement)
-                yield f"in {name}, {title} gives the class of {expected} on {share} of the held-out images"
+                yield f"{name}: {title} gives the class of {expected} on {share} of the held-out images"

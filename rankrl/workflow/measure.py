@@ -35,7 +35,6 @@ from rankrl.device import select_device
 from rankrl.export import (
     DEFAULT_RUNTIME,
     ExportError,
-    LatencyComparison,
     class_agreement,
     compare_latency,
     export_network,
@@ -179,7 +178,7 @@ def export_numbers(
     unverified.unlink()
     accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
     latency = compare_latency(baseline, path, **options.timing)
-    warn_if_busy(latency)
+    warn_if_busy(latency.busy)
     section = {
         "max_abs_difference": difference,
         "agreement": agreement,
@@ -204,12 +203,12 @@ def export_numbers(
     return section, latency.ratio
 
 
-def warn_if_busy(measured: LatencyComparison) -> None:
-    """Log a warning where times were taken on a busy machine."""
-    if measured.busy is not None:
+def warn_if_busy(busy: str | None) -> None:
+    """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
+    if busy is not None:
         log.warning(
             "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
-            measured.busy,
+            busy,
         )
 
 

@@ -14,11 +14,11 @@ from rankrl.data import ImageData
 from rankrl.export import (
     DEFAULT_RUNTIME,
     ExportError,
-    LatencyComparison,
-    compare_latencies,
+    TimedTurns,
     get_runtime,
     open_session,
     quantise_onnx,
+    time_in_turns,
 )
 from rankrl.workflow.measure import (
     COMPARED_BATCH,
@@ -55,7 +55,7 @@ def runtime_numbers(
     """
     if len(options.runtimes) == 1:
         return None
-    files = {"latency": path}
+    files = {"baseline_latency": baseline, "latency": path}
     integers = _dense_integers(baseline, data, options, scratch)
     if integers is not None:
         files["dense_int8_latency"] = integers
@@ -69,33 +69,42 @@ def runtime_numbers(
             if integers is not None:
                 section[name]["dense_int8_agreement"] = _agreement(integers, name, data, options)
         except ExportError as error:
+            if name == DEFAULT_RUNTIME:  # it ran them a moment ago
+                raise
             log.warning("the files are not timed in %s: %s", name, error)
             section[name]["failed"] = str(error)
-    usable = [name for name in section if "failed" not in section[name]]
-    times = compare_latencies([baseline, *files.values()], usable, **options.timing)
-    for name, comparisons in times.items():
-        section[name] |= _times(list(files), comparisons)
-    warn_if_busy(times[usable[0]][0])
+    keys = [(name, key) for name in section if "failed" not in section[name] for key in files]
+    timed = time_in_turns([(name, files[key]) for name, key in keys], **options.timing)
+    for name, key in keys:
+        section[name] |= _times(timed, keys, name, key)
+    warn_if_busy(timed.busy)
     if integers is not None:
         integers.unlink()
     return section
 
 
-def _times(prefixes: Sequence[str], comparisons: Sequence[LatencyComparison]) -> dict[str, Any]:
-    """Return what metrics.json says of files that were timed beside the dense network's, in one runtime."""
-    first = comparisons[0]
-    found: dict[str, Any] = {
-        "clock": first.baseline.clock,
-        "busy": first.busy,
-        "baseline_latency_ms": first.baseline.median_ms,
+def _times(timed: TimedTurns, keys: Sequence[tuple[str, str]], runtime: str, key: str) -> dict[str, Any]:
+    """Return what metrics.json says of a file's time in a runtime.
+
+    Args:
+        timed: The times of all files.
+        keys: Runtime and file at each position.
+        runtime: The runtime.
+        key: The file.
+    """
+    position = keys.index((runtime, key))
+    latency = timed.latencies[position]
+    others = {
+        "ratio": (runtime, "baseline_latency"),  # of the dense network's time to this one
+        "runtime_ratio": (DEFAULT_RUNTIME, key),  # of the file's time in onnxruntime to this one
     }
-    for prefix, comparison in zip(prefixes, comparisons, strict=True):
-        found |= {
-            f"{prefix}_ms": comparison.compressed.median_ms,
-            f"{prefix}_ratio": comparison.ratio,
-            f"{prefix}_ratio_low": comparison.ratio_low,
-            f"{prefix}_ratio_high": comparison.ratio_high,
-        }
+    found = {"clock": latency.clock, "busy": timed.busy, f"{key}_ms": latency.median_ms}
+    for name, other in others.items():
+        if other != (runtime, key):
+            comparison = timed.compare(keys.index(other), position)
+            found[f"{key}_{name}"] = comparison.ratio
+            found[f"{key}_{name}_low"] = comparison.ratio_low
+            found[f"{key}_{name}_high"] = comparison.ratio_high
     return found
 
 

@@ -18,12 +18,12 @@ from rankrl.export import (
     DEFAULT_RUNTIME,
     ExportError,
     LatencyComparison,
-    compare_latencies,
     compare_latency,
     export_onnx,
     is_unchanged,
     latency,
     measure_latency,
+    time_in_turns,
 )
 from rankrl.export.runtimes import Session
 
@@ -51,9 +51,12 @@ def test_two_models_are_timed_in_turns(path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_runtimes_are_timed_in_the_same_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = order_of_passes(monkeypatch)
-    found = compare_latencies([path, path, path], [DEFAULT_RUNTIME], batch=2, runs=2, warm_up=0)
+    timed = time_in_turns([(DEFAULT_RUNTIME, path)] * 3, batch=2, runs=2, warm_up=0)
     assert order == [0, 1, 2, 2, 1, 0]
-    assert [len(comparisons) for comparisons in found.values()] == [2]
+    assert timed.times.shape == (2, 3)
+    for first, second in ((0, 1), (2, 0)):
+        found = timed.compare(first, second)
+        assert (found.baseline, found.compressed) == (timed.latencies[first], timed.latencies[second])
 
 
 def order_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -19,7 +19,6 @@ from rankrl.export import (
     ExportError,
     ExportResult,
     class_agreement,
-    compare_latencies,
     export_network,
     export_onnx,
     get_runtime,
@@ -27,6 +26,7 @@ from rankrl.export import (
     measure_latency,
     open_session,
     quantise_onnx,
+    time_in_turns,
     verify_onnx,
 )
 from rankrl.export.runtimes import onnxruntime_cuda
@@ -122,12 +122,9 @@ def test_weights_stored_in_integers_are_computed_with_in_floating_point(
 def test_files_are_timed(runtime: str, plain_file: Path) -> None:
     assert measure_latency(plain_file, batch=2, runs=3, runtime=runtime).median_ms > 0
     clock = "processor" if get_runtime(runtime).in_calling_thread else "wall"
-    names = dict.fromkeys(["onnxruntime", runtime])
-    found = compare_latencies([plain_file, plain_file], list(names), batch=2, runs=3)
-    assert list(found) == list(names)
-    (comparison,) = found[runtime]
-    assert comparison.baseline.clock == comparison.compressed.clock == clock
-    assert comparison.ratio_low <= comparison.ratio_high
+    timed = time_in_turns([("onnxruntime", plain_file), (runtime, plain_file)], batch=2, runs=3)
+    assert [latency.clock for latency in timed.latencies] == ["processor", clock]
+    assert timed.compare(0, 1).ratio_low <= timed.compare(0, 1).ratio_high
 
 
 def test_one_thread_computes_in_the_thread_that_calls(runtime: str, tmp_path: Path) -> None:
