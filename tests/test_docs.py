@@ -30,6 +30,7 @@ from rankrl.app import main
 from rankrl.config.docstrings import explanations, summary
 from rankrl.config.folder import config_folder
 from rankrl.config.overrides import check_overrides
+from rankrl.export import get_runtime, list_runtimes
 from rankrl.selectors import list_selectors
 from rankrl.tasks import list_tasks
 
@@ -62,6 +63,7 @@ REGISTRIES = [
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
     ("rankrl.tracking.registry", "_TRACKERS"),
+    ("rankrl.export.runtimes.registry", "_RUNTIMES"),
 ]
 NEEDS_MORE = re.compile(
     r"dataset=(?:cifar|mnist|imagefolder)|experiment=|tracking=(?:mlflow|wandb)|hydra/launcher="
@@ -118,7 +120,8 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_overrides(composed)
     task = next((each.removeprefix("task=") for each in arguments if each.startswith("task=")), "pipeline")
     assert task in list_tasks(), command
-    if NEEDS_MORE.search(command):
+    runtimes = [name for name in list_runtimes() if re.search(rf"\b{name}\b", command)]
+    if NEEDS_MORE.search(command) or any(get_runtime(name).obstacle() for name in runtimes):
         return
     monkeypatch.setattr(sys, "argv", ["rankrl", *made_small(arguments)])
     GlobalHydra.instance().clear()

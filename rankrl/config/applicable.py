@@ -110,6 +110,12 @@ RULES = (
     _section("train", "trains no dense network", *_TRAINING),
     _section("export", "neither exports a network nor times one", "export", *_SEARCHING),
     Rule(
+        "export.runtimes",
+        _other_task("pipeline", "prune", "export"),
+        "task={task} writes no ONNX file",
+        "leave it out, or choose task=pipeline, prune or export",
+    ),
+    Rule(
         "train.",
         lambda config: config["task"] != "train" and bool(config["model"].get("checkpoint")),
         "model.checkpoint is given, so no dense network is trained",

@@ -13,7 +13,7 @@ from decomposition.operations.quantise import PRECISIONS
 from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.export import fast_multiple
+from rankrl.export import DEFAULT_RUNTIME, fast_multiple, get_runtime
 from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.selectors import check_selector, list_selectors, selector_options
@@ -279,8 +279,25 @@ def export_options(config: AppConfig) -> ExportOptions:
         if getattr(export, name) < 1:
             raise ConfigError(f"export.{name} must be at least 1, got {getattr(export, name)}")
     return ExportOptions(
-        export.opset, export.batch, export.threads, export.runs, export.preprocess, export.int8
+        opset=export.opset,
+        batch=export.batch,
+        threads=export.threads,
+        runs=export.runs,
+        preprocess=export.preprocess,
+        int8=export.int8,
+        runtimes=_runtimes(config),
     )
+
+
+def _runtimes(config: AppConfig) -> tuple[str, ...]:
+    """Return the runtimes to measure in, the one that decides first; each can be used here."""
+    names = tuple(dict.fromkeys((DEFAULT_RUNTIME, *config.export.runtimes)))
+    try:
+        for name in names:
+            get_runtime(name).check()
+    except ConfigError as error:
+        raise ConfigError(f"export.runtimes: {error}") from error
+    return names
 
 
 def _recipe(

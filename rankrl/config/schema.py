@@ -17,6 +17,7 @@ from omegaconf import MISSING
 
 from decomposition import apply_plan
 from decomposition.operations.base import FINAL
+from rankrl.export import DEFAULT_RUNTIME
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.measure import ExportOptions
@@ -211,6 +212,9 @@ class ExportConfig:
     """The ONNX file and how its latency in onnxruntime is measured; one thread is timed in processor time.
 
     Attributes:
+        runtimes: Where the finished files are verified and timed side by side: onnxruntime, by which budgets
+            and choices go and which is measured in any case; onnxruntime_cuda, on an NVIDIA GPU; openvino
+            (extra `openvino`).
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
     """
 
@@ -220,6 +224,7 @@ class ExportConfig:
     threads: int = owned(ExportOptions, "threads")
     runs: int = owned(ExportOptions, "runs")
     int8: bool = owned(ExportOptions, "int8")
+    runtimes: list[str] = field(default_factory=lambda: [DEFAULT_RUNTIME])
     training: bool = False
 
 

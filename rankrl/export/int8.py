@@ -20,7 +20,7 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from rankrl.export.errors import ExportError
-from rankrl.export.session import fixed_batch, open_session, run
+from rankrl.export.runtimes import open_session
 from rankrl.files import write_atomically
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
@@ -61,14 +61,14 @@ def quantise_onnx(
     session = open_session(path)
     model = _checked_graph(path)
     nodes = None if weights is None else integer_nodes(model.graph, weights)
-    fixed = fixed_batch(session)
+    fixed = session.fixed_batch
     batches = [batch for batch in inputs if fixed in (None, len(batch))]
     if not batches:
         wanted = "" if fixed is None else f" of {fixed}, the batch size of the file,"
         raise ExportError(
             f"{path} cannot be quantised without calibration batches{wanted}: give a few hundred inputs."
         )
-    for output in run(session, batches[0]):
+    for output in session.run(batches[0]):
         if not np.isfinite(output).all():
             raise ExportError(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
@@ -79,7 +79,7 @@ def quantise_onnx(
             quantize_static(
                 path,
                 target,
-                _Reader(session.get_inputs()[0].name, batches),
+                _Reader(session.input_name, batches),
                 quant_format=QuantFormat.QDQ,
                 per_channel=True,
                 activation_type=QuantType.QUInt8,

@@ -1,7 +1,8 @@
-"""Latency of ONNX files in onnxruntime, measured so that two models can be compared on a busy machine.
+"""Latency of ONNX files, measured so that models and runtimes can be compared on a busy machine.
 
-With one thread onnxruntime works in the calling thread, and what is measured is that thread's processor time:
-time that others spend on the core does not count. With several threads it is the time on the wall.
+With one thread the runtimes of the CPU work in the calling thread, and what is measured is that thread's
+processor time: time that others spend on the core does not count. With several threads, or on a GPU, it is
+the time on the wall.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnxruntime
 
 from rankrl.device import usable_cores
 from rankrl.export.errors import ExportError
-from rankrl.export.session import fixed_batch, input_dtype, open_session, run
+from rankrl.export.runtimes import DEFAULT_RUNTIME, Session, get_runtime, open_session
 from rankrl.wording import counted
 
 Clock = Literal["processor", "wall"]
@@ -43,7 +43,7 @@ class Latency:
         low_ms: 10th percentile, in milliseconds.
         high_ms: 90th percentile, in milliseconds.
         batch: Inputs per forward pass.
-        threads: Threads that onnxruntime computed with.
+        threads: Threads that the runtime computed with.
         runs: Number of timed forward passes.
         clock: Whether it is processor time or time on the wall.
     """
@@ -106,10 +106,11 @@ def is_unchanged(ratio: float, low: float | None = None, high: float | None = No
     return low is not None and high is not None and low <= 1 <= high
 
 
-def clock_for(threads: int) -> Clock:
-    """Return the clock that times a session of so many threads."""
+def clock_for(threads: int, runtime: str = DEFAULT_RUNTIME) -> Clock:
+    """Return the clock that times a session of so many threads in a runtime."""
     fine = time.get_clock_info("thread_time").resolution <= _FINE_CLOCK
-    return "processor" if threads == 1 and fine else "wall"
+    alone = threads == 1 and get_runtime(runtime).in_calling_thread
+    return "processor" if alone and fine else "wall"
 
 
 def ticks(clock: Clock) -> Callable[[], int]:
@@ -118,7 +119,13 @@ def ticks(clock: Clock) -> Callable[[], int]:
 
 
 def measure_latency(
-    path: str | Path, *, batch: int = 64, threads: int = 1, runs: int = 30, warm_up: int = 3
+    path: str | Path,
+    *,
+    batch: int = 64,
+    threads: int = 1,
+    runs: int = 30,
+    warm_up: int = 3,
+    runtime: str = DEFAULT_RUNTIME,
 ) -> Latency:
     """Time an ONNX model on random inputs of its type: standard normal numbers, or bytes.
 
@@ -128,15 +135,17 @@ def measure_latency(
         threads: Threads for one operator.
         runs: Timed forward passes.
         warm_up: Untimed forward passes before them.
+        runtime: The runtime.
 
     Returns:
         Median and spread.
 
     Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: The file cannot be loaded, or an option is out of range or does not fit the file.
     """
-    times, _ = _timed_turns([path], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
-    return _summary(times[:, 0], batch, threads)
+    timed = time_in_turns([(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
+    return timed.latencies[0]
 
 
 def compare_latency(
@@ -147,6 +156,7 @@ def compare_latency(
     threads: int = 1,
     runs: int = 30,
     warm_up: int = 3,
+    runtime: str = DEFAULT_RUNTIME,
 ) -> LatencyComparison:
     """Time two ONNX models in turns (A B, B A, A B, ...), so that what disturbs the machine disturbs both.
 
@@ -157,29 +167,77 @@ def compare_latency(
         threads: Threads for one operator.
         runs: Timed forward passes of each model.
         warm_up: Untimed forward passes of each before them.
+        runtime: The runtime.
 
     Returns:
         Both latencies, and the ratio of their medians with its interval.
 
     Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
+        ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
+    """
+    files = [(runtime, baseline), (runtime, compressed)]
+    return time_in_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up).compare(0, 1)
+
+
+@dataclass(frozen=True)
+class TimedTurns:
+    """Files that were timed in turns, whatever the model and the runtime.
+
+    Attributes:
+        latencies: Of each file.
+        times: Milliseconds of every forward pass, shape (runs, files).
+        busy: What showed that the machine was busy with something else, or None.
+    """
+
+    latencies: Sequence[Latency]
+    times: np.ndarray[Any, np.dtype[np.float64]]
+    busy: str | None
+
+    def compare(self, baseline: int, compressed: int) -> LatencyComparison:
+        """Compare two of the files, given by their positions."""
+        before, after = self.latencies[baseline], self.latencies[compressed]
+        runs = len(self.times)
+        turns = np.random.default_rng(0).integers(runs, size=(_RESAMPLES, runs))
+        resampled = np.median(self.times[:, [baseline, compressed]][turns], axis=1)
+        low, high = np.percentile(resampled[:, 0] / resampled[:, 1], _INTERVAL_PERCENTILES)
+        return LatencyComparison(
+            baseline=before,
+            compressed=after,
+            ratio=before.median_ms / after.median_ms,
+            ratio_low=float(low),
+            ratio_high=float(high),
+            busy=self.busy,
+        )
+
+
+def time_in_turns(
+    files: Sequence[tuple[str, str | Path]],
+    *,
+    batch: int = 64,
+    threads: int = 1,
+    runs: int = 30,
+    warm_up: int = 3,
+) -> TimedTurns:
+    """Time several ONNX files in turns (A B C, C B A, ...), each in a runtime.
+
+    Args:
+        files: The names of runtimes, each with the file it runs; at least one.
+        batch: Inputs per forward pass; must be the files' own where that is fixed.
+        threads: Threads for one operator.
+        runs: Timed forward passes of each file.
+        warm_up: Untimed forward passes of each before them.
+
+    Raises:
+        ConfigError: A runtime is unknown, or cannot be used here.
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
     load = _load_average()
-    times, waited = _timed_turns(
-        [baseline, compressed], batch=batch, threads=threads, runs=runs, warm_up=warm_up
-    )
-    before, after = (_summary(times[:, index], batch, threads) for index in range(2))
-    turns = np.random.default_rng(0).integers(runs, size=(_RESAMPLES, runs))
-    resampled = np.median(times[turns], axis=1)
-    low, high = np.percentile(resampled[:, 0] / resampled[:, 1], _INTERVAL_PERCENTILES)
-    return LatencyComparison(
-        baseline=before,
-        compressed=after,
-        ratio=before.median_ms / after.median_ms,
-        ratio_low=float(low),
-        ratio_high=float(high),
-        busy=_busy(waited, load),
-    )
+    times, waited = _timed_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up)
+    latencies = [
+        _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)
+    ]
+    return TimedTurns(latencies, times, _busy(waited, load))
 
 
 def _busy(waited: float | None, load: float | None) -> str | None:
@@ -199,61 +257,61 @@ def _load_average() -> float | None:
 
 
 def _timed_turns(
-    paths: Sequence[str | Path], *, batch: int, threads: int, runs: int, warm_up: int
+    timed: Sequence[tuple[str, str | Path]], *, batch: int, threads: int, runs: int, warm_up: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float | None]:
-    """Milliseconds of every forward pass, shape (runs, models), and the share of the time spent waiting.
+    """Time files, each in a runtime.
 
-    The wait for a core is what passes took on the wall beyond their processor time; with several threads
-    it is not known.
+    Returns:
+        Milliseconds of every forward pass, shape (runs, files), and the share of the time spent waiting for a
+        core: what passes took on the wall beyond their processor time, None where no pass was timed in that.
     """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
         if value < least:
             raise ExportError(f"{name} is {value}; it must be at least {least}.")
-    sessions = [open_session(path, threads=threads) for path in paths]
-    inputs = [_random_batch(session, path, batch) for session, path in zip(sessions, paths, strict=True)]
+    sessions = [open_session(path, threads=threads, runtime=runtime) for runtime, path in timed]
+    inputs = [_random_batch(session, path, batch) for session, (_, path) in zip(sessions, timed, strict=True)]
     for session, values in zip(sessions, inputs, strict=True):
         for _ in range(warm_up):
-            run(session, values)
-    clock = clock_for(threads)
-    read = ticks(clock)
-    times = np.zeros((runs, len(sessions)))
-    on_the_wall = 0.0
+            session.run(values)
+    clocks = [clock_for(threads, runtime) for runtime, _ in timed]
+    times, on_the_wall = np.zeros((runs, len(sessions))), np.zeros((runs, len(sessions)))
     for turn in range(runs):
         order = range(len(sessions)) if turn % 2 == 0 else reversed(range(len(sessions)))
         for index in order:
+            read = ticks(clocks[index])
             wall, start = time.perf_counter_ns(), read()
-            run(sessions[index], inputs[index])
+            sessions[index].run(inputs[index])
             times[turn, index] = (read() - start) / 1e6
-            on_the_wall += (time.perf_counter_ns() - wall) / 1e6
-    waited = max(0.0, 1 - float(times.sum()) / on_the_wall) if clock == "processor" else None
+            on_the_wall[turn, index] = (time.perf_counter_ns() - wall) / 1e6
+    known = [index for index, clock in enumerate(clocks) if clock == "processor"]
+    waited = max(0.0, 1 - float(times[:, known].sum() / on_the_wall[:, known].sum())) if known else None
     return times, waited
 
 
-def _random_batch(
-    session: onnxruntime.InferenceSession, path: str | Path, batch: int
-) -> np.ndarray[Any, np.dtype[Any]]:
-    fixed = fixed_batch(session)
-    if fixed not in (None, batch):
+def _random_batch(session: Session, path: str | Path, batch: int) -> np.ndarray[Any, np.dtype[Any]]:
+    if session.fixed_batch not in (None, batch):
         raise ExportError(
-            f"{path} was exported for batches of {fixed}; measure its latency with batch={fixed}."
+            f"{path} was exported for batches of {session.fixed_batch}; measure its latency with "
+            f"batch={session.fixed_batch}."
         )
-    shape = session.get_inputs()[0].shape[1:]
-    if not all(isinstance(size, int) for size in shape):
+    sizes = [size for size in session.input_shape[1:] if size is not None]
+    if len(sizes) < len(session.input_shape) - 1:
         raise ExportError(
-            f"{path} leaves the input sizes {shape} open; export it with fixed ones to time it."
+            f"{path} leaves sizes of its input open, {session.input_shape[1:]}; export it with fixed ones to "
+            "time it."
         )
-    generator, dtype = np.random.default_rng(0), input_dtype(session)
-    if dtype is None:
-        raise ExportError(
-            f"{path} takes {session.get_inputs()[0].type} and cannot be timed: random inputs are made for "
-            "float32 and uint8 alone."
-        )
-    if dtype == np.uint8:
-        return generator.integers(256, size=(batch, *shape), dtype=np.uint8)
-    return generator.standard_normal((batch, *shape), dtype=np.float32)
+    generator = np.random.default_rng(0)
+    if session.input_dtype == np.uint8:
+        return generator.integers(256, size=(batch, *sizes), dtype=np.uint8)
+    if session.input_dtype == np.float32:
+        return generator.standard_normal((batch, *sizes), dtype=np.float32)
+    raise ExportError(
+        f"{path} takes {session.input_type} and cannot be timed: random inputs are made for float32 and "
+        "uint8 alone."
+    )
 
 
-def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: int) -> Latency:
+def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: int, runtime: str) -> Latency:
     low, high = np.percentile(times, _SPREAD_PERCENTILES)
     return Latency(
         median_ms=float(np.median(times)),
@@ -262,5 +320,5 @@ def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: 
         batch=batch,
         threads=threads,
         runs=len(times),
-        clock=clock_for(threads),
+        clock=clock_for(threads, runtime),
     )

@@ -29,7 +29,7 @@ from decomposition.operations import Operation
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import clock_for, ticks
 from rankrl.export.onnx_file import export_onnx
-from rankrl.export.session import open_session
+from rankrl.export.runtimes import open_session
 
 _WARM_UP = 3
 _FEWEST_CHANNELS = 8
@@ -136,9 +136,9 @@ class LayerTimer:
         for turn in range(-_WARM_UP, self.runs):
             for position, session in enumerate(sessions):
                 # The other graphs have pushed this one's tensors out of the cache, where a network's stay.
-                session.run(None, {entry: inputs})
+                session.run(inputs)
                 start = read()
-                session.run(None, {entry: inputs})
+                session.run(inputs)
                 if turn >= 0:
                     times[turn, position] = (read() - start) / 1e6
         return np.median(times, axis=0)

@@ -23,7 +23,7 @@ from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.onnx_file import ExportResult, export_onnx
-from rankrl.export.session import open_session, run
+from rankrl.export.runtimes import DEFAULT_RUNTIME, open_session
 from rankrl.files import write_atomically
 
 _INT4_OPSET = 21  # the first in which DequantizeLinear takes INT4
@@ -119,6 +119,8 @@ def class_agreement(
     network: nn.Module,
     path: Path,
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    runtime: str = DEFAULT_RUNTIME,
 ) -> float:
     """Return on how many inputs a file and a network in PyTorch give the same class, as a fraction.
 
@@ -126,11 +128,13 @@ def class_agreement(
         network: The network in PyTorch.
         path: The ONNX file.
         pairs: Batches for the network, and the same inputs as the file takes them.
+        runtime: What runs the file.
 
     Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: There is no input.
     """
-    session = open_session(path)
+    session = open_session(path, runtime=runtime)
     same = total = 0
     mode = network.training
     network.eval()
@@ -138,7 +142,7 @@ def class_agreement(
         for images, given in pairs:
             with torch.no_grad():
                 expected = np.asarray(network(images).argmax(1))
-            same += int((run(session, given.numpy())[0].argmax(1) == expected).sum())
+            same += int((session.run(given.numpy())[0].argmax(1) == expected).sum())
             total += len(images)
     finally:
         network.train(mode)

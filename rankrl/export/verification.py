@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankrl.data import Preprocessing
 from rankrl.device import in_layout
 from rankrl.export.errors import ExportError
-from rankrl.export.session import fixed_batch, input_dtype, open_session, run
+from rankrl.export.runtimes import DEFAULT_RUNTIME, open_session
 from rankrl.export.tracing import inference_copy
 
 BATCH_SIZES = (1, 7)
@@ -27,8 +27,9 @@ def verify_onnx(
     *,
     tolerance: float = 1e-4,
     preprocessing: Preprocessing | None = None,
+    runtime: str = DEFAULT_RUNTIME,
 ) -> float:
-    """Compare an ONNX file in onnxruntime with its model in PyTorch (float32, evaluation mode, CPU).
+    """Compare an ONNX file in a runtime with its model in PyTorch (float32, evaluation mode, CPU).
 
     Compared at the batch sizes 1 and 7, or at the file's own where it was exported with a fixed one.
 
@@ -40,17 +41,19 @@ def verify_onnx(
             exceed 1 it is multiplied by their largest magnitude, as rounding errors are.
         preprocessing: What a file that was exported with it does itself. The inputs are then the uint8 images
             (N, height, width, channels) that the file takes; the model gets them normalised by PyTorch.
+        runtime: What runs the file.
 
     Returns:
         The largest absolute difference over both batch sizes and all outputs.
 
     Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: The difference is above the tolerance or not finite, or the outputs' shapes differ.
     """
     if len(inputs) == 0:
         raise ExportError("inputs holds no image; give at least one to compare the ONNX file with the model.")
-    session = open_session(path)
-    fixed = fixed_batch(session)
+    session = open_session(path, runtime=runtime)
+    fixed = session.fixed_batch
     duplicate = inference_copy(model)
     inputs = inputs.detach().cpu()
     inputs = inputs.float() if inputs.is_floating_point() else inputs
@@ -60,7 +63,7 @@ def verify_onnx(
         images = batch if preprocessing is None else preprocessing.normalised(batch)
         with torch.no_grad():
             expected = [output.numpy() for output in _tensors(duplicate(images))]
-        got = run(session, batch.numpy())
+        got = session.run(batch.numpy())
         shapes = [output.shape for output in expected], [output.shape for output in got]
         if shapes[0] != shapes[1]:
             raise ExportError(
@@ -72,9 +75,9 @@ def verify_onnx(
             allowed = tolerance * max(1.0, float(np.abs(reference).max(initial=0.0)))
             if not difference <= allowed:  # also true of NaN
                 raise ExportError(
-                    f"{path} differs from the PyTorch model by {difference:.2e} for a batch of {size}; "
-                    f"at most {allowed:.2e} is accepted. Do not use this file; try another opset, or "
-                    "fold_batchnorm=False."
+                    f"{path} differs from the PyTorch model by {difference:.2e} for a batch of {size} in "
+                    f"{runtime}; at most {allowed:.2e} is accepted. Do not use this file there; try another "
+                    "opset, or fold_batchnorm=False."
                 )
             largest = max(largest, difference)
     return largest
@@ -100,9 +103,9 @@ def onnx_accuracy(
     correct = total = 0
     for images, labels in batches:
         batch = _array(images)
-        if input_dtype(session) == np.float32 and np.issubdtype(batch.dtype, np.floating):
+        if session.input_dtype == np.float32 and np.issubdtype(batch.dtype, np.floating):
             batch = batch.astype(np.float32)
-        logits = run(session, batch)[0]
+        logits = session.run(batch)[0]
         correct += int((logits.argmax(axis=1) == _array(labels)).sum())
         total += len(logits)
     if total == 0:

@@ -9,6 +9,7 @@ from typing import Any
 from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
+from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
     UNKNOWN,
     format_accuracy,
@@ -52,6 +53,7 @@ def run_page(report: RunReport) -> str:
         layer_table=_layer_table(report.layers),
         fine_tuning=_fine_tuning(report),
         onnx=_onnx_facts(metrics),
+        runtimes=_runtimes(metrics),
         setup=report.setup,
     )
 
@@ -102,6 +104,11 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
     return text_table(caption, columns, rows)
+
+
+def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
+    columns, rows = runtime_rows(metrics)
+    return text_table(f"All were timed in the same turns. {runtime_note(metrics)}", columns, rows)
 
 
 def _search(report: RunReport) -> Drawing | None:

@@ -167,10 +167,11 @@ def latency_change(metrics: Mapping[str, Any], before: float | None, after: floa
     faster = ratio(metrics, "latency", before, after)
     if faster is None or faster <= 0:
         return UNKNOWN
-    return _speed(faster, *_latency_interval(metrics))
+    return format_speed(faster, *_latency_interval(metrics))
 
 
-def _speed(faster: float, low: float | None, high: float | None) -> str:
+def format_speed(faster: float, low: float | None, high: float | None) -> str:
+    """`1.70× faster`, `1.25× slower` or `unchanged`, for a ratio of times and the ends of its interval."""
     return UNCHANGED if is_unchanged(faster, low, high) else format_ratio(faster, "faster", "slower")
 
 
@@ -198,7 +199,7 @@ def rival_note(metrics: Mapping[str, Any]) -> str:
     accuracy, faster = (number(metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio"))
     if accuracy is None or faster is None:
         return ""
-    speed = _speed(faster, *_latency_interval(metrics, "dense_int8"))
+    speed = format_speed(faster, *_latency_interval(metrics, "dense_int8"))
     return f"For comparison, the dense network in 8-bit integers: {format_accuracy(accuracy)}, {speed}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
+from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
     format_accuracy,
     format_count,
@@ -73,8 +74,25 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
     columns, rows = comparison_rows(metrics)
     name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
     known = number(metrics, "onnx", "latency_ratio_low") is not None
-    caption = latency_note(metrics) if known else None
-    table = Table(title=name or None, title_style="bold", header_style="bold", caption=caption)
+    return _table(columns, rows, title=name or None, caption=latency_note(metrics) if known else None)
+
+
+def runtimes_table(metrics: Mapping[str, Any]) -> Table:
+    """The table of runtimes for the terminal; without rows where only one was measured.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    return _table(*runtime_rows(metrics), caption=runtime_note(metrics))
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, caption: str | None
+) -> Table:
+    table = Table(title=title, title_style="bold", header_style="bold", caption=caption)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:

@@ -8,6 +8,7 @@ from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import export_dense, export_numbers, network_numbers
 from rankrl.workflow.run_folder import RunFolder
+from rankrl.workflow.runtimes import runtime_numbers
 
 
 @register_task("export", "write the compressed network weights=PATH as a verified ONNX file")
@@ -21,6 +22,9 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     baseline = export_dense(dense, data, folder.state, export_options)
     metrics["onnx"], latency = export_numbers(
         network, baseline, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state
+    )
+    metrics["runtimes"] = runtime_numbers(
+        network, baseline, folder.onnx, data, export_options, scratch=folder.state
     )
     steps.exported_step(config, network, folder)
     metrics["ratios"] = {"latency": latency}

@@ -19,6 +19,7 @@ from rankrl.workflow.measure import (
     test_accuracy,
 )
 from rankrl.workflow.run_folder import RunFolder
+from rankrl.workflow.runtimes import runtime_numbers
 
 
 @register_task("pipeline", "choose ranks, rewrite, fine-tune, export and report")
@@ -56,5 +57,8 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     )
     steps.exported_step(config, finetuned, folder)
     metrics["dense_int8"] = int8_numbers(baseline, data, export_options, folder.state)
+    metrics["runtimes"] = runtime_numbers(
+        finetuned, baseline, folder.onnx, data, export_options, scratch=folder.state
+    )
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)

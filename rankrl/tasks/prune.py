@@ -33,6 +33,7 @@ from rankrl.workflow.network import build_network
 from rankrl.workflow.prune import PrunedNetwork, check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions
 from rankrl.workflow.run_folder import RunFolder
+from rankrl.workflow.runtimes import runtime_numbers
 
 
 @register_task("prune", "remove channels to a target, fine-tune, export and report")
@@ -82,6 +83,9 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         scratch=folder.state,
     )
     metrics["dense_int8"] = int8_numbers(baseline, data, export_options, folder.state)
+    metrics["runtimes"] = runtime_numbers(
+        finetuned, baseline, folder.onnx, data, export_options, scratch=folder.state
+    )
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)
 

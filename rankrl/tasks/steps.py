@@ -23,7 +23,14 @@ from rankrl.files import write_json
 from rankrl.models import save_checkpoint
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
-from rankrl.report import LayerRow, collect_setup, heldout_note, summary_table, write_report
+from rankrl.report import (
+    LayerRow,
+    collect_setup,
+    heldout_note,
+    runtimes_table,
+    summary_table,
+    write_report,
+)
 from rankrl.training import EpochRow, TrainingRecipe, TrainingResult
 from rankrl.wording import counted
 from rankrl.workflow.calibration import calibration_images
@@ -290,9 +297,9 @@ def finish(
     track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
-    table = summary_table(metrics)
-    if table.row_count:
-        console.print(table)
+    for table in (summary_table(metrics), runtimes_table(metrics)):
+        if table.row_count:
+            console.print(table)
     print_end(console, metrics, page)
 
 

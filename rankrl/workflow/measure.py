@@ -33,6 +33,7 @@ from decomposition.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
 from rankrl.device import select_device
 from rankrl.export import (
+    DEFAULT_RUNTIME,
     ExportError,
     class_agreement,
     compare_latency,
@@ -50,9 +51,9 @@ from rankrl.workflow.network import images_for_ranges, range_images
 log = logging.getLogger(__name__)
 
 ONNX_TEST_BATCH = 500
+COMPARED_BATCH = 250
 _VERIFIED_IMAGES = 64
 _COMPARED_IMAGES = 1000
-_COMPARED_BATCH = 250
 _LEAST_AGREEMENT = 0.99
 _SLACK = 0.02
 
@@ -71,6 +72,8 @@ class ExportOptions:
             its metadata says.
         int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
             to beat, since onnxruntime makes it in half a minute without any training.
+        runtimes: Where the finished files are verified and timed side by side; budgets and choices go by
+            onnxruntime alone.
     """
 
     opset: int | None = None
@@ -79,9 +82,10 @@ class ExportOptions:
     runs: int = 30
     preprocess: bool = False
     int8: bool = True
+    runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
 
     @property
-    def timing(self) -> dict[str, int]:
+    def timing(self) -> dict[str, Any]:
         """What `compare_latency` is told."""
         return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
 
@@ -164,21 +168,17 @@ def export_numbers(
         fastest,
         unverified,
         data.input_shape,
-        _range_batches(data, options),
+        range_batches(data, options),
         opset=options.opset,
         metadata=notes,
         preprocessing=inside,
     )
-    difference, agreement = _verified(network, fastest, unverified, data, scratch, options)
+    difference, agreement = verified(network, unverified, data, scratch, options)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
-    accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
+    accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
     latency = compare_latency(baseline, path, **options.timing)
-    if latency.busy is not None:
-        log.warning(
-            "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
-            latency.busy,
-        )
+    warn_if_busy(latency.busy)
     section = {
         "max_abs_difference": difference,
         "agreement": agreement,
@@ -201,6 +201,15 @@ def export_numbers(
         "preprocess": options.preprocess,
     }
     return section, latency.ratio
+
+
+def warn_if_busy(busy: str | None) -> None:
+    """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
+    if busy is not None:
+        log.warning(
+            "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
+            busy,
+        )
 
 
 def rival_numbers(
@@ -236,8 +245,8 @@ def int8_numbers(
         return None
     path = scratch / "dense-int8.onnx"
     try:
-        quantise_onnx(baseline, path, _range_batches(data, options))
-        accuracy = onnx_accuracy(path, _file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
+        quantise_onnx(baseline, path, range_batches(data, options))
+        accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
         times = compare_latency(baseline, path, **options.timing)
     except ExportError as error:
         log.warning("the dense network in 8-bit integers is not measured: %s", error)
@@ -253,18 +262,24 @@ def int8_numbers(
     }
 
 
-def _verified(
-    network: nn.Module, form: nn.Module, path: Path, data: ImageData, scratch: Path, options: ExportOptions
+def verified(
+    network: nn.Module,
+    path: Path,
+    data: ImageData,
+    scratch: Path,
+    options: ExportOptions,
+    *,
+    runtime: str = DEFAULT_RUNTIME,
 ) -> tuple[float, float | None]:
     """Compare a file with its network on held-out images.
 
     Args:
-        network: The network in PyTorch.
-        form: What was exported: the same network, executed otherwise.
+        network: The network in PyTorch; ranges of its activations are set.
         path: The file.
         data: The dataset.
         scratch: Folder for the float32 file of a network with integers.
         options: Opset and preprocessing.
+        runtime: What runs the file.
 
     Returns:
         The largest difference of any output in float32; and, where weights or activations are rounded, on how
@@ -275,38 +290,44 @@ def _verified(
     """
     inside = options.inside(data)
     images = data.heldout.subset(torch.arange(min(_VERIFIED_IMAGES, len(data.heldout))))
-    (inputs, _), *_ = _file_batches(images, len(images), data, options)
+    (inputs, _), *_ = file_batches(images, len(images), data, options)
     if not is_rounded(network):
-        return verify_onnx(network, path, inputs, preprocessing=inside), None
-    plain, floats = without_rounding(copied(form)), scratch / "floats.onnx"
+        return verify_onnx(network, path, inputs, preprocessing=inside, runtime=runtime), None
+    plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
     export_onnx(plain, floats, data.input_shape, opset=options.opset, preprocessing=inside)
-    difference = verify_onnx(plain, floats, inputs, preprocessing=inside)
-    compared = data.heldout.subset(torch.arange(min(_COMPARED_IMAGES, len(data.heldout))))
+    difference = verify_onnx(plain, floats, inputs, preprocessing=inside, runtime=runtime)
+    compared = compared_images(data)
 
     def agreement_with(file: Path) -> float:
-        given = (x for x, _ in _file_batches(compared, _COMPARED_BATCH, data, options))
-        normalised = (x for x, _ in batches(compared, _COMPARED_BATCH, mean=data.mean, std=data.std))
-        return class_agreement(network, file, zip(normalised, given, strict=True))
+        given = (x for x, _ in file_batches(compared, COMPARED_BATCH, data, options))
+        normalised = (x for x, _ in batches(compared, COMPARED_BATCH, mean=data.mean, std=data.std))
+        return class_agreement(network, file, zip(normalised, given, strict=True), runtime=runtime)
 
     # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
     agreement, unrounded = agreement_with(path), agreement_with(floats)
     floats.unlink()
     if agreement < min(_LEAST_AGREEMENT, unrounded - _SLACK):
         raise ExportError(
-            f"the file in integers gives the class of its simulation in PyTorch on {100 * agreement:.1f} % "
-            f"of {len(compared)} held-out images, the network without rounding on {100 * unrounded:.1f} %. "
-            "Do not use the file; leave out the precision (decomposition.precisions=[float32])"
+            f"in {runtime}, the file in integers gives the class of its simulation in PyTorch on "
+            f"{100 * agreement:.1f} % of {len(compared)} held-out images, the network without rounding on "
+            f"{100 * unrounded:.1f} %. "
+            "Do not use the file there; leave out the precision (decomposition.precisions=[float32])"
         )
     return difference, agreement
 
 
-def _range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
+def compared_images(data: ImageData) -> Images:
+    """Return the held-out images on which classes are compared, at `COMPARED_BATCH` a time."""
+    return data.heldout.subset(torch.arange(min(_COMPARED_IMAGES, len(data.heldout))))
+
+
+def range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
     """Walk through the held-out images that set ranges of activations, as the file takes them."""
     images = images_for_ranges(data)
-    return (x.numpy() for x, _ in _file_batches(images, min(options.batch, len(images)), data, options))
+    return (x.numpy() for x, _ in file_batches(images, min(options.batch, len(images)), data, options))
 
 
-def _file_batches(
+def file_batches(
     images: Images, batch_size: int, data: ImageData, options: ExportOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Walk through images as the file takes them: normalised, or as bytes, channels last."""

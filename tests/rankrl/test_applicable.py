@@ -22,6 +22,11 @@ IDLE = [
     ("optim.", ("task=search", "optim=sgd"), r"optim=sgd .* task=search fine-tunes nothing"),
     ("train.", ("task=evaluate", "train.epochs=3"), r"epochs=3 .* trains no dense network"),
     ("export.", ("task=evaluate", "export.preprocess=true"), r"preprocess=true .* neither exports"),
+    (
+        "export.runtimes",
+        ("task=search", "export.runtimes=[openvino]"),
+        r"runtimes=\['openvino'\] .* task=search writes no ONNX file",
+    ),
     ("train.", ("model.checkpoint=a.th", "train.epochs=3"), r"epochs=3 .* model\.checkpoint is given"),
     ("budget.", ("task=evaluate", "budget.params=0.4"), r"budget\.params=0\.4 has no effect: task=evaluate"),
     ("pruner.", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from rankrl.export import (
+    DEFAULT_RUNTIME,
     ExportError,
     LatencyComparison,
     compare_latency,
@@ -20,7 +23,9 @@ from rankrl.export import (
     is_unchanged,
     latency,
     measure_latency,
+    time_in_turns,
 )
+from rankrl.export.runtimes import Session
 
 SHAPE = (3, 8, 8)
 Maker = Callable[[str], nn.Module]
@@ -39,18 +44,34 @@ def test_a_latency_states_how_it_was_measured(path: Path) -> None:
 
 
 def test_two_models_are_timed_in_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[int] = []
-    sessions: list[object] = []
-    original = latency.open_session
-
-    def remember(*args: object, **options: object) -> object:
-        sessions.append(original(*args, **options))  # type: ignore[arg-type]
-        return sessions[-1]
-
-    monkeypatch.setattr(latency, "open_session", remember)
-    monkeypatch.setattr(latency, "run", lambda session, values: order.append(sessions.index(session)))
+    order = order_of_passes(monkeypatch)
     compare_latency(path, path, batch=2, runs=4, warm_up=0)
     assert order == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_runtimes_are_timed_in_the_same_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = order_of_passes(monkeypatch)
+    timed = time_in_turns([(DEFAULT_RUNTIME, path)] * 3, batch=2, runs=2, warm_up=0)
+    assert order == [0, 1, 2, 2, 1, 0]
+    assert timed.times.shape == (2, 3)
+    for first, second in ((0, 1), (2, 0)):
+        found = timed.compare(first, second)
+        assert (found.baseline, found.compressed) == (timed.latencies[first], timed.latencies[second])
+
+
+def order_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list that the number of each session is added to when it runs."""
+    order: list[int] = []
+    opened = itertools.count()
+    original = latency.open_session
+
+    def remember(*args: Any, **options: Any) -> Session:
+        session, number = original(*args, **options), next(opened)
+        monkeypatch.setattr(session, "run", lambda batch: order.append(number))
+        return session
+
+    monkeypatch.setattr(latency, "open_session", remember)
+    return order
 
 
 Clocks = Callable[..., None]

@@ -25,7 +25,7 @@ from decomposition import (
 )
 from rankrl.export import ExportError, class_agreement, export_network, export_onnx, verify_onnx
 from rankrl.export.int8 import integer_nodes
-from rankrl.export.session import open_session, run
+from rankrl.export.runtimes import open_session
 
 SHAPE = (3, 12, 12)
 WEIGHTS = Quantise(8, "float32")
@@ -104,7 +104,7 @@ def test_the_file_computes_what_the_simulation_does(
 ) -> None:
     network, path = in_integers(name)
     inputs = images(400, seed=3)
-    found = run(open_session(path), inputs.numpy())[0]
+    found = open_session(path).run(inputs.numpy())[0]
     with torch.no_grad():
         expected, floats = (network(inputs) * 1).numpy(), dense(inputs).numpy()
     scale = np.abs(floats).max()
@@ -164,7 +164,7 @@ def test_weights_alone_are_stored_in_integers(
     network = applied(dense, first=(*first, Quantise(bits, "float32")), second=(Quantise(bits, "float32"),))
     model = exported(network, tmp_path / "model.onnx")
     inputs = images(7, seed=5)
-    found = run(open_session(tmp_path / "model.onnx"), inputs.numpy())[0]
+    found = open_session(tmp_path / "model.onnx").run(inputs.numpy())[0]
     with torch.no_grad():
         np.testing.assert_allclose(found, network(inputs).numpy(), atol=1e-4)
     kind = onnx.TensorProto.INT8 if bits == 8 else onnx.TensorProto.INT4

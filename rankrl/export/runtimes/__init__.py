@@ -1,0 +1,26 @@
+"""Runtimes: what runs an ONNX file. Each is one registered class, `list_runtimes()` lists them."""
+
+from __future__ import annotations
+
+from rankrl.export.runtimes import onnxruntime_cpu, onnxruntime_cuda, openvino_cpu
+from rankrl.export.runtimes.base import Runtime, Session
+from rankrl.export.runtimes.registry import (
+    DEFAULT_RUNTIME,
+    get_runtime,
+    list_runtimes,
+    open_session,
+    register_runtime,
+)
+
+__all__ = [
+    "DEFAULT_RUNTIME",
+    "Runtime",
+    "Session",
+    "get_runtime",
+    "list_runtimes",
+    "onnxruntime_cpu",
+    "onnxruntime_cuda",
+    "open_session",
+    "openvino_cpu",
+    "register_runtime",
+]
