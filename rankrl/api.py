@@ -93,8 +93,8 @@ def search(
         The best plan, for `decomposition.apply_plan`, and the record of the search.
 
     Raises:
-        ConfigError: If no budget or more than two are given, no layer can be decomposed, an option is unknown or out of
-            range, or the score is no number.
+        ConfigError: If no budget or more than two are given, no layer can be decomposed, an option is unknown
+            or out of range, or the score is no number.
         DecompositionError: If the budget cannot be reached or the calibration inputs are unusable.
         NonFiniteError: If a score is NaN or infinite.
         WorkerError: If a worker process died.
