@@ -21,7 +21,7 @@ import torch
 
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, TensorFormat
-from decomposition.least_squares import LeastSquares
+from decomposition.least_squares import LEAST_PENALTY, LeastSquares
 from decomposition.low_rank import LowRank
 from decomposition.metric import Metric, in_float64, is_finite, times
 from decomposition.modes import WeightModes
@@ -45,6 +45,10 @@ class FitOptions:
         seed: Seed of the random starting points.
         enough: Stop when the relative error is at most that, 0 or more. What differs by less is one to who
             chooses ranks by it, and the last iterations of the largest ranks are those that take longest.
+        stability: What the size |A|^2 + |Q|^2 of terms that may cancel (CP's) counts beside the squared
+            error, as a multiple of it, 0 or more. Terms that cancel on the calibration inputs do not on
+            others, nor when they are rounded (Phan et al., ECCV 2020, who minimise their size at a given
+            error).
     """
 
     iterations: int = 60
@@ -52,11 +56,14 @@ class FitOptions:
     tolerance: float = 1e-6
     seed: int = 0
     enough: float = 0.0
+    stability: float = 0.03
 
     def __post_init__(self) -> None:
-        if self.iterations < 0 or self.starts < 1 or not (self.tolerance >= 0 and self.enough >= 0):
+        limits = (self.tolerance, self.enough, self.stability)
+        if self.iterations < 0 or self.starts < 1 or not all(each >= 0 for each in limits):
             raise DecompositionError(
-                f"fit options need iterations >= 0, starts >= 1, tolerance >= 0 and enough >= 0, got {self!r}"
+                "fit options need iterations >= 0, starts >= 1, tolerance >= 0, enough >= 0 and "
+                f"stability >= 0, got {self!r}"
             )
 
 
@@ -273,6 +280,11 @@ def _search(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
         (problem.minimise(cores, iterations, tolerance, enough=enough) for cores in starts),
         key=problem.squared_error,
     )
+    squared = float(problem.squared_error(best))
+    if problem.format.cancels and options.stability > 0 and squared > enough:
+        # In proportion to the error, so that close fits stay close.
+        steady = max(options.stability * squared, LEAST_PENALTY)
+        best = problem.minimise(best, (iterations + 1) // 2, tolerance, steady, enough)
     penalty = _FIRST_BOUNDING_PENALTY
     while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
         candidates = [problem.minimise(cores, iterations, tolerance, penalty, enough) for cores in starts]

@@ -1,14 +1,15 @@
 """Budgets in time: what greedy's plan keeps of the dense network's latency once exported, and its accuracy.
 
-    RANKRL_DATA=DIR python scripts/bench_latency.py --checkpoints DIR [--models resnet20 resnet56 resnet18]
+    RANKRL_DATA=DIR python scripts/bench_latency.py --checkpoints DIR [--models resnet20 resnet9:width=32 ...]
 
-For each network the first row is the dense one in 8-bit integers by onnxruntime alone. Then the candidates of
-the formats (`cp+tucker`: every layer chooses) are timed in onnxruntime in each precision, greedy chooses
-within each budget, the plan is applied, fine-tuned for --epochs if that is wanted, and exported; the file is
-timed beside the dense network's in turns. Accuracies are the files' own on the test set, before and after.
-CIFAR ResNets take the published CIFAR-10 checkpoints; torchvision's networks see the same images at 224 x 224
-with random weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the
-processor's lanes empty with ranks of any size.
+For each network the first row is the dense one in 8-bit integers by onnxruntime alone, the second a plan in
+float32 alone, within a budget of its own (--float-latency). Then the candidates of the formats (`cp+tucker`:
+every layer chooses) are timed in onnxruntime in each precision, greedy chooses within each budget, the plan
+is applied, fine-tuned for --epochs if that is wanted, and exported; the file is timed beside the dense
+network's in turns. Accuracies are the files' own on the test set, before and after. Networks take the
+checkpoint DATASET-MODEL.th or .safetensors; torchvision's see the same images at 224 x 224 with random
+weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the processor's
+lanes empty with ranks of any size.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--checkpoints", type=Path, help="folder of cifar10-MODEL.th; untrained without")
     parser.add_argument("--dataset", default="cifar10")
-    parser.add_argument("--models", nargs="+", default=["resnet20", "resnet56", "resnet18"])
+    parser.add_argument(
+        "--models", nargs="+", default=["resnet20", "resnet56", "resnet18"], help="NAME[:OPTION=NUMBER]"
+    )
     parser.add_argument("--formats", nargs="+", default=["cp+tucker"])
     parser.add_argument("--precisions", nargs="+", default=["float32+int8"])
     parser.add_argument("--multiples", nargs="+", type=int, help="of ranks; what suits the machine without")
     parser.add_argument("--latency", nargs="+", type=float, default=[0.35, 0.28], help="of the dense time")
+    parser.add_argument("--float-latency", nargs="*", type=float, default=[0.6], help="of float32 alone")
     parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=5e-4, help="of fine-tuning")
     parser.add_argument("--batch", type=int, default=64, help="images of a timed batch, 1 at 224 x 224")
@@ -86,9 +90,11 @@ def main(arguments: list[str] | None = None) -> None:
         model, data = network_and_data(name, chosen)
         lines.append(integer_row(name, model, data, chosen))
         print(lines[-1], flush=True)
-        cells = product(
-            chosen.formats, chosen.precisions, chosen.multiples or [fast_multiple()], chosen.latency
-        )
+        multiples = chosen.multiples or [fast_multiple()]
+        cells = [
+            *product(chosen.formats, ["float32"], multiples, chosen.float_latency),
+            *product(chosen.formats, chosen.precisions, multiples, chosen.latency),
+        ]
         for cell in cells:
             lines.append(row(name, model, data, *cell, chosen))
             print(lines[-1], flush=True)
@@ -104,10 +110,13 @@ def network_and_data(name: str, chosen: argparse.Namespace) -> tuple[nn.Module, 
     """Return a network and images of its size."""
     data = load_dataset(chosen.dataset, seed=0)
     torch.manual_seed(0)
+    name, *pairs = name.split(":")
+    options = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
     if name in list_models():
-        model = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+        model = create_model(name, input_shape=data.input_shape, num_classes=data.classes, **options)
         if chosen.checkpoints is not None:
-            load_checkpoint(model, chosen.checkpoints / f"{chosen.dataset}-{name}.th")
+            found = sorted(chosen.checkpoints.glob(f"{chosen.dataset}-{name}.*"))
+            load_checkpoint(model, found[0] if found else chosen.checkpoints / f"{chosen.dataset}-{name}.th")
         return model.eval(), data
     data = dataclasses.replace(
         data,

@@ -36,6 +36,7 @@ class TensorFormat(ABC):
         bonds_in_channels: How many bonds a stage's channel count is the product of: 2 where each runs between
             two of them, as in a ring.
         starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
+        cancels: Whether the terms of the best fit may grow and cancel one another.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -46,6 +47,7 @@ class TensorFormat(ABC):
     bonds_in_channels: ClassVar[int] = 1
     starts_in_metric: ClassVar[bool] = False
     splits_kernel: ClassVar[bool] = False
+    cancels: ClassVar[bool] = False
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:

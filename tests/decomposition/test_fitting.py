@@ -323,7 +323,11 @@ def test_non_finite_weights_and_moments_are_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"iterations": -1}, {"starts": 0}, {"tolerance": -1e-9}, {"tolerance": float("nan")}]
+    "options",
+    [
+        *({"iterations": -1}, {"starts": 0}, {"tolerance": -1e-9}, {"tolerance": float("nan")}),
+        *({"stability": -0.1}, {"enough": -1e-3}),
+    ],
 )
 def test_senseless_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(DecompositionError, match="fit options need"):
@@ -405,6 +409,35 @@ def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
     large = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
     assert asked[0] is not None
     assert large.error <= small.error * 1.02 + 1e-6
+
+
+@pytest.mark.parametrize("rank", [6, 12, 20])
+def test_the_terms_of_cp_are_smaller_for_little_more_error(rank: int) -> None:
+    modes, cp = WeightModes((12,), (12,), 9), get_format("cp")
+    weight, metric = normal_weight(modes), second_moment(modes.columns)
+
+    def fitted(stability: float) -> tuple[float, float]:
+        options = FitOptions(iterations=200, stability=stability)
+        fit = fit_weight(cp, weight, modes, (rank,), metric, options)
+        sizes = torch.stack([core.square().sum(0) for core in fit.cores]).prod(0)
+        return fit.error, float(sizes.sum())
+
+    free, steady = fitted(0.0), fitted(0.03)
+    assert steady[1] < 0.9 * free[1]
+    assert steady[0] < 1.1 * free[0]
+
+
+def test_only_terms_that_can_cancel_are_kept_small() -> None:
+    modes, weight = WeightModes((6,), (5,), 9), normal(6, 5, 9)
+    for name in list_formats():
+        tensor_format = get_format(name)
+        ranks = middle_ranks(tensor_format, modes)
+        fits = [
+            fit_weight(tensor_format, weight, modes, ranks, options=FitOptions(stability=each))
+            for each in (0.0, 0.1)
+        ]
+        pairs = zip(*(fit.cores for fit in fits), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs) == (name != "cp"), name
 
 
 def test_a_fit_that_is_good_enough_stops_there() -> None:

@@ -26,7 +26,17 @@ QUICK = [
     "--runs",
     "2",
 ]
-QUICK += ["--precisions", "float32", "--candidates", "2", "--iterations", "0", "--images", "32"]
+QUICK += [
+    "--float-latency",
+    "--precisions",
+    "float32",
+    "--candidates",
+    "2",
+    "--iterations",
+    "0",
+    "--images",
+    "32",
+]
 
 
 def small() -> nn.Module:

@@ -4,7 +4,8 @@ For every format and selector `recorded_searches.json` holds what the search bel
 when it came, how many different plans were scored, the mean reward of all episodes, and the plan's ranks. A
 change of how searches are written must not change them. They were first recorded by commit 46c4ed3, where a
 plan was a tuple of ranks, and were equal when searches came to choose among candidates; they were recorded
-anew when the fits changed (moments shrunk, terms bounded, CP scaled). The learning selectors are not among
+anew when the fits changed (moments shrunk, terms bounded, CP scaled; CP alone when its terms were kept from
+cancelling). The learning selectors are not among
 them.
 """
 
