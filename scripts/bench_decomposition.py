@@ -12,7 +12,8 @@ that computes one solution (SVDs, HOOI) stands beside our algebraic start, an it
 killed run goes on where it was. `network` times calibration and fit of a whole ResNet at one plan and states
 the memory. `scale` states time and memory of calibration, of the fits of all candidates and of applying a
 plan for half of the parameters, for torchvision's networks, each in a process of its own. Their weights are
-random, with singular values that fall as i^-1/2: what counts here is the size.
+random, with singular values that fall as i^-1/2: what counts here is the size. `stability` compares CP
+with and without the term that keeps its terms from cancelling (`FitOptions.stability`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -45,6 +47,8 @@ from decomposition import (
     Factorise,
     FitLibrary,
     FitOptions,
+    LayerPlan,
+    Quantise,
     TensorFormat,
     WeightModes,
     apply_plan,
@@ -60,7 +64,9 @@ from decomposition import (
     plan_from_choices,
     reestimate_batch_norm,
 )
+from decomposition.fitting import CHOOSING
 from decomposition.heuristics import get_heuristic
+from decomposition.operations.base import FINAL
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.models import create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
@@ -77,6 +83,7 @@ TITLES = {
     "accuracy": "Accuracy without fine-tuning",
     "network": "Calibration and fit of a whole network",
     "scale": "Large networks",
+    "stability": "Terms of CP that cancel",
 }
 WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48, "spatial_svd": 12}
 NETWORKS = ("resnet18", "resnet50", "convnext_tiny", "vit_b_16")
@@ -254,9 +261,9 @@ def fits_report(options: argparse.Namespace) -> str:
     return "\n".join([*lines, f"| seconds, all layers | {' | '.join(seconds)} |"])
 
 
-def calibration_images(data: ImageData, count: int) -> torch.Tensor:
+def calibration_images(data: ImageData, count: int, *, seed: int = 0) -> torch.Tensor:
     """Draw unlabelled, normalised training images, (count, 3, 32, 32)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     walk = batches(data.train, count, mean=data.mean, std=data.std, generator=generator, shuffle=True)
     return next(walk)[0]
 
@@ -322,6 +329,63 @@ def accuracy_report(options: argparse.Namespace) -> str:
                 if options.rows is not None:
                     with options.rows.open("a", encoding="utf-8") as file:
                         file.write(json.dumps([name, ratio, selector, lines[-1]]) + "\n")
+    return "\n".join(lines)
+
+
+def stability_report(options: argparse.Namespace) -> str:
+    """Measure CP with terms of any size and with terms kept from cancelling, as a Markdown table."""
+    model = load_network(options.checkpoint)
+    data = load_dataset("cifar10")
+    lines = [
+        f"Test accuracy in % of greedy's plan after the sequential refit to {options.calibration} unlabelled "
+        f"training images, {options.seeds} draws of them, mean and range; in integers every layer is rounded "
+        "to 8 bits.",
+        "",
+        "| parameters ÷ | stability | float32 | 8-bit integers |",
+        "|---:|---:|---:|---:|",
+    ]
+    found: dict[tuple[float, float], list[tuple[float, float]]] = {}
+    for seed, stability in product(range(options.seeds), options.stability):
+        images = calibration_images(data, options.calibration, seed=seed)
+        library = FitLibrary.calibrated(
+            model,
+            data.input_shape,
+            "cp",
+            images.split(256),
+            options=replace(CHOOSING, stability=stability),
+        )
+        sites = library.all_candidates()
+        for ratio in options.ratios:
+            budget = Budget.of_model(model, sites, data.input_shape, "params", 1 / ratio)
+            choices = get_heuristic("greedy").choose(library, sites, budget)
+            specs = inspect_layers(model, data.input_shape)
+            plan = plan_from_choices(sites, choices, specs, data.input_shape, "greedy")
+            integers = replace(
+                plan,
+                layers=tuple(
+                    each
+                    if spec.refusal is not None
+                    else LayerPlan(each.name, (*each.operations, Quantise()), None)
+                    for each, spec in zip(plan.layers, specs, strict=True)
+                ),
+            )
+            cells = tuple(
+                100
+                * report_accuracy(
+                    apply_plan(model, each, images, options=replace(FINAL, stability=stability)),
+                    data.test,
+                    mean=data.mean,
+                    std=data.std,
+                )
+                for each in (plan, integers)
+            )
+            _say(f"{ratio:g}x, stability {stability:g}, seed {seed}: {cells[0]:.2f}, {cells[1]:.2f}")
+            found.setdefault((ratio, stability), []).append((cells[0], cells[1]))
+    for (ratio, stability), pairs in sorted(found.items()):
+        columns = (
+            f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in zip(*pairs, strict=True)
+        )
+        lines.append(f"| {ratio:g} | {stability:g} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
@@ -475,25 +539,26 @@ def main() -> None:
         help="accuracy, scale: formats",
     )
     parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy: parameters ÷"
+        "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy, stability: parameters ÷"
     )
     parser.add_argument("--rows", type=Path, help="accuracy: file of finished rows, to go on after a kill")
-    parser.add_argument(
-        "--calibration", type=int, default=768, help="accuracy, network, scale: images (default 768)"
-    )
+    parser.add_argument("--calibration", type=int, default=768, help="all but fits: images (default 768)")
     parser.add_argument("--networks", nargs="+", default=NETWORKS, help="scale: networks of torchvision")
     parser.add_argument("--size", type=int, default=64, help="scale: height and width (default 64)")
     parser.add_argument("--workers", type=int, default=2, help="scale: processes (default 2)")
+    parser.add_argument("--stability", type=float, nargs="+", default=[0, 0.03], help="stability: values")
+    parser.add_argument("--seeds", type=int, default=3, help="stability: draws of images (default 3)")
     options = parser.parse_args()
     if options.part not in ("fits", "scale") and options.checkpoint is None:
         parser.error(f"--part {options.part} needs --checkpoint")
-    if min(options.repeats, options.iterations, options.calibration) < 1:
-        parser.error("--repeats, --iterations and --calibration must be at least 1")
+    if min(options.repeats, options.iterations, options.calibration, options.seeds) < 1:
+        parser.error("--repeats, --iterations, --calibration and --seeds must be at least 1")
     reports = {
         "fits": fits_report,
         "accuracy": accuracy_report,
         "network": network_report,
         "scale": scale_report,
+        "stability": stability_report,
     }
     table = reports[options.part](options)
     short = {} if options.checkpoint is None else {str(options.checkpoint): options.checkpoint.name}
