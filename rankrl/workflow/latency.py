@@ -38,7 +38,7 @@ from rankrl.workflow.latency_fit import corrected
 
 log = logging.getLogger(__name__)
 
-_ADJUSTMENTS = 5
+_ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
 _PLANS_TRIED = 20
