@@ -7,11 +7,13 @@ import dataclasses
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import pytest
 from filelock import FileLock
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -29,6 +31,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("rankrl")
+
+
+# TensorBoard brings absl, whose handler closes the stream that was sys.stderr when it was imported as soon as
+# Hydra sets up its own logging: pytest's, if that is during a test.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 def pytest_collection_finish() -> None:

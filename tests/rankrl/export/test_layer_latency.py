@@ -201,7 +201,7 @@ def test_senseless_budgets_in_time_are_refused(model: nn.Module, library: FitLib
     sites = library.all_candidates(limit=3)
     with pytest.raises(ConfigError, match="needs measured latencies"):
         SearchProblem.from_model(model, sites, SHAPE, latency=0.5)
-    with pytest.raises(ConfigError, match=r"budget\.params=0\.5 and budget\.latency=0\.5"):
+    with pytest.raises(ConfigError, match="needs measured latencies"):
         SearchProblem.from_model(model, sites, SHAPE, latency=0.5, params=0.5)
     problem = SearchProblem.from_model(model, sites, SHAPE, params=0.5)
     assert problem.cost(problem.preset).time is None

@@ -61,7 +61,7 @@ def test_ctrl_c_finishes_the_episode_and_saves(small_problem, synthetic_evaluato
     def interrupt(row) -> None:
         seen.append(row)
         if row.episode == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     result = search(small_problem, synthetic_evaluator, folder=tmp_path, on_episode=interrupt)
     assert result.stopped_by == "interrupt"
@@ -75,8 +75,8 @@ def test_ctrl_c_finishes_the_episode_and_saves(small_problem, synthetic_evaluato
 
 def test_a_second_ctrl_c_stops_at_once(small_problem, synthetic_evaluator) -> None:
     def interrupt(row) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         search(small_problem, synthetic_evaluator, on_episode=interrupt)
