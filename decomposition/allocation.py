@@ -182,6 +182,8 @@ class Budget:
                     f"({each.fixed:.10g} where nothing can be decomposed); the least is "
                     f"{np.ceil(least * 1e4) / 1e4:.4f}"
                 )
+        if self.also is None:
+            return
         choices = self.cheapest(sites)
         if not self.kept(sites, choices):
             asked = " and ".join(f"budget.{each.measure}={each.fraction}" for each in self.limits)

@@ -168,7 +168,7 @@ class Fitter:
             The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, in the Frobenius
             norm, they are at most `LARGEST_AMPLIFICATION` times the weight, and so are their outputs in the
             metric unless not even those of the algebraic solution are. Its error is no larger than that of
-            the point it starts from, unless that one's terms cancel.
+            the point it starts from, unless that one's terms cancel, but for what `stability` gives away.
         """
         with _few_threads(self.modes.columns):
             if self._vanishes:

@@ -282,8 +282,8 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
-    several = budget.borders or budget.also is not None
-    choices = budget.cheapest(sites) if several else np.array([each[0] for each in useful])
+    coupled = budget.borders or budget.also is not None
+    choices = budget.cheapest(sites) if coupled else np.array([each[0] for each in useful])
     left = budget.left(sites, choices)
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)

@@ -13,7 +13,7 @@ from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric, RowFactor, channel_moments, times
+from decomposition.metric import Metric, RowFactor, channel_moments, times, whole
 from decomposition.modes import WeightModes
 
 _HOOI_SWEEPS = 10
@@ -211,10 +211,7 @@ class _InMetric:
     def _turned_both(self, metric: Metric) -> torch.Tensor:
         """Return the moments of the inputs in the basis, (in * kernel, in * kernel)."""
         if isinstance(metric, RowFactor):
-            rows = self._turned(metric.rows)
-            moments = rows.T @ rows
-            moments.diagonal().add_(metric.ridge)  # the basis is orthonormal
-            return moments
+            return whole(RowFactor(self._turned(metric.rows), metric.ridge))  # the basis is orthonormal
         return self._turned(self._turned(metric).T)
 
     def _turned(self, rows: torch.Tensor) -> torch.Tensor:
