@@ -130,7 +130,7 @@ def network_and_data(name: str, chosen: argparse.Namespace) -> tuple[nn.Module, 
 
 def enlarged(images: Images) -> Images:
     """Return the first few images at 224 x 224 pixels."""
-    few = images.subset(torch.arange(min(FEW_IMAGES, len(images))))
+    few = images.first(FEW_IMAGES)
     pixels = F.interpolate(few.x.float(), size=LARGE, mode="bilinear", antialias=True)
     return dataclasses.replace(few, x=pixels.round().to(few.x.dtype))
 

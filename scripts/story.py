@@ -173,7 +173,7 @@ def chapter_budgets(story: Story) -> None:
     """
     model, data, page = story.model, story.data, story.page
     test = data.test.for_report()
-    tested = TestImages(test.subset(torch.arange(min(CURVE_IMAGES, len(test)))))
+    tested = TestImages(test.first(CURVE_IMAGES))
     labels = ("weights", "data", "data, layer after layer")
     panels, rows = {}, []
     for rule in ("uniform", "greedy"):

@@ -46,6 +46,10 @@ class Images:
         """Return copies of the images at `indices`, an int64 tensor of shape (M,)."""
         return Images(self.x[indices], self.y[indices])
 
+    def first(self, count: int) -> Images:
+        """Return copies of the first `count` images, or of all where there are fewer."""
+        return self.subset(torch.arange(min(count, len(self))))
+
     def to(self, device: torch.device) -> Images:
         """Return the same images on `device`."""
         return Images(self.x.to(device), self.y.to(device))

@@ -24,7 +24,7 @@ def export(config: AppConfig, folder: RunFolder) -> None:
         network, baseline, data, folder.onnx, export_options, metadata=metadata, scratch=folder.state
     )
     metrics["runtimes"] = runtime_numbers(
-        network, baseline, folder.onnx, data, export_options, scratch=folder.state
+        network, baseline, folder.onnx, data, export_options, known=metrics["onnx"], scratch=folder.state
     )
     steps.exported_step(config, network, folder)
     metrics["ratios"] = {"latency": latency}

@@ -84,7 +84,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     )
     metrics["dense_int8"] = int8_numbers(baseline, data, export_options, folder.state)
     metrics["runtimes"] = runtime_numbers(
-        finetuned, baseline, folder.onnx, data, export_options, scratch=folder.state
+        finetuned, baseline, folder.onnx, data, export_options, known=metrics["onnx"], scratch=folder.state
     )
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)

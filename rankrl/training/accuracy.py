@@ -49,7 +49,7 @@ def predict_logits(
     """
     precision = inference_precision(model_device(model)) if precision is None else precision
     walk = batches(images, batch_size, mean=mean, std=std, device=precision.device)
-    two = images.subset(torch.arange(min(2, len(images))))
+    two = images.first(2)
     example = next(batches(two, 2, mean=mean, std=std, device=precision.device))[0]
     if factorised_layers(model):
         model = contracted(model)

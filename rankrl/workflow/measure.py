@@ -289,7 +289,7 @@ def verified(
         ExportError: Either is beyond what rounding errors explain.
     """
     inside = options.inside(data)
-    images = data.heldout.subset(torch.arange(min(_VERIFIED_IMAGES, len(data.heldout))))
+    images = data.heldout.first(_VERIFIED_IMAGES)
     (inputs, _), *_ = file_batches(images, len(images), data, options)
     if not is_rounded(network):
         return verify_onnx(network, path, inputs, preprocessing=inside, runtime=runtime), None
@@ -318,7 +318,7 @@ def verified(
 
 def compared_images(data: ImageData) -> Images:
     """Return the held-out images on which classes are compared, at `COMPARED_BATCH` a time."""
-    return data.heldout.subset(torch.arange(min(_COMPARED_IMAGES, len(data.heldout))))
+    return data.heldout.first(_COMPARED_IMAGES)
 
 
 def range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:

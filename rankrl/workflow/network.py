@@ -107,7 +107,7 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
 
 def images_for_ranges(data: ImageData) -> Images:
     """Return the held-out images that set the ranges of activations in integers."""
-    return data.heldout.subset(torch.arange(min(RANGE_IMAGES, len(data.heldout))))
+    return data.heldout.first(RANGE_IMAGES)
 
 
 def range_images(data: ImageData) -> Iterator[torch.Tensor]:

@@ -74,7 +74,7 @@ class ImageScoring:
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or in many."""
         data = self.data
-        images = data.heldout.subset(torch.arange(min(self.images, len(data.heldout))))
+        images = data.heldout.first(self.images)
         arguments: dict[str, Any] = {
             "mean": data.mean,
             "std": data.std,
