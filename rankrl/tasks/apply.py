@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decomposition import CompressionPlan, inspect_layers, save_compressed
+from decomposition import CompressionPlan, save_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
@@ -32,6 +32,5 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         "compressed": after,
         "ratios": ratios,
     }
-    remaining = plan.specs(dense)
-    rows = layer_rows(plan, inspect_layers(dense, data.input_shape), compressed, remaining=remaining)
+    rows = layer_rows(plan, dense, compressed)
     steps.finish(folder, metrics, seed=config.seed, layers=rows)

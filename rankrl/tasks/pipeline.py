@@ -31,10 +31,10 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     export_options = options.export_options(config)
     baseline = export_dense(dense, data, folder.state, export_options)
     images = steps.calibration(config, data, dense)
-    problem, result = steps.chosen_plan(config, data, dense, images, folder)
+    _, result = steps.chosen_plan(config, data, dense, images, folder)
     plan = result.plan
     compressed = steps.applied_plan(config, plan, dense, images)
-    rows = layer_rows(plan, problem.specs, compressed)
+    rows = layer_rows(plan, dense, compressed)
     finetuned = copy.deepcopy(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)
     save_compressed(finetuned, plan, folder.model, dense=dense)

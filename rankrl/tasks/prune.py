@@ -57,7 +57,6 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         "pruning": _pruning_numbers(chosen, pruned, dense, data),
     }
     network, plan = pruned.network, with_preprocessing(pruned.plan, data)
-    remaining = inspect_layers(network, data.input_shape)
     if decomposing is None:
         plan.save(folder.plan)
     else:
@@ -67,7 +66,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         network, plan, metrics["search"] = _decomposed(
             decomposing, data, tuned, pruned, images, dense, folder
         )
-    rows = layer_rows(plan, inspect_layers(dense, data.input_shape), network, remaining=remaining)
+    rows = layer_rows(plan, dense, network)
     finetuned = copy.deepcopy(network)
     epochs = steps.finetuned(config, data, finetuned, dense, folder, after_removal=decomposing is None)
     save_compressed(finetuned, plan, folder.model, dense=dense)

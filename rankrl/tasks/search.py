@@ -24,4 +24,4 @@ def search(config: AppConfig, folder: RunFolder) -> None:
         "search": steps.search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
-    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, problem.specs))
+    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from decomposition import (
     Factorise,
     FactorisedLayer,
     LayerPlan,
-    LayerSpec,
     Quantise,
     calibrate_ranges,
     contracted,
     count_macs,
     count_parameters,
     factorised_layers,
+    inspect_layers,
     without_rounding,
 )
 from decomposition.rounding import is_rounded
@@ -368,25 +368,16 @@ def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPla
     return dataclasses.replace(plan, metadata=noted)
 
 
-def layer_rows(
-    plan: CompressionPlan,
-    specs: Sequence[LayerSpec],
-    network: nn.Module | None = None,
-    *,
-    remaining: Sequence[LayerSpec] | None = None,
-) -> list[LayerRow]:
-    """Return the report's row of every layer, with the fit's error as the compressed `network` records it.
-
-    A plan with kept channels needs the `remaining` layers: those of the network after their removal.
-    """
-    pruned = {} if remaining is None else {spec.name: spec for spec in remaining}
+def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | None = None) -> list[LayerRow]:
+    """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
+    pruned = {spec.name: spec for spec in plan.specs(dense)}
     fitted = {} if network is None else factorised_layers(network)
-    by_name = {spec.name: spec for spec in specs}
+    by_name = {spec.name: spec for spec in inspect_layers(dense, plan.input_shape)}
     pruning = bool(plan.group_kinds)
     rows = []
     for layer in plan:
         spec = by_name[layer.name]
-        rest = pruned.get(layer.name, spec)
+        rest = pruned[layer.name]
         module = fitted.get(layer.name)
         chosen, cost = layer.operation(Factorise), layer.cost(rest)
         rounding = layer.operation(Quantise)
