@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from decomposition.candidates import CandidateSet
+from decomposition.candidates import CandidateSet, saved
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.operations.base import FLOAT_BYTES
@@ -96,25 +96,41 @@ class Budget:
         """Cost that the sites may take together."""
         return self.fraction * self.total - self.fixed
 
-    def between(self, integer: np.ndarray) -> np.ndarray:
-        """Return what borders between integers and floating point cost.
+    def coupled(self, sites: Sequence[CandidateSet]) -> bool:
+        """Tell whether what a candidate costs, in any budget, depends on its neighbours'."""
+        return any(bool(each.borders) for each in self.limits) or any(site.narrows for site in sites)
 
-        Args:
-            integer: Whether each site computes in integers, boolean; shape (..., sites).
+    def coupling(self, sites: Sequence[CandidateSet], site: int) -> np.ndarray | None:
+        """Return what candidates of a site and of the next one cost together beyond what each costs alone.
+
+        It is the border between integers and floating point, less what the site saves because the next one
+        does not read all of its outputs; infinite where the two do not go together.
 
         Returns:
-            Shape (...).
+            Shape (candidates of the site, candidates of the next), in the unit of the measure; `None` where
+            there is nothing.
         """
-        if not self.borders:
-            return np.zeros(integer.shape[:-1])
-        changes: np.ndarray = integer[..., 1:] != integer[..., :-1]
-        return changes @ np.asarray(self.borders)
+        here, behind = sites[site], sites[site + 1]
+        if not self.borders and behind.producer != here.name:
+            return None
+        together = np.zeros((len(here), len(behind)))
+        if self.borders:
+            together += self.borders[site] * (here.integer[:, None] != behind.integer[None])
+        if behind.producer == here.name:
+            together -= here.saved(self.measure)[:, behind.levels]
+        return together
 
     def spent(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
         """Return the cost of the whole model with candidate `choices[j]` of `sites[j]`."""
-        pairs = list(zip(sites, map(int, choices), strict=True))
-        own = sum(float(site.cost(self.measure)[choice]) for site, choice in pairs)
-        return self.fixed + own + float(self.between(np.array([site.integer[c] for site, c in pairs])))
+        own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
+        return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)
+
+    def crossed(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
+        """Return what the borders between integers and floating point cost under the choices."""
+        if not self.borders:
+            return 0.0
+        integer = np.array([site.integer[int(j)] for site, j in zip(sites, choices, strict=True)])
+        return float((integer[1:] != integer[:-1]) @ np.asarray(self.borders))
 
     def left(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return what the choices leave over of each budget; negative where they exceed it.
@@ -144,14 +160,11 @@ class Budget:
 
     def _extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
         costs = sites[site].cost(self.measure).astype(float)
+        if site > 0 and (before := self.coupling(sites, site - 1)) is not None:
+            costs = costs + before[choices[site - 1]]
+        if site < len(sites) - 1 and (behind := self.coupling(sites, site)) is not None:
+            costs = costs + behind[:, choices[site + 1]]
         extra: np.ndarray = costs - costs[choices[site]]
-        if not self.borders:
-            return extra
-        integer = sites[site].integer
-        for neighbour, border in ((site - 1, site - 1), (site + 1, site)):
-            if 0 <= neighbour < len(sites):
-                differs = integer != sites[neighbour].integer[choices[neighbour]]
-                extra += self.borders[border] * (differs.astype(float) - float(differs[choices[site]]))
         return extra
 
     def price(self, extra: np.ndarray, mixture: Sequence[float] | np.ndarray | None = None) -> np.ndarray:
@@ -270,7 +283,6 @@ class _Table:
     Attributes:
         limits: The budgets.
         losses: Shape (sites, width); infinite where there is no candidate, so that none is chosen there.
-        integer: Likewise which candidates compute in integers.
         absent: Likewise where there is no candidate.
     """
 
@@ -278,17 +290,15 @@ class _Table:
         width = max(map(len, sites))
         self.limits = budget.limits
         self.losses = np.full((len(sites), width), np.inf)
-        self.integer = np.zeros((len(sites), width), dtype=bool)
         self._costs = np.full((len(self.limits), len(sites), width), np.inf)
         for row, site in enumerate(sites):
             for costs, each in zip(self._costs, self.limits, strict=True):
                 costs[row, : len(site)] = site.cost(each.measure)
             self.losses[row, : len(site)] = site.losses
-            self.integer[row, : len(site)] = site.integer
         totals = np.array([each.total for each in self.limits])
         self.absent = ~np.isfinite(self._costs[0])
         self._shares = np.where(self.absent, 0.0, self._costs / totals[:, None, None])
-        self._borders = [np.asarray(each.borders) / each.total for each in self.limits]
+        self._couplings = [_Coupling.of(sites, budget, site, width) for site in range(len(sites) - 1)]
 
     def shares(self, mixture: np.ndarray) -> np.ndarray:
         """Return the costs as shares of their budgets' totals, mixed.
@@ -308,10 +318,12 @@ class _Table:
         It is at most 1 where a budget is kept.
         """
         rows = np.arange(len(self.losses))
-        integer = self.integer[rows, choices]
         shares = []
-        for costs, each in zip(self._costs, self.limits, strict=True):
-            spent = costs[rows, choices].sum(1) + each.between(integer)
+        for limit, (costs, each) in enumerate(zip(self._costs, self.limits, strict=True)):
+            spent = costs[rows, choices].sum(1)
+            for site, coupling in enumerate(self._couplings):
+                if coupling is not None:
+                    spent = spent + coupling.paid(limit, choices[:, site], choices[:, site + 1])
             kept = spent <= each.available
             share = np.full(len(spent), np.inf) if each.available <= 0 else spent / each.available
             # Rounding must not turn a plan away that meets its budget to the last bit.
@@ -319,10 +331,10 @@ class _Table:
         return np.stack(shares, axis=1)
 
     def least(self, values: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        """Return the choices with the least sum of values and of what borders cost.
+        """Return the choices with the least sum of values and of what neighbours cost together.
 
-        Without borders each site is on its own; with them the best way through the chain of sites is found
-        exactly by dynamic programming over whether a site computes in integers (Viterbi 1967).
+        Sites that are coupled to none are on their own; through a chain of coupled ones the best way is found
+        exactly by dynamic programming (Viterbi 1967).
 
         Args:
             values: Shape (weightings, sites, width).
@@ -332,28 +344,69 @@ class _Table:
             Shape (weightings, sites). Of equal candidates the first: the last one is the dense layer.
         """
         values = np.where(self.absent, np.inf, values)
-        priced = [prices[:, j, None] * each for j, each in enumerate(self._borders) if each.size]
-        if not priced:
+        if all(each is None for each in self._couplings):
             return values.argmin(2)
-        borders = np.sum(priced, axis=0)
-        split = [np.where(self.integer == state, values, np.inf) for state in (False, True)]
-        best = np.stack([each.min(2) for each in split], axis=2)  # (weightings, sites, 2)
-        choice = np.stack([each.argmin(2) for each in split], axis=2)
-        weightings, count, _ = best.shape
-        came = np.zeros((weightings, count, 2), dtype=int)
-        total = best[:, 0]
-        for site in range(1, count):
-            # Whether to come from the other state: [.., s] is the sum on the way to state s.
-            other = total[:, ::-1] + borders[:, site - 1, None]
-            switch = other < total
-            came[:, site] = np.where(switch, [1, 0], [0, 1])
-            total = np.where(switch, other, total) + best[:, site]
-        state = total.argmin(1)
-        rows, states = np.arange(weightings), np.zeros((weightings, count), dtype=int)
-        for site in reversed(range(count)):
-            states[:, site] = state
-            state = came[rows, site, state]
-        return np.take_along_axis(choice, states[:, :, None], axis=2)[:, :, 0]
+        count = values.shape[1]
+        # Of the best way to each candidate: its sum, and for each kind of the next site's where it came from.
+        total, origins = values[:, 0], []
+        for site, coupling in enumerate(self._couplings):
+            if coupling is None:
+                origins.append(total.argmin(1)[:, None])
+                total = total.min(1)[:, None] + values[:, site + 1]
+                continue
+            ways = total[:, :, None] + coupling.priced(prices)
+            origins.append(ways.argmin(1))
+            total = ways.min(1)[:, coupling.kinds] + values[:, site + 1]
+        rows = np.arange(len(values))
+        choices = np.zeros((len(values), count), dtype=int)
+        choices[:, -1] = total.argmin(1)
+        for site in reversed(range(count - 1)):
+            coupling, behind = self._couplings[site], choices[:, site + 1]
+            choices[:, site] = origins[site][rows, 0 if coupling is None else coupling.kinds[behind]]
+        return choices
+
+
+@dataclass(frozen=True)
+class _Coupling:
+    """What candidates of a site cost together with those of the next, which are of few kinds to it.
+
+    Attributes:
+        costs: In the unit of each budget, shape (limits, width, kinds); 0 where there is no candidate.
+        shares: The same as shares of the budgets' totals.
+        kinds: The kind of each of the next site's candidates, shape (width,).
+    """
+
+    costs: np.ndarray
+    shares: np.ndarray
+    kinds: np.ndarray
+
+    @classmethod
+    def of(cls, sites: Sequence[CandidateSet], budget: Budget, site: int, width: int) -> _Coupling | None:
+        """Return the coupling of a site and the next, `None` where there is none."""
+        found = [each.coupling(sites, site) for each in budget.limits]
+        if all(each is None for each in found):
+            return None
+        nothing = np.zeros((len(sites[site]), len(sites[site + 1])))
+        stacked = np.stack([nothing if each is None else each for each in found])
+        columns, kinds = np.unique(stacked.reshape(-1, nothing.shape[1]), axis=1, return_inverse=True)
+        costs = np.zeros((len(found), width, columns.shape[1]))
+        costs[:, : len(nothing)] = columns.reshape(len(found), len(nothing), -1)
+        padded = np.zeros(width, dtype=int)
+        padded[: len(kinds)] = kinds.ravel()
+        totals = np.array([each.total for each in budget.limits])
+        return cls(costs, costs / totals[:, None, None], padded)
+
+    def paid(self, limit: int, here: np.ndarray, behind: np.ndarray) -> np.ndarray:
+        """Return what choices of the site and of the next, shape (weightings,), cost together."""
+        paid: np.ndarray = self.costs[limit][here, self.kinds[behind]]
+        return paid
+
+    def priced(self, prices: np.ndarray) -> np.ndarray:
+        """Return the shares, priced (weightings, limits) and added up; shape (weightings, width, kinds)."""
+        forbidden = np.isinf(self.shares)
+        priced = np.tensordot(prices, np.where(forbidden, 0.0, self.shares), axes=1)
+        priced[:, forbidden.any(0)] = np.inf  # whatever the price is
+        return priced
 
 
 def _relaxed(

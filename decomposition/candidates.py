@@ -7,9 +7,11 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,11 @@ class Candidate:
         error: Relative output error, 0 for the site as it is.
         generator: What proposed it: the name of a tensor format, say.
         reason: Why nothing is done, for a candidate without operations.
+        reads: Input channels that the layer reads, sorted; the layer before it loses the others. `None` for
+            all of them.
+        level: Which of the numbers of channels that the site may read that is, counted from 1; 0 for all.
+        narrower: What the site costs where the next one reads only some of its outputs, for each such number
+            of channels; `None` where the operations do not go together with that.
     """
 
     operations: tuple[Operation, ...]
@@ -40,6 +47,9 @@ class Candidate:
     error: float
     generator: str = ""
     reason: str | None = None
+    reads: tuple[int, ...] | None = None
+    level: int = 0
+    narrower: tuple[Cost | None, ...] = ()
 
     @property
     def integer(self) -> bool:
@@ -49,10 +59,16 @@ class Candidate:
     @property
     def only_integers(self) -> bool:
         """Whether the site is dense and in integers: rounded, and nothing else."""
-        return self.integer and len(self.operations) == 1
+        return self.integer and len(self.operations) == 1 and self.reads is None
 
     def __str__(self) -> str:
-        return "; ".join(map(str, self.operations)) or "dense"
+        reads = [] if self.reads is None else [f"reads {len(self.reads)} channels"]
+        return "; ".join([*reads, *map(str, self.operations)]) or "dense"
+
+    def content(self) -> list[dict[str, Any]]:
+        """Return what is done, as plain values for JSON."""
+        reads = [] if self.reads is None else [{"reads": list(self.reads)}]
+        return [*reads, *(each.to_dict() for each in self.operations)]
 
 
 @dataclass(frozen=True)
@@ -64,15 +80,18 @@ class CandidateSet:
         candidates: At least one; the last leaves the site as it is.
         importance: What squared errors of this site count beside those of other sites; positive or 0.
         layers: Names of the site's layers; `None` for that of `spec` alone.
+        producer: Name of the site in front whose outputs this one alone reads, if candidates read only some.
     """
 
     spec: LayerSpec
     candidates: tuple[Candidate, ...]
     importance: float = 1.0
     layers: tuple[str, ...] | None = None
+    producer: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.candidates or self.candidates[-1].operations:
+        last = self.candidates[-1] if self.candidates else None
+        if last is None or last.operations or last.reads is not None:
             raise DecompositionError(
                 f"site {self.spec.name!r}: the last candidate must be the dense one, got "
                 f"{[str(each) for each in self.candidates]}"
@@ -154,6 +173,38 @@ class CandidateSet:
         """Which candidates take and give integers, boolean; shape (candidates,)."""
         return np.array([each.integer for each in self.candidates])
 
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """Which number of input channels each candidate reads, 0 for all; shape (candidates,)."""
+        return np.array([each.level for each in self.candidates])
+
+    @cached_property
+    def narrows(self) -> bool:
+        """Whether the next site may read only some of this one's outputs."""
+        return any(each.narrower for each in self.candidates)
+
+    def saved(self, measure: str) -> np.ndarray:
+        """Return what each candidate costs less where the next site reads fewer channels.
+
+        Returns:
+            Shape (candidates, levels of the next site), 0 in the first column, where it reads all; minus
+            infinity where a candidate does not go together with that.
+        """
+        if measure not in self._saved:
+            costs = self.cost(measure)
+            numbers = max(len(each.narrower) for each in self.candidates)
+            saved = np.zeros((len(self), 1 + numbers))
+            for row, each in enumerate(self.candidates):
+                for column, narrower in enumerate(each.narrower, start=1):
+                    lower = None if narrower is None else _in(narrower, measure)
+                    saved[row, column] = -np.inf if lower is None else costs[row] - lower
+            self._saved[measure] = saved
+        return self._saved[measure]
+
+    @cached_property
+    def _saved(self) -> dict[str, np.ndarray]:
+        return {}
+
     @property
     def mixed(self) -> bool:
         """Whether candidates come from several generators, or differ in precision."""
@@ -164,7 +215,8 @@ class CandidateSet:
         """Return the candidates that no other one beats in cost and error, in ascending order of cost.
 
         A set of one generator stays as it is: its candidates are a grid already. Where time counts, integers
-        and floating point do not beat each other: what is faster depends on the neighbours.
+        and floating point do not beat each other: what is faster depends on the neighbours. Nor do candidates
+        that read different numbers of channels: the site in front saves what they do not read.
 
         Args:
             measures: The costs that count, of `params`, `macs`, `bytes` and `latency`, the first one for the
@@ -173,10 +225,10 @@ class CandidateSet:
         if not self.mixed:
             return self
         costs, errors = np.stack([self.cost(measure) for measure in measures], axis=1), self.errors
-        classes = self.integer if "latency" in measures else np.zeros(len(self), dtype=bool)
+        classes = 2 * self.levels + (self.integer if "latency" in measures else 0)
         kept: list[int] = []
         for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
-            dear = not classes[index] and bool((costs[index] >= costs[self.dense]).all())
+            dear = classes[index] == 0 and bool((costs[index] >= costs[self.dense]).all())
             rivals = [each for each in kept if classes[each] == classes[index]]
             beaten = errors[rivals] <= errors[index]
             beaten &= (costs[rivals] <= costs[index]).all(1)
@@ -189,12 +241,29 @@ class CandidateSet:
         return replace(self, candidates=tuple(self.candidates[index] for index in indices))
 
 
+def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:
+    """Return what sites save because those behind them do not read all of their outputs.
+
+    Args:
+        sites: The candidates of every site.
+        choices: Index of the chosen candidate of every site.
+        measure: `params`, `macs`, `bytes` or `latency`.
+    """
+    return sum(
+        float(site.saved(measure)[int(choice), behind.levels[int(chosen)]])
+        for (site, choice), (behind, chosen) in pairwise(zip(sites, choices, strict=True))
+        if behind.producer == site.name and behind.levels[int(chosen)]
+    )
+
+
 def plan_from_choices(
     sites: Sequence[CandidateSet],
     choices: Iterable[int],
     all_specs: Sequence[LayerSpec],
     input_shape: Sequence[int],
     chosen_by: str,
+    *,
+    keep: Callable[[tuple[int, ...]], Operation] | None = None,
 ) -> CompressionPlan:
     """Make the plan that takes candidate `choices[j]` of `sites[j]`.
 
@@ -204,15 +273,34 @@ def plan_from_choices(
         all_specs: Every layer of the model (`inspect_layers`); those of no site are recorded with the reason.
         input_shape: Shape of one input without the batch axis.
         chosen_by: Recorded in the plan.
+        keep: Makes the operation that keeps these output channels of a layer, for candidates that read no
+            others.
+
+    Raises:
+        DecompositionError: If a candidate reads only some channels, and there is no `keep`.
     """
-    chosen = {
-        name: LayerPlan(name, candidate.operations, candidate.reason)
-        for site, choice in zip(sites, choices, strict=True)
-        for candidate in (site.candidates[int(choice)],)
-        for name in site.layer_names
-    }
+    chosen: dict[str, LayerPlan] = {}
+    for site, choice in zip(sites, choices, strict=True):
+        candidate = site.candidates[int(choice)]
+        for name in site.layer_names:
+            chosen[name] = LayerPlan(name, candidate.operations, candidate.reason)
+        if candidate.reads is not None:
+            if keep is None or site.producer is None:
+                raise DecompositionError(
+                    f"site {site.name!r} {candidate}, and there is no operation that removes the others; "
+                    "pass keep="
+                )
+            before = chosen[site.producer]
+            operations = (keep(candidate.reads), *before.operations)
+            chosen[site.producer] = replace(before, operations=operations, reason=None)
     layers = tuple(
         chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
         for spec in all_specs
     )
     return CompressionPlan(layers, fingerprint(all_specs), tuple(input_shape), chosen_by)
+
+
+def _in(cost: Cost, measure: str) -> float | None:
+    """Return a cost in a measure."""
+    value: float | None = cost.time if measure == "latency" else getattr(cost, measure)
+    return value

@@ -256,7 +256,8 @@ def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> flo
     """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
     operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
     if operation is None:
-        return min(spec.out_channels, spec.in_channels * spec.kernel_elements)
+        read = spec.in_channels if candidate.reads is None else len(candidate.reads)
+        return min(spec.out_channels, read * spec.kernel_elements)
     chosen, ranks = operation.tensor_format, operation.ranks
     if chosen.own_ranks:
         return sum(ranks) / len(ranks)
@@ -282,8 +283,8 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
-    coupled = budget.borders or budget.also is not None
-    choices = budget.cheapest(sites) if coupled else np.array([each[0] for each in useful])
+    apart = budget.also is None and not budget.coupled(sites)
+    choices = np.array([each[0] for each in useful]) if apart else budget.cheapest(sites)
     left = budget.left(sites, choices)
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)

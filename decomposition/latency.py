@@ -32,12 +32,15 @@ class LatencyTable:
         conditions: How it was measured (runtime, batch, threads, machine), for the reader.
         borders: For each site the time that is lost between it and the next where one of the two computes in
             integers and the other does not; empty where nothing does.
+        narrowed: For sites whose outputs the next one may read only in part: the time of every candidate at
+            every such number of channels.
     """
 
     sites: Mapping[str, Sequence[float]]
     rest: float = 0.0
     conditions: str = ""
     borders: Mapping[str, float] = field(default_factory=dict)
+    narrowed: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, times in self.sites.items():
@@ -75,9 +78,19 @@ class LatencyTable:
                     f"site {site.name!r} has {len(site)} candidates, the latency table holds {len(times)} "
                     "times for it; measure all candidates"
                 )
+            narrowed = self.narrowed.get(
+                site.name, [[time] * len(site.candidates[-1].narrower) for time in times]
+            )
             timed = tuple(
-                replace(candidate, cost=replace(candidate.cost, time=float(time)))
-                for candidate, time in zip(site.candidates, times, strict=True)
+                replace(
+                    candidate,
+                    cost=replace(candidate.cost, time=float(time)),
+                    narrower=tuple(
+                        None if each is None else replace(each, time=float(narrow))
+                        for each, narrow in zip(candidate.narrower, row, strict=True)
+                    ),
+                )
+                for candidate, time, row in zip(site.candidates, times, narrowed, strict=True)
             )
             dense = timed[-1]
             limits = {False: times[-1], True: np.inf}
@@ -107,6 +120,7 @@ class LatencyTable:
             "rest": self.rest,
             "borders": dict(self.borders),
             "sites": {name: list(times) for name, times in self.sites.items()},
+            "narrowed": {name: [list(row) for row in rows] for name, rows in self.narrowed.items()},
         }
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(content), encoding="utf-8")
@@ -126,6 +140,10 @@ class LatencyTable:
                 )
             sites = {name: tuple(map(float, times)) for name, times in content["sites"].items()}
             borders = {name: float(time) for name, time in content["borders"].items()}
-            return cls(sites, float(content["rest"]), str(content["conditions"]), borders)
+            narrowed = {
+                name: tuple(tuple(map(float, row)) for row in rows)
+                for name, rows in content.get("narrowed", {}).items()
+            }
+            return cls(sites, float(content["rest"]), str(content["conditions"]), borders, narrowed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DecompositionError(f"{path} is no latency table ({error}); measure anew") from error

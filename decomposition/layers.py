@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -86,6 +86,19 @@ class LayerSpec:
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight: `(out, in / groups, *kernel)`; torch swaps out and in where transposed."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def narrowed(self, *, inputs: int | None = None, outputs: int | None = None) -> LayerSpec:
+        """Return the layer with fewer channels and everything else alike; not for grouped convolutions."""
+        inputs, outputs = inputs or self.in_channels, outputs or self.out_channels
+        elements = inputs * outputs * self.kernel_elements
+        before = self.in_channels * self.out_channels * self.kernel_elements
+        return replace(
+            self,
+            in_channels=inputs,
+            out_channels=outputs,
+            params=elements + (outputs if self.bias else 0),
+            macs=self.macs * elements // before,
+        )
 
     @property
     def input_positions(self) -> int:

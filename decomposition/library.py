@@ -22,18 +22,22 @@ from decomposition.files import replacing
 from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.geometry import Geometry
+from decomposition.input_selection import Narrowing, Selection, select_inputs
+from decomposition.layer_plan import total_cost
 from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, weight_of
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, calibration_batches, collect_moments
 from decomposition.operations import (
     ChannelFactors,
+    Cost,
     Factorise,
     LayerOperation,
     Operation,
     Quantise,
     dense_cost,
 )
+from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import ACTIVATION_NOISE, PRECISIONS, amplification
 from decomposition.processes import in_processes
@@ -61,6 +65,8 @@ class FitLibrary:
         centred: Measure errors around the mean output, for evaluators that correct the mean (a bias or the
             batch norm behind the layer); meaningless without moments.
         multiple: Candidate ranks are multiples of it (`candidate_ranks`).
+        narrowings: For layers that may read only some of their input channels: how many, and which layer
+            loses the others.
         options: How much work each fit may do.
         folder: Where fits are kept on disk for the next run with the same weights, moments and options;
             `None` keeps them in memory only.
@@ -81,6 +87,7 @@ class FitLibrary:
         tensorised: bool = False,
         centred: bool = True,
         multiple: int = 1,
+        narrowings: Mapping[str, Narrowing] | None = None,
         options: FitOptions = CHOOSING,
         folder: Path | None = None,
     ) -> None:
@@ -115,6 +122,14 @@ class FitLibrary:
                     f"no input moments for layers {', '.join(missing)}; collect them first"
                 )
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
+        self.narrowings = dict(narrowings or {})
+        norms = {name: modules[spec.batch_norm] for name, spec in self.specs.items() if spec.batch_norm}
+        # What goes with an output channel beside the layer's own: scale and shift of the batch norm behind.
+        self._beside = {
+            name: sum(each.numel() for each in norm.parameters()) // self.specs[name].out_channels
+            for name, norm in norms.items()
+        }
+        self._selections: dict[str, dict[int, Selection]] = {}
         self._fits: dict[tuple[str, Factorise], Fit] = {}
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
@@ -179,19 +194,35 @@ class FitLibrary:
             self._fits[key] = fit
         return self._fits[key]
 
-    def weight(self, name: str, operations: Sequence[Operation]) -> torch.Tensor:
+    def selection(self, name: str, count: int) -> Selection:
+        """Return the selection of `count` input channels of a layer that has a narrowing."""
+        if name not in self._selections:
+            counts = self.narrowings[name].counts
+            arguments = self.weights[name], self._metrics[name], self.sensitivities.get(name)
+            self._selections[name] = select_inputs(*arguments, counts)
+        return self._selections[name][count]
+
+    def weight(
+        self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Return the dense weight (out, in, kernel) that a layer under these operations equals, float64.
+
+        Args:
+            name: The layer.
+            operations: What is done with it.
+            reads: The input channels that it reads (`Candidate.reads`); `None` for all.
 
         Raises:
             DecompositionError: If an operation has no fits here.
         """
-        weight, layer = self.weights[name], None
+        weight = self.weights[name] if reads is None else self.selection(name, len(reads)).weight
+        layer = None
         for operation in operations:
             if isinstance(operation, Factorise):
                 cores = self.fit(name, operation).cores
                 weight = operation.tensor_format.reconstruct(cores, operation.modes(self.specs[name]))
             elif isinstance(operation, Quantise):
-                layer = self._layer(name, operations)
+                layer = self._layer(name, operations, weight)
             else:
                 raise DecompositionError(
                     f"layer {name!r}: a library of fits knows nothing of {operation.kind!r}"
@@ -201,12 +232,12 @@ class FitLibrary:
         dense = layer.to_dense() if isinstance(layer, FactorisedLayer) else layer
         return weight_of(cast(DecomposableModule, dense))
 
-    def _layer(self, name: str, operations: Sequence[Operation]) -> nn.Module:
-        """Return a layer under factorisation and rounding, in float32."""
+    def _layer(self, name: str, operations: Sequence[Operation], weight: torch.Tensor) -> nn.Module:
+        """Return a layer of that dense weight under factorisation and rounding, in float32."""
         spec = self.specs[name]
         dense = self._geometries[name].dense(dtype=torch.float32)
         with torch.no_grad():
-            dense.weight.copy_(self.weights[name].reshape(dense.weight.shape))
+            dense.weight.copy_(weight.reshape(dense.weight.shape))
         layer: nn.Module = dense
         for operation in operations:
             if isinstance(operation, LayerOperation):
@@ -222,19 +253,22 @@ class FitLibrary:
         tensors = 1 if modes.kernel == 1 else 2
         return tensors * amplification(operation.tensor_format, cores, modes, self._metrics[name]) ** 2
 
-    def _error(self, name: str, operations: Sequence[Operation]) -> float:
+    def _error(self, name: str, candidate: Candidate) -> float:
         """Return a candidate's relative output error.
 
         What rounding adds to the fit's is estimated: that of weights by their own change, that of activations
         by a constant each.
         """
+        operations, reads = candidate.operations, candidate.reads
         squared, plain = 0.0, []
+        if reads is not None:
+            squared += self.selection(name, len(reads)).error ** 2
         for operation in operations:
             if isinstance(operation, Factorise):
                 squared += self.fit(name, operation).error ** 2
                 plain.append(operation)
             elif isinstance(operation, Quantise):
-                before, after = self.weight(name, plain), self.weight(name, operations)
+                before, after = (self.weight(name, each, reads) for each in (plain, operations))
                 size = float(self.weights[name].norm())
                 squared += (float((after - before).norm()) / size) ** 2 if size > 0 else 0.0
                 if operation.integer:
@@ -286,6 +320,8 @@ class FitLibrary:
         part.sensitivities = {key: each for key, each in self.sensitivities.items() if key == name}
         part._metrics = {name: self._metrics[name]}
         part._geometries = {name: self._geometries[name]}
+        part.narrowings = {key: each for key, each in self.narrowings.items() if name in (key, each.producer)}
+        part._selections = {key: each for key, each in self._selections.items() if key == name}
         part._fits = {key: fit for key, fit in self._fits.items() if key[0] == name}
         return part
 
@@ -332,17 +368,19 @@ class FitLibrary:
         finish: Callable[[CandidateSet], None],
     ) -> None:
         parts = ((self._part(name), wanted) for name, wanted in jobs)
-        for fits, site in in_processes(_fit_part, parts, workers, "fits"):
+        for fits, selections, site in in_processes(_fit_part, parts, workers, "fits"):
             self._fits.update(fits)
+            self._selections.update(selections)
             finish(site)
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
         """Fit candidates and return them with their errors."""
         name = unfitted.name
-        fitted = [
-            replace(candidate, error=self._error(name, candidate.operations))
-            for candidate in unfitted.candidates[:-1]
+        selected = [
+            replace(each, reads=None if each.reads is None else self.selection(name, len(each.reads)).reads)
+            for each in unfitted.candidates[:-1]
         ]
+        fitted = [replace(each, error=self._error(name, each)) for each in selected]
         return replace(
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
         )
@@ -364,9 +402,42 @@ class FitLibrary:
         choices = [choice for each in self.formats for choice in self._choices(name, each, limit, root)]
         choices = [rounded for each in choices for rounded in self._rounded(name, each)]
         choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
+        choices += self._narrowed(name)
         reason = "dense is the better choice here" if choices else "no rank makes it smaller"
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
-        return CandidateSet(spec, (*choices, dense))
+        narrowing = self.narrowings.get(name)
+        return CandidateSet(
+            spec,
+            tuple(replace(each, narrower=self._narrower(name, each)) for each in (*choices, dense)),
+            producer=None if narrowing is None else narrowing.producer,
+        )
+
+    def _narrowed(self, name: str) -> list[Candidate]:
+        """Return the candidates that read only some input channels; fitting them finds out which."""
+        narrowing, spec, found = self.narrowings.get(name), self.specs[name], []
+        for level, count in enumerate(narrowing.counts if narrowing else (), start=1):
+            cost = dense_cost(spec.narrowed(inputs=count))
+            plain = Candidate((), cost, 1.0, "channels", reads=tuple(range(count)), level=level)
+            found += [plain] * ("float32" in self.precisions) + self._rounded(name, plain)
+        return found
+
+    def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
+        """Return what a candidate costs where the next layer reads only some of its outputs."""
+        behind = next((each for each in self.narrowings.values() if each.producer == name), None)
+        inputs = None if candidate.reads is None else len(candidate.reads)
+        costs: list[Cost | None] = []
+        for count in behind.counts if behind else ():
+            spec = self.specs[name].narrowed(inputs=inputs, outputs=count)
+            try:
+                for operation in candidate.operations:
+                    operation.check(spec)
+            except DecompositionError:
+                costs.append(None)  # ranks that the narrower layer has no room for
+                continue
+            cost = total_cost(candidate.operations, spec)
+            gone = self._beside.get(name, 0) * (self.specs[name].out_channels - count)
+            costs.append(replace(cost, params=cost.params - gone, bytes=cost.bytes - FLOAT_BYTES * gone))
+        return tuple(costs)
 
     def modes(self, name: str, tensor_format: TensorFormat) -> WeightModes:
         """Return how a layer's weight is read as a tensor in a format of the library."""
@@ -390,7 +461,8 @@ class FitLibrary:
 
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
         """Return a candidate in every precision, the dense layer in those that do something with it."""
-        spec, found = self.specs[name], []
+        inputs = None if candidate.reads is None else len(candidate.reads)
+        spec, found = self.specs[name].narrowed(inputs=inputs), []
         for precision in self.precisions:
             rounding = PRECISIONS[precision]
             operations = (*candidate.operations, *rounding)
@@ -404,7 +476,8 @@ class FitLibrary:
             cost = candidate.cost
             for each in rounding:
                 cost = each.cost(spec, cost)
-            found.append(Candidate(operations, cost, 1.0, candidate.generator or precision))
+            generator = candidate.generator or precision
+            found.append(replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator))
         return found
 
     def importance(self, name: str) -> float:
@@ -485,14 +558,15 @@ class FitLibrary:
 
 def _fit_part(
     job: tuple[FitLibrary, CandidateSet | int],
-) -> tuple[dict[tuple[str, Factorise], Fit], CandidateSet]:
+) -> tuple[dict[tuple[str, Factorise], Fit], dict[str, dict[int, Selection]], CandidateSet]:
     """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format.
 
     Returns:
-        The fits that are new, and the fitted candidates.
+        The fits that are new, the selected input channels, and the fitted candidates.
     """
     part, wanted = job
     known = set(part._fits)
     (name,) = part.specs
     site = part.candidates(name, limit=wanted) if isinstance(wanted, int) else part.fitted(wanted)
-    return {key: fit for key, fit in part._fits.items() if key not in known}, site
+    fits = {key: fit for key, fit in part._fits.items() if key not in known}
+    return fits, part._selections, site

@@ -32,6 +32,8 @@ def search(
     score: Score,
     calibration: Tensor | Iterable[Tensor],
     decomposition: str | Sequence[str] = "tensor_ring",
+    precisions: Sequence[str] = ("float32",),
+    channels: Sequence[float] = (),
     params: float | None = None,
     macs: float | None = None,
     bytes: float | None = None,
@@ -61,6 +63,10 @@ def search(
         score: Function from a network to a number, higher is better. It must not read test data.
         calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
         decomposition: Name of the tensor format, or names of several that every layer chooses from.
+        precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
+            `int4_weights`.
+        channels: Fractions of the channels between two layers that may be kept, for example (0.75, 0.5); the
+            others are removed. Empty keeps all.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
@@ -126,7 +132,13 @@ def search(
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
-    chosen = CandidateOptions(formats, candidates=candidates, weigh_outputs=weigh_outputs)
+    chosen = CandidateOptions(
+        formats,
+        precisions=tuple(precisions),
+        candidates=candidates,
+        weigh_outputs=weigh_outputs,
+        channels=tuple(channels),
+    )
     library = calibrated_library(
         model, batches, chosen, cache=None if cache is None else Path(cache), seed=seed
     )

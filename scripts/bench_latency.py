@@ -69,6 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", default=["cp+tucker"])
     parser.add_argument("--precisions", nargs="+", default=["float32+int8"])
     parser.add_argument("--multiples", nargs="+", type=int, help="of ranks; what suits the machine without")
+    parser.add_argument(
+        "--channels", nargs="*", type=float, default=[], help="a row more each, with these fractions kept"
+    )
     parser.add_argument("--latency", nargs="+", type=float, default=[0.35, 0.28], help="of the dense time")
     parser.add_argument("--float-latency", nargs="*", type=float, default=[0.6], help="of float32 alone")
     parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
@@ -91,9 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
         lines.append(integer_row(name, model, data, chosen))
         print(lines[-1], flush=True)
         multiples = chosen.multiples or [fast_multiple()]
+        removals = [(), tuple(chosen.channels)] if chosen.channels else [()]
         cells = [
-            *product(chosen.formats, ["float32"], multiples, chosen.float_latency),
-            *product(chosen.formats, chosen.precisions, multiples, chosen.latency),
+            *product(chosen.formats, ["float32"], multiples, [()], chosen.float_latency),
+            *product(chosen.formats, chosen.precisions, multiples, removals, chosen.latency),
         ]
         for cell in cells:
             lines.append(row(name, model, data, *cell, chosen))
@@ -162,10 +166,11 @@ def row(
     formats: str,
     precisions: str,
     multiple: int,
+    channels: tuple[float, ...],
     latency: float,
     chosen: argparse.Namespace,
 ) -> str:
-    """Return the table's row of one network, choice of formats and precisions, multiple and budget."""
+    """Return the table's row of one network, choice of candidates and budget."""
     start = time.perf_counter()
     timing: dict[str, Any] = _timing(data, chosen)
     images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
@@ -175,13 +180,15 @@ def row(
         candidates=chosen.candidates,
         multiple=multiple,
         iterations=chosen.iterations,
+        channels=channels,
     )
     cache = cache_folder()
     timed = LatencyOptions(**timing, folder=cache / "latencies")
     options = SearchOptions(latency=latency, timing=timed, episodes=1)
     scoring = ImageScoring(data, EvaluatorOptions(augmented=True), images=1000)
     ranks = "any" if multiple == 1 else f"multiples of {multiple}"
-    head = f"| {name} | {formats} | {precisions} | {ranks} | {latency} "
+    kinds = f"{formats}+channels" if channels else formats
+    head = f"| {name} | {kinds} | {precisions} | {ranks} | {latency} "
     with tempfile.TemporaryDirectory() as scratch:
         library = calibrated_library(model, images.split(32), candidates, cache=cache / "fits", seed=0)
         # Random weights are not worth a refit to data; the time does not depend on them.

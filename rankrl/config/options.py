@@ -54,6 +54,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
         multiple = 1 if config.budget.latency is None else fast_multiple(cache_folder() / "latencies")
     return CandidateOptions(
         precisions=_precisions(config),
+        channels=tuple(chosen.channels),
         formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,

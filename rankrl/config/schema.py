@@ -47,6 +47,8 @@ class DecompositionConfig:
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations), int8_weights, int4_weights. None takes float32 and int8 for budget.latency, float32
             and int8_weights for budget.bytes, else float32.
+        channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
+            first layer loses the others, where the second alone reads them. Empty keeps all of them.
         rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
             a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
@@ -56,6 +58,7 @@ class DecompositionConfig:
     format: str = MISSING
     formats: list[str] | None = None
     precisions: list[str] | None = None
+    channels: list[float] = field(default_factory=list)
     tensorised: bool = owned(CandidateOptions, "tensorised")
     candidates: int = owned(CandidateOptions, "candidates")
     rank_multiple: int | None = None

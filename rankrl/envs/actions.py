@@ -135,7 +135,7 @@ class RankMap(ActionMap):
         problem: The search problem; it has at most one budget.
 
     Raises:
-        ConfigError: There are two budgets.
+        ConfigError: There are two budgets, or channels are removed within one.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -145,6 +145,11 @@ class RankMap(ActionMap):
                 "selector.action=rank keeps one budget, and "
                 f"{' and '.join(f'budget.{each}' for each in problem.budget.measures)} are set; use "
                 "selector.action=importance"
+            )
+        if problem.budget is not None and any(site.narrows for site in problem.sites):
+            raise ConfigError(
+                "selector.action=rank counts every layer by itself, and with decomposition.channels what a "
+                "layer costs depends on the next one; use selector.action=importance"
             )
         self._costs = [site.cost(problem.measure).astype(float) for site in self.sites]
         least = [cost.min() for cost in self._costs]

@@ -16,8 +16,16 @@ import numpy as np
 import onnxruntime
 from torch import nn
 
-from decomposition import CandidateSet, DecompositionError, LatencyTable, inspect_layers
-from decomposition.layers import LayerSpec, is_decomposable_module
+from decomposition import (
+    Candidate,
+    CandidateSet,
+    DecompositionError,
+    Factorise,
+    LatencyTable,
+    inspect_layers,
+)
+from decomposition.geometry import Geometry
+from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from rankrl.device import processor_name
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import clock_for, measure_latency
@@ -30,6 +38,10 @@ _LARGEST_SHARE = 0.98
 """The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
 _LEAST_SHARE = 0.5
 """The layers' part of the time of the network in integers, at least."""
+
+_Rows = tuple[tuple[float, ...], ...]
+_SiteTimes = tuple[tuple[float, ...], _Rows]
+"""Times of a site's candidates, and of each at every number of outputs that the next site may read."""
 
 
 def measure_layer_latencies(
@@ -74,8 +86,9 @@ def measure_layer_latencies(
         except DecompositionError:
             log.warning("%s is damaged; latencies are measured anew", path)
     modules = dict(model.named_modules())
-    known: dict[str, tuple[tuple[float, ...], float]] = {}
+    known: dict[str, tuple[_SiteTimes, float]] = {}
     times: dict[str, tuple[float, ...]] = {}
+    narrowed: dict[str, _Rows] = {}
     borders: dict[str, float] = {}
     integers = any(each.integer for site in sites for each in site.candidates)
     with tempfile.TemporaryDirectory() as name:
@@ -87,9 +100,9 @@ def measure_layer_latencies(
                 raise TypeError(f"layer {site.name!r} is a {type(module).__name__}")
             geometry = _geometry(site)
             if geometry not in known:
-                measured = timer.candidates(module, site.spec, [each.operations for each in site.candidates])
-                known[geometry] = tuple(measured.tolist()), timer.border(site.spec) if integers else 0.0
-            times[site.name], borders[site.name] = known[geometry]
+                border = timer.border(site.spec) if integers else 0.0
+                known[geometry] = _site_times(timer, module, site), border
+            (times[site.name], narrowed[site.name]), borders[site.name] = known[geometry]
             if progress is not None:
                 progress(site.name)
         dense = scratch / "network.onnx"
@@ -100,16 +113,50 @@ def measure_layer_latencies(
             sample = np.random.default_rng(0).standard_normal((batch, *input_shape), dtype=np.float32)
             quantise_onnx(dense, dense, [sample], weights={f"{site.name}.weight" for site in sites})
             in_integers = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
-    table = _fitted(sites, times, borders if integers else {}, whole, in_integers, conditions)
+    narrowed = {site.name: narrowed[site.name] for site in sites if site.narrows}
+    table = _fitted(sites, times, narrowed, borders if integers else {}, whole, in_integers, conditions)
     if path is not None and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         table.save(path)
     return table
 
 
+def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSet) -> _SiteTimes:
+    """Return the time of every candidate, and at every number of outputs that the next site may read.
+
+    The latter is measured for dense layers; a factorised one is taken to save nothing, which errs on the
+    safe side.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, each in enumerate(site.candidates):
+        groups.setdefault(site.spec.in_channels if each.reads is None else len(each.reads), []).append(index)
+
+    def measured(indices: list[int], inputs: int, outputs: int) -> np.ndarray:
+        layer = replace(Geometry.of(module), in_channels=inputs, out_channels=outputs).dense()
+        chosen = [site.candidates[index].operations for index in indices]
+        return timer.candidates(layer, site.spec.narrowed(inputs=inputs, outputs=outputs), chosen)
+
+    times = np.zeros(len(site))
+    for inputs, indices in groups.items():
+        times[indices] = measured(indices, inputs, site.spec.out_channels)
+    numbers = [each.rows for each in site.candidates[site.dense].narrower if each is not None]
+    narrowed = np.repeat(times[:, None], len(numbers), axis=1)
+    for column, outputs in enumerate(numbers):
+        for inputs, indices in groups.items():
+            dense = [index for index in indices if not _factorised(site.candidates[index])]
+            if dense:
+                narrowed[dense, column] = measured(dense, inputs, outputs)
+    return tuple(times.tolist()), tuple(map(tuple, narrowed.tolist()))
+
+
+def _factorised(candidate: Candidate) -> bool:
+    return any(isinstance(each, Factorise) for each in candidate.operations)
+
+
 def _fitted(
     sites: Sequence[CandidateSet],
     times: dict[str, tuple[float, ...]],
+    narrowed: dict[str, _Rows],
     borders: dict[str, float],
     whole: float,
     in_integers: float | None,
@@ -120,6 +167,7 @@ def _fitted(
     Args:
         sites: The candidates.
         times: Of each site's candidates.
+        narrowed: The same at every number of outputs that the next site may read.
         borders: Of the change of precision behind each site.
         whole: Time of the dense network.
         in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
@@ -137,14 +185,18 @@ def _fitted(
         )
         if quantised > 0:
             integer_factor = max(in_integers - rest, _LEAST_SHARE * in_integers) / quantised
-    scaled = {
-        site.name: tuple(
-            time * (integer_factor if candidate.integer else factor)
-            for candidate, time in zip(site.candidates, times[site.name], strict=True)
-        )
-        for site in sites
+    factors = {
+        site.name: [integer_factor if each.integer else factor for each in site.candidates] for site in sites
     }
-    return LatencyTable(scaled, rest=rest, conditions=conditions, borders=borders)
+    scaled = {
+        name: tuple(time * each for time, each in zip(times[name], own, strict=True))
+        for name, own in factors.items()
+    }
+    narrower = {
+        name: tuple(tuple(time * each for time in row) for row, each in zip(rows, factors[name], strict=True))
+        for name, rows in narrowed.items()
+    }
+    return LatencyTable(scaled, rest=rest, conditions=conditions, borders=borders, narrowed=narrower)
 
 
 def _conditions(batch: int, threads: int) -> str:
@@ -157,7 +209,8 @@ def _conditions(batch: int, threads: int) -> str:
 def _geometry(site: CandidateSet) -> str:
     """Return all that a layer's latencies depend on: equal texts, equal times."""
     nameless = replace(site.spec, name="", index=0, batch_norm=None)
-    return repr((nameless, [each.operations for each in site.candidates]))
+    numbers = [each and each.rows for each in site.candidates[site.dense].narrower]
+    return repr((nameless, [each.content() for each in site.candidates], numbers))
 
 
 def _key(sites: Sequence[CandidateSet], specs: dict[str, LayerSpec], conditions: str, runs: int) -> str:

@@ -103,7 +103,7 @@ def write_candidates(problem: SearchProblem, path: Path) -> None:
     content = {
         site.name: [
             {
-                "operations": [operation.to_dict() for operation in candidate.operations],
+                "operations": candidate.content(),
                 "params": candidate.cost.params,
                 "macs": candidate.cost.macs,
                 "time": candidate.cost.time,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.fitting import Fit
+from decomposition.input_selection import Selection
 from decomposition.library import FitLibrary
 from decomposition.moments import InputMoments
 from decomposition.operations import Factorise
@@ -44,6 +45,7 @@ class GivenFits(FitLibrary):
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
         self.formats, self.specs, self.weights = library.formats, library.specs, library.weights
+        self._geometries = library._geometries
         nothing = torch.zeros(0, 0, dtype=torch.float64)
         self.moments = None
         if library.moments is not None:
@@ -59,9 +61,20 @@ class GivenFits(FitLibrary):
             if isinstance(operation, Factorise)
         }
 
+        self.selected: dict[tuple[str, int], Selection] = {
+            (site.name, len(candidate.reads)): library.selection(site.name, len(candidate.reads))
+            for site in problem.sites
+            for candidate in site.candidates
+            if candidate.reads is not None
+        }
+
     def fit(self, name: str, operation: Factorise) -> Fit:
         """Return a fit that was given."""
         return self.given[name, operation]
+
+    def selection(self, name: str, count: int) -> Selection:
+        """Return a selection that was given."""
+        return self.selected[name, count]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from decomposition.allocation import Budget, allocate
-from decomposition.candidates import CandidateSet, plan_from_choices
+from decomposition.candidates import CandidateSet, plan_from_choices, saved
 from decomposition.cost import count_macs, count_parameters
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
@@ -22,6 +22,7 @@ from decomposition.operations import Cost
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.plan import CompressionPlan, fingerprint
 from rankrl.errors import ConfigError
+from rankrl.operations import KeepChannels
 
 Measure = Literal["params", "macs", "bytes", "latency"]
 Choices = tuple[int, ...]
@@ -164,13 +165,14 @@ class SearchProblem:
         budget = [value for each in limits for value in (each.fraction, each.measure)] or None
         digest.update(json.dumps([fingerprint(self.specs), list(self.input_shape), budget]).encode())
         for site in self.sites:
-            content = [[each.to_dict() for each in one.operations] for one in site.candidates]
+            content = [one.content() for one in site.candidates]
             digest.update(json.dumps([site.layer_names, content], sort_keys=True).encode())
             for values in (
                 site.params,
                 site.macs,
                 site.losses,
                 *([site.cost("latency")] if site.timed else []),
+                *(site.saved(measure) for measure in ("params", self.measure) if site.narrows),
             ):
                 digest.update(values.tobytes())
         if self.budget is not None and self.budget.borders:
@@ -193,7 +195,9 @@ class SearchProblem:
 
     def plan(self, choices: Iterable[int], chosen_by: str) -> CompressionPlan:
         """Return the plan that takes candidate `choices[j]` of `sites[j]`."""
-        return plan_from_choices(self.sites, choices, self.specs, self.input_shape, chosen_by)
+        return plan_from_choices(
+            self.sites, choices, self.specs, self.input_shape, chosen_by, keep=KeepChannels
+        )
 
     def cost(self, choices: Sequence[int]) -> Cost:
         """Return the cost of the whole network; its time where all candidates were timed, as they add up."""
@@ -206,6 +210,10 @@ class SearchProblem:
             params += now.params - before.params
             macs += now.macs - before.macs
             size += now.bytes - before.bytes
+        params, macs, size = (
+            total - round(saved(self.sites, choices, measure))
+            for total, measure in ((params, "params"), (macs, "macs"), (size, "bytes"))
+        )
         return Cost(params, macs, size, time)
 
     def keeps_budget(self, choices: Sequence[int]) -> bool:

@@ -208,7 +208,7 @@ class ScoringNetwork:
 
     def _reconstruct(self, name: str, candidate: Candidate) -> _Weight:
         layer, dense = self._layers[name], self._dense[name]
-        weight, shift = self.library.weight(name, candidate.operations), dense.shift
+        weight, shift = self.library.weight(name, candidate.operations, candidate.reads), dense.shift
         scale = None if layer.scale is None else layer.scale.double().cpu()
         if self.library.moments is not None and shift is not None:
             lost = (self.library.weights[name] - weight).flatten(1) @ self.library.moments[name].mean

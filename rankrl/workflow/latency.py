@@ -29,6 +29,7 @@ from rankrl.data import Preprocessing
 from rankrl.export import compare_latency, export_network, measure_layer_latencies
 from rankrl.export.latency import SMALLEST_CHANGE
 from rankrl.files import write_json
+from rankrl.operations import KeepChannels
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
@@ -212,7 +213,7 @@ class LatencyBudget:
         """Return where something that follows from a table and the candidates is kept, or None."""
         if self.options.folder is None:
             return None
-        candidates = [[each.operations for each in site.candidates] for site in self.sites]
+        candidates = [[each.content() for each in site.candidates] for site in self.sites]
         losses = [site.losses.tolist() for site in self.sites]
         content = repr(
             (
@@ -248,7 +249,8 @@ class LatencyBudget:
         specs = inspect_layers(self.model, self.shape)
 
         def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
-            return self.measured(plan_from_choices(sites, choices, specs, self.shape, "a trial"))
+            plan = plan_from_choices(sites, choices, specs, self.shape, "a trial", keep=KeepChannels)
+            return self.measured(plan)
 
         table = corrected(table, self.sites, measured)
         if path is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import nnls
@@ -60,8 +61,18 @@ def corrected(
         )
         for site in sites
     }
+    narrowed = {
+        site.name: tuple(
+            tuple(time * factors[_kind(candidate)] for time in times)
+            for candidate, times in zip(site.candidates, table.narrowed[site.name], strict=True)
+        )
+        for site in sites
+        if site.name in table.narrowed
+    }
     borders = {name: float(time * factors[4]) for name, time in table.borders.items()}
-    return replace(table, sites=scaled, rest=float(table.rest * factors[5]), borders=borders)
+    return replace(
+        table, sites=scaled, rest=float(table.rest * factors[5]), borders=borders, narrowed=narrowed
+    )
 
 
 def _kind(candidate: Candidate) -> int:
@@ -75,7 +86,9 @@ def _parts(table: LatencyTable, sites: Sequence[CandidateSet], choices: np.ndarr
     for site, choice in zip(sites, choices, strict=True):
         candidate = site.candidates[choice]
         parts[_kind(candidate)] += site.cost("latency")[choice]
-    integer = np.array([site.integer[choice] for site, choice in zip(sites, choices, strict=True)])
-    parts[4] = float(table.budget(1.0, sites).between(integer))
+    for (site, choice), (behind, chosen) in pairwise(zip(sites, choices, strict=True)):
+        if behind.producer == site.name:
+            parts[_kind(site.candidates[choice])] -= site.saved("latency")[choice, behind.levels[chosen]]
+    parts[4] = table.budget(1.0, sites).crossed(sites, choices)
     parts[5] = table.rest
     return parts

@@ -25,6 +25,7 @@ from rankrl.plan_search.run import SearchResult, choosing, run_search
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
 from rankrl.selectors import create_selector
+from rankrl.workflow.channels import channel_narrowings
 from rankrl.workflow.finalists import best_finalist, finalists
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 from rankrl.workflow.scoring import Scoring
@@ -52,6 +53,7 @@ class CandidateOptions:
         iterations: L-BFGS iterations of each fit.
         weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
             backward pass, no labels).
+        channels: Fractions of the channels between two layers that may be kept; empty keeps all.
     """
 
     formats: tuple[str, ...]
@@ -61,6 +63,7 @@ class CandidateOptions:
     multiple: int = 1
     iterations: int = FitOptions.iterations
     weigh_outputs: bool = True
+    channels: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,12 @@ def calibrated_library(
         seed: Seed of the sampled patches.
 
     Raises:
+        ConfigError: If a fraction of `options.channels` is out of range, or no channel can be removed.
         DecompositionError: If no layer can be decomposed.
     """
+    narrowings = {}
+    if options.channels:
+        narrowings = channel_narrowings(model, inputs[0].shape[1:], options.channels, options.multiple)
     return FitLibrary.calibrated(
         model,
         inputs[0].shape[1:],
@@ -154,6 +161,7 @@ def calibrated_library(
         precisions=options.precisions,
         tensorised=options.tensorised,
         multiple=options.multiple,
+        narrowings=narrowings,
         options=replace(CHOOSING, iterations=options.iterations),
         folder=cache,
         seed=seed,

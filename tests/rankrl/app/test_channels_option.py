@@ -1,0 +1,46 @@
+"""`decomposition.channels`: channels, ranks and precisions in one search, from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import QUICK, read_json, small_network
+
+from decomposition import CompressionPlan
+from rankrl.operations import kept_channels
+
+Command = Callable[..., None]
+Refused = Callable[..., str]
+
+
+def test_channels_leave_the_network_within_one_search(rankrl: Command, tmp_path: Path) -> None:
+    rankrl(
+        *QUICK,
+        *small_network(tmp_path),
+        *(
+            "decomposition=spatial_svd",
+            "decomposition.candidates=1",
+            "decomposition.channels=[0.75,0.5,0.25]",
+        ),
+        *("budget.bytes=0.12", "selector=local", "hydra.run.dir=run"),
+    )
+    plan = CompressionPlan.load(Path("run/plan.json"))
+    kept = kept_channels(plan)
+    assert kept
+    assert any(operation.kind == "quantise" for layer in plan for operation in layer.operations)
+    metrics = read_json(Path("run/metrics.json"))
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    assert metrics["onnx"]["accuracy"] == pytest.approx(metrics["finetuned"]["accuracy"], abs=0.01)
+    page = Path("run/report.html").read_text()
+    for name, channels in kept.items():
+        assert f"{len(channels)} of " in page, name
+    candidates = read_json(Path("run/candidates.json"))
+    assert any("reads" in each["operations"][0] for site in candidates.values() for each in site[:-1])
+    rankrl(*("task=evaluate", *small_network(tmp_path), "weights=run/model.safetensors"))
+
+
+def test_fractions_out_of_range_are_refused(refused: Refused, tmp_path: Path) -> None:
+    message = refused(*QUICK, *small_network(tmp_path), "decomposition.channels=[1.5]", "budget.macs=0.5")
+    assert "decomposition.channels: 1.5 is outside (0, 1)" in message
