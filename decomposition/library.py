@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from decomposition.geometry import Geometry
 from decomposition.input_selection import Narrowing, Selection, select_inputs
 from decomposition.layer_plan import total_cost
 from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, weight_of
+from decomposition.lockstep import RefitProblem
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, calibration_batches, collect_moments
@@ -44,6 +45,9 @@ from decomposition.processes import in_processes
 from decomposition.rank_grid import candidate_ranks
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.sensitivity_root import floored, symmetric_root
+
+RoundedKey = tuple[str, tuple[Operation, ...], int | None]
+"""A layer, what is done with it, and how many input channels it reads (`None` for all)."""
 
 # Part of the names of fits on disk: raised when the same problem gets other cores than before.
 _VERSION = 2
@@ -130,6 +134,7 @@ class FitLibrary:
             for name, norm in norms.items()
         }
         self._selections: dict[str, dict[int, Selection]] = {}
+        self._rounded_values: dict[RoundedKey, tuple[torch.Tensor, ...]] = {}
         self._fits: dict[tuple[str, Factorise], Fit] = {}
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
@@ -215,36 +220,47 @@ class FitLibrary:
         Raises:
             DecompositionError: If an operation has no fits here.
         """
-        weight = self.weights[name] if reads is None else self.selection(name, len(reads)).weight
-        layer = None
+        plain = self.weights[name] if reads is None else self.selection(name, len(reads)).weight
+        factors = None
         for operation in operations:
             if isinstance(operation, Factorise):
-                cores = self.fit(name, operation).cores
-                weight = operation.tensor_format.reconstruct(cores, operation.modes(self.specs[name]))
-            elif isinstance(operation, Quantise):
-                layer = self._layer(name, operations, weight)
-            else:
+                factors = operation
+            elif not isinstance(operation, Quantise):
                 raise DecompositionError(
                     f"layer {name!r}: a library of fits knows nothing of {operation.kind!r}"
                 )
-        if layer is None:
-            return weight
-        dense = layer.to_dense() if isinstance(layer, FactorisedLayer) else layer
-        return weight_of(cast(DecomposableModule, dense))
+        rounds = any(isinstance(each, Quantise) for each in operations)
+        if factors is None:
+            return self.rounded(name, operations, reads)[0].reshape(plain.shape) if rounds else plain
+        cores = list(self.rounded(name, operations, reads)) if rounds else self.fit(name, factors).cores
+        return factors.tensor_format.reconstruct(cores, factors.modes(self.specs[name]))
 
-    def _layer(self, name: str, operations: Sequence[Operation], weight: torch.Tensor) -> nn.Module:
-        """Return a layer of that dense weight under factorisation and rounding, in float32."""
-        spec = self.specs[name]
-        dense = self._geometries[name].dense(dtype=torch.float32)
-        with torch.no_grad():
-            dense.weight.copy_(weight.reshape(dense.weight.shape))
-        layer: nn.Module = dense
-        for operation in operations:
-            if isinstance(operation, LayerOperation):
-                layer = operation.structure(layer, spec)
-            if isinstance(operation, Factorise) and isinstance(layer, FactorisedLayer):
-                layer.load(self.fit(name, operation).cores, layer.bias)
-        return layer
+    def rounded(
+        self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the rounded cores of a layer under factorisation and rounding, or its weight; float64."""
+        key = (name, tuple(operations), None if reads is None else len(reads))
+        if key not in self._rounded_values:
+            spec, weight = self.specs[name], self.weight(name, (), reads)
+            dense = self._geometries[name].dense(dtype=torch.float32)
+            with torch.no_grad():
+                dense.weight.copy_(weight.reshape(dense.weight.shape))
+            layer: nn.Module = dense
+            problem = RefitProblem(weight, self._metrics[name])
+            for operation in operations:
+                if isinstance(operation, Factorise):
+                    layer = operation.structure(layer, spec)
+                    if isinstance(layer, FactorisedLayer):
+                        layer.load(self.fit(name, operation).cores, layer.bias)
+                elif isinstance(operation, LayerOperation):
+                    layer = operation.fit(layer, spec, problem, sensitivity=None, options=self.options).module
+            if isinstance(layer, FactorisedLayer):
+                found = layer.cores()
+            else:
+                found = [cast(DecomposableModule, layer).weight]
+            # In float32: there is one for every candidate in integers.
+            self._rounded_values[key] = tuple(each.detach().clone() for each in found)
+        return tuple(each.double() for each in self._rounded_values[key])
 
     def _noise(self, name: str, operation: Factorise) -> float:
         """Return by what rounding between the stages is squared and multiplied on its way to the output."""
@@ -256,24 +272,37 @@ class FitLibrary:
     def _error(self, name: str, candidate: Candidate) -> float:
         """Return a candidate's relative output error.
 
-        What rounding adds to the fit's is estimated: that of weights by their own change, that of activations
+        That of weights, factorised and rounded, is computed; what rounding of activations adds is estimated
         by a constant each.
         """
         operations, reads = candidate.operations, candidate.reads
-        squared, plain = 0.0, []
-        if reads is not None:
-            squared += self.selection(name, len(reads)).error ** 2
-        for operation in operations:
-            if isinstance(operation, Factorise):
-                squared += self.fit(name, operation).error ** 2
-                plain.append(operation)
-            elif isinstance(operation, Quantise):
-                before, after = (self.weight(name, each, reads) for each in (plain, operations))
-                size = float(self.weights[name].norm())
-                squared += (float((after - before).norm()) / size) ** 2 if size > 0 else 0.0
-                if operation.integer:
-                    squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, each) for each in plain))
+        factors = [each for each in operations if isinstance(each, Factorise)]
+        if any(isinstance(each, Quantise) for each in operations):
+            squared = self._lost(name, self.weight(name, operations, reads))
+        elif reads is not None:
+            squared = self.selection(name, len(reads)).error ** 2
+        else:
+            squared = sum(self.fit(name, each).error ** 2 for each in factors)
+        if candidate.integer:
+            squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, each) for each in factors))
         return squared**0.5
+
+    def _lost(self, name: str, weight: torch.Tensor) -> float:
+        """Return the share of its output's power that a layer loses with this weight."""
+        rows, metric, sensitivity = (
+            self.weights[name].flatten(1),
+            self._metrics[name],
+            self.sensitivities.get(name),
+        )
+
+        def power(change: torch.Tensor) -> float:
+            weighed = change if metric is None else times(change, metric)
+            return float(
+                ((weighed if sensitivity is None else floored(sensitivity) @ weighed) * change).sum()
+            )
+
+        whole = power(rows)
+        return max(0.0, power(rows - weight.flatten(1))) / whole if whole > 0 else 0.0
 
     def candidates(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Fit the candidates of a layer, `limit` a format at most, and return them, the dense layer last."""
@@ -321,6 +350,7 @@ class FitLibrary:
         part._metrics = {name: self._metrics[name]}
         part._geometries = {name: self._geometries[name]}
         part.narrowings = {key: each for key, each in self.narrowings.items() if name in (key, each.producer)}
+        part._rounded_values = {key: each for key, each in self._rounded_values.items() if key[0] == name}
         part._selections = {key: each for key, each in self._selections.items() if key == name}
         part._fits = {key: fit for key, fit in self._fits.items() if key[0] == name}
         return part
@@ -368,9 +398,10 @@ class FitLibrary:
         finish: Callable[[CandidateSet], None],
     ) -> None:
         parts = ((self._part(name), wanted) for name, wanted in jobs)
-        for fits, selections, site in in_processes(_fit_part, parts, workers, "fits"):
-            self._fits.update(fits)
-            self._selections.update(selections)
+        for part, site in in_processes(_fit_part, parts, workers, "fits"):
+            self._fits.update(part._fits)
+            self._selections.update(part._selections)
+            self._rounded_values.update(part._rounded_values)
             finish(site)
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
@@ -556,17 +587,24 @@ class FitLibrary:
             save_file(cores, temporary, metadata={"error": repr(fit.error)})
 
 
-def _fit_part(
-    job: tuple[FitLibrary, CandidateSet | int],
-) -> tuple[dict[tuple[str, Factorise], Fit], dict[str, dict[int, Selection]], CandidateSet]:
+@dataclass(frozen=True)
+class _Fitted:
+    """What a process that fits a layer hands back, beside the fitted candidates."""
+
+    _fits: dict[tuple[str, Factorise], Fit]
+    _selections: dict[str, dict[int, Selection]]
+    _rounded_values: dict[RoundedKey, tuple[torch.Tensor, ...]]
+
+
+def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[_Fitted, CandidateSet]:
     """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format.
 
     Returns:
-        The fits that are new, the selected input channels, and the fitted candidates.
+        What was computed, and the fitted candidates.
     """
     part, wanted = job
     known = set(part._fits)
     (name,) = part.specs
     site = part.candidates(name, limit=wanted) if isinstance(wanted, int) else part.fitted(wanted)
     fits = {key: fit for key, fit in part._fits.items() if key not in known}
-    return fits, part._selections, site
+    return _Fitted(fits, part._selections, part._rounded_values), site

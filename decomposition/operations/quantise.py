@@ -12,13 +12,15 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
+from decomposition.compensated_rounding import compensated_weight
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.factorised import ContractedLayer, FactorisedLayer, StagedLayer
 from decomposition.fitting import FitOptions
 from decomposition.formats import Cores, TensorFormat
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
 from decomposition.lockstep import PATCHES_TO_SOLVE, RefitProblem
-from decomposition.metric import Metric, channel_moments, powers, times
+from decomposition.metric import Metric, RowFactor, channel_moments, powers, times
+from decomposition.metric import columns as metric_columns
 from decomposition.modes import WeightModes
 from decomposition.operations.base import (
     FLOAT_BYTES,
@@ -27,7 +29,7 @@ from decomposition.operations.base import (
     LayerOperation,
     register_operation,
 )
-from decomposition.rounding import round_activations, round_weights
+from decomposition.rounding import round_activations, round_weights, rounded_weight
 
 BITS = (8, 4)
 INTEGERS, FLOATS = "uint8", "float32"
@@ -147,12 +149,14 @@ class Quantise(LayerOperation):
         sensitivity: torch.Tensor | None,
         options: FitOptions,
     ) -> FittedLayer:
-        """Round the layer's weights; where it is factorised, the last stage makes up for the others."""
+        """Round the layer's weights so that what one loses others make up for, stage by stage."""
         if is_decomposable_module(module):
             dense = copy.deepcopy(module)
-            if problem.count >= PATCHES_TO_SOLVE * problem.target[0].numel():
-                with torch.no_grad():
-                    dense.weight.copy_(problem.target.reshape(dense.weight.shape))
+            solved = problem.count >= PATCHES_TO_SOLVE * problem.target[0].numel()
+            wanted = (problem.target if solved else weight_of(module)).flatten(1)
+            with torch.no_grad():
+                rounded = compensated_weight(wanted, problem.metric, self.weight_bits)
+                dense.weight.copy_(rounded.reshape(dense.weight.shape))
             layer = self.structure(dense, spec)
             weight = weight_of(cast(DecomposableModule, layer))
         else:
@@ -163,7 +167,8 @@ class Quantise(LayerOperation):
             layer, weight = self.structure(module, spec), problem.target
             for each in layer.modules():
                 if isinstance(each, FactorisedLayer):
-                    _make_up(each, problem)
+                    _round_features(each, problem.metric, self.weight_bits)
+                    _make_up(each, problem, self.weight_bits)
                     weight = weight_of(each.to_dense())
         return FittedLayer(layer, weight, _error(problem, weight))
 
@@ -235,8 +240,52 @@ def amplification(
     return (terms / whole) ** 0.5 if whole > 0 else 1.0
 
 
-def _make_up(layer: FactorisedLayer, problem: RefitProblem) -> None:
-    """Solve for the output's stage anew, behind the rounded stages before it.
+def _round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) -> None:
+    """Round the stages before the last one, each for the inputs that it gets behind the rounded ones.
+
+    Of layers that are not made of a stage that mixes channels and one that applies the kernel nothing is
+    changed: their weights are rounded to the nearest.
+    """
+    if not isinstance(layer, StagedLayer) or metric is None or isinstance(layer.reduce, nn.ParameterList):
+        return
+    modes = layer.modes
+    first = _latent(layer.reduce)
+    if first.flatten(1).shape[1] != (modes.in_channels if modes.kernel > 1 else metric_columns(metric)):
+        return
+    inputs: Metric = metric if modes.kernel == 1 else channel_moments(metric, modes.in_channels, modes.kernel)
+    _set_latent(layer.reduce, compensated_weight(first.flatten(1), inputs, bits))
+    if layer.kernel is None or isinstance(metric, RowFactor):
+        return
+    middle = _latent(layer.kernel)
+    if middle[0, 0].numel() != modes.kernel or middle.shape[1] not in (1, len(first)):
+        return
+    mixing = rounded_weight(_latent(layer.reduce).flatten(1).double().cpu(), bits)
+    blocks = metric.reshape(modes.in_channels, modes.kernel, modes.in_channels, modes.kernel)
+    if middle.shape[1] == 1:
+        groups = torch.einsum("ri,ikjl->rkjl", mixing, blocks)
+        own = torch.einsum("rj,rkjl->rkl", mixing, groups)
+        repeats = len(middle) // len(first)
+        arriving = own.repeat_interleave(repeats, 0)
+    else:
+        half = torch.einsum("ri,ikjl->rkjl", mixing, blocks)
+        arriving = torch.einsum("rkjl,sj->rksl", half, mixing).reshape(middle[0].numel(), -1)
+    _set_latent(layer.kernel, compensated_weight(middle.flatten(1), arriving, bits))
+
+
+def _latent(stage: nn.Module) -> torch.Tensor:
+    """Return a rounded stage's weight before it is rounded."""
+    return stage.parametrizations["weight"].original.detach()  # type: ignore[index, union-attr]
+
+
+def _set_latent(stage: nn.Module, weight: torch.Tensor) -> None:
+    """Set a rounded stage's weight, in any shape of as many elements."""
+    latent: torch.Tensor = stage.parametrizations["weight"].original  # type: ignore[index, union-attr]
+    with torch.no_grad():
+        latent.copy_(weight.reshape(latent.shape))
+
+
+def _make_up(layer: FactorisedLayer, problem: RefitProblem, bits: int) -> None:
+    """Solve for the output's stage anew, behind the rounded stages before it, and round it.
 
     Layers without such a stage stay as they are. With rounded features Q the weight is A Q, and
     tr((W - A Q) S (W - A Q)') is least at A = W S Q' (Q S Q')^-1.
@@ -252,12 +301,10 @@ def _make_up(layer: FactorisedLayer, problem: RefitProblem) -> None:
     # Towards what there is: directions that hardly any input takes stay as they were.
     right = (target - output @ features) @ weighed.T
     change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), right.T).T
-    found = layer.output_stage(layer.tensor_format.set_output(cores, layer.modes, output + change))
+    rounded = compensated_weight(output + change, gram, bits)
+    found = layer.output_stage(layer.tensor_format.set_output(cores, layer.modes, rounded))
     if found is not None:
-        stage, weight = found
-        latent: torch.Tensor = stage.parametrizations["weight"].original  # type: ignore[index, union-attr]
-        with torch.no_grad():
-            latent.copy_(weight.reshape(latent.shape))
+        _set_latent(*found)
 
 
 def _error(problem: RefitProblem, weight: torch.Tensor) -> float:

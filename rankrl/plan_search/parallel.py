@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decomposition.candidates import Candidate
 from decomposition.fitting import Fit
 from decomposition.input_selection import Selection
-from decomposition.library import FitLibrary
+from decomposition.library import FitLibrary, RoundedKey
 from decomposition.moments import InputMoments
-from decomposition.operations import Factorise
+from decomposition.operations import Factorise, Operation, Quantise
 from rankrl.data import Augmentation, Images
 from rankrl.device import Precision
 from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
@@ -45,7 +46,6 @@ class GivenFits(FitLibrary):
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
         self.formats, self.specs, self.weights = library.formats, library.specs, library.weights
-        self._geometries = library._geometries
         nothing = torch.zeros(0, 0, dtype=torch.float64)
         self.moments = None
         if library.moments is not None:
@@ -68,6 +68,19 @@ class GivenFits(FitLibrary):
             if candidate.reads is not None
         }
 
+        self.values: dict[RoundedKey, tuple[Tensor, ...]] = {
+            _key(site.name, candidate): library.rounded(site.name, candidate.operations, candidate.reads)
+            for site in problem.sites
+            for candidate in site.candidates
+            if any(isinstance(operation, Quantise) for operation in candidate.operations)
+        }
+
+    def rounded(
+        self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return rounded cores or a rounded weight that was given."""
+        return self.values[name, tuple(operations), None if reads is None else len(reads)]
+
     def fit(self, name: str, operation: Factorise) -> Fit:
         """Return a fit that was given."""
         return self.given[name, operation]
@@ -75,6 +88,10 @@ class GivenFits(FitLibrary):
     def selection(self, name: str, count: int) -> Selection:
         """Return a selection that was given."""
         return self.selected[name, count]
+
+
+def _key(name: str, candidate: Candidate) -> RoundedKey:
+    return name, candidate.operations, None if candidate.reads is None else len(candidate.reads)
 
 
 @dataclass(frozen=True)
