@@ -2,9 +2,9 @@
 
     RANKRL_DATA=data python scripts/bench_rounding.py --checkpoint cifar10-resnet20.th --rows rows.csv
 
-Every row is a plan of CP factors and integers, refitted and rounded on unlabelled training images and measured
-on the test images of CIFAR-10, without fine-tuning, for several draws of the images. Finished rows are kept in
-`--rows`, so that a killed run goes on where it was.
+Every row is a plan of CP factors and integers, refitted and rounded on unlabelled training images and
+measured on the test images of CIFAR-10, without fine-tuning, for several draws of the images. Finished rows
+are kept in `--rows`, so that a killed run goes on where it was.
 """
 
 from __future__ import annotations
