@@ -86,6 +86,16 @@ class FactorisedLayer(nn.Module):
         weight = self.tensor_format.reconstruct(self.cores(), self.modes)
         return weight.reshape(*weight.shape[:2], *self.geometry.kernel_size)
 
+    def squared_norm(self) -> torch.Tensor:
+        """Return |W|^2 of the weight that the cores contract to, differentiable and without contracting it.
+
+        Its gradient is that of weight decay on W itself (Frobenius decay, Khodak et al., ICLR 2021).
+        """
+        reference = self.cores()[0]
+        with _full_precision(reference):
+            output, features = self.tensor_format.halves(self.cores(), self.modes)
+            return ((output.T @ output) * (features @ features.T)).sum()
+
     def load(self, cores: Cores, bias: torch.Tensor | None, error: float | None = None) -> None:
         """Set cores, bias and the error of their fit.
 

@@ -86,8 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     lines = [
         "| network | format | precision | ranks | asked | measured | ms dense | ms | parameters | MACs "
-        "| accuracy dense | accuracy | fine-tuned | minutes |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| accuracy dense | accuracy | fine-tuned | agreement | minutes |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in chosen.models:
         model, data = network_and_data(name, chosen)
@@ -146,12 +146,12 @@ def integer_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.N
     with tempfile.TemporaryDirectory() as scratch:
         found = int8_numbers(export_dense(model, data, Path(scratch), options), data, options, Path(scratch))
     if found is None:
-        return f"| {name} | dense | int8 | | | onnxruntime cannot | | | | | | | | |"
+        return f"| {name} | dense | int8 | | | onnxruntime cannot | | | | | | | | | |"
     accuracies = (network_numbers(model, data)["accuracy"], found["accuracy"])
     dense, own = (_percent(each, chosen, data) for each in accuracies)
     minutes = (time.perf_counter() - start) / 60
     ratio = 1 / found["latency_ratio"]
-    return f"| {name} | dense | int8 | | | {ratio:.3f} | | | | | {dense} | {own} | | {minutes:.1f} |"
+    return f"| {name} | dense | int8 | | | {ratio:.3f} | | | | | {dense} | {own} | | | {minutes:.1f} |"
 
 
 def _timing(data: ImageData, chosen: argparse.Namespace) -> dict[str, int]:
@@ -206,7 +206,7 @@ def row(
             with session:
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
         except (DecompositionError, RankrlError) as error:
-            return f"{head}| {error} | | | | | | | | |"
+            return f"{head}| {error} | | | | | | | | | |"
         network = session.apply(plan)
         export_options = ExportOptions(**timing)
         baseline = export_dense(model, data, Path(scratch), export_options)
@@ -228,11 +228,12 @@ def row(
     before, after = network_numbers(model, data), network_numbers(network, data)
     ratios = cost_ratios(before, after)
     minutes = (time.perf_counter() - start) / 60
+    agreement = "" if found["agreement"] is None else f"{found['agreement']:.2%}"
     return (
         f"{head}| {1 / ratio:.3f} | {found['baseline_latency_ms']:.2f} | {found['latency_ms']:.2f} "
         f"| {ratios['params']:.2f}x fewer | {ratios['macs']:.2f}x fewer "
         f"| {_percent(before['accuracy'], chosen, data)} | {_percent(first, chosen, data)} | {tuned} "
-        f"| {minutes:.1f} |"
+        f"| {agreement} | {minutes:.1f} |"
     )
 
 

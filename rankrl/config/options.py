@@ -317,6 +317,7 @@ def _recipe(
         halvings=recipe.halvings,
         optimizer=optim.name,
         optimizer_options=optim.options,
+        product_decay=recipe.product_decay,
         schedule=recipe.schedule,
         warmup=recipe.warmup,
         label_smoothing=recipe.label_smoothing,

@@ -191,6 +191,7 @@ class RecipeConfig:
     epochs: int = owned(TrainingRecipe, "epochs")
     batch_size: int = owned(TrainingRecipe, "batch_size")
     halvings: int = owned(TrainingRecipe, "halvings")
+    product_decay: float = owned(TrainingRecipe, "product_decay")
     schedule: str = owned(TrainingRecipe, "schedule")
     warmup: float = owned(TrainingRecipe, "warmup")
     label_smoothing: float = owned(TrainingRecipe, "label_smoothing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decomposition import FactorisedLayer, factorised_layers
 from rankrl.data.batches import batches
 from rankrl.data.images import ImageData, Images
 from rankrl.device import (
@@ -152,7 +153,8 @@ def train(
     fork = torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else [])
     with fork, deterministic_kernels() if precision.device.type == "cuda" else nullcontext():
         teacher = networks[1] if len(networks) == 2 else None
-        epochs = _Epochs(data, recipe, precision, layout, teacher, on_step)
+        products = list(factorised_layers(model).values()) if recipe.product_decay else []
+        epochs = _Epochs(data, recipe, precision, layout, teacher, products, on_step)
         while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
             try:
                 epochs.run(state)
@@ -219,9 +221,11 @@ class _Epochs:
         precision: Precision,
         layout: torch.memory_format,
         teacher: nn.Module | None,
+        products: Sequence[FactorisedLayer],
         on_step: Callable[[TrainingProgress], None] | None,
     ) -> None:
         self.data = data
+        self.products = products
         self.recipe = recipe
         self.precision = precision
         self.layout = layout
@@ -323,6 +327,9 @@ class _Epochs:
             distillation=recipe.distillation,
             temperature=recipe.temperature,
         )
+        if self.products:
+            norms = torch.stack([layer.squared_norm() for layer in self.products])
+            loss = loss + recipe.product_decay / 2 * norms.sum()
         state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if recipe.gradient_clip is not None:

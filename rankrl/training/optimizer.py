@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from decomposition import factorised_layers
 from optim import create_optimizer
 from rankrl.errors import ConfigError
 from rankrl.training.recipe import TrainingRecipe
@@ -13,9 +14,11 @@ _DECAY_OPTIONS = ("weight_decay", "norm_coefficient", "norm_coefficient_post")
 
 
 def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
-    """Make the recipe's optimizer, in two groups: weights, and vectors that are spared weight decay.
+    """Make the recipe's optimizer, in two groups: parameters with weight decay, and those that are spared it.
 
-    Vectors are biases and the parameters of normalisation layers: everything of one dimension or none.
+    Spared are vectors, that is biases and the parameters of normalisation layers (everything of one dimension
+    or none), unless `recipe.decay_vectors`, and the cores of factorised layers where `recipe.product_decay`
+    is above 0.
 
     Args:
         model: The network; its parameters that require a gradient are optimised.
@@ -25,9 +28,13 @@ def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
         ConfigError: No parameter requires a gradient, or the optimizer is unknown or refuses its options.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in trained if parameter.ndim > 1]
-    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups = [{"params": group} for group in (weights, vectors) if group]
+    layers = factorised_layers(model).values() if recipe.product_decay else ()
+    cores = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    groups: list[dict[str, list[nn.Parameter]]] = [{"params": []}, {"params": []}]
+    for parameter in trained:
+        spared = id(parameter) in cores or (parameter.ndim <= 1 and not recipe.decay_vectors)
+        groups[spared]["params"].append(parameter)
+    decayed, groups = groups[0]["params"], [group for group in groups if group["params"]]
     if not groups:
         raise ConfigError("the network has no parameter that requires a gradient; nothing can be trained")
     try:
@@ -36,7 +43,7 @@ def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {recipe.optimizer!r}: {error}") from error
-    if not recipe.decay_vectors and vectors:
+    if len(groups) > bool(decayed):
         for option in _DECAY_OPTIONS:
             if option in optimizer.param_groups[-1]:
                 optimizer.param_groups[-1][option] = 0.0

@@ -28,6 +28,8 @@ class TrainingRecipe:
         optimizer_options: Its options beside the learning rate, such as momentum or weight decay.
         decay_vectors: Whether weight decay (`weight_decay`, `norm_coefficient`) also applies to biases and
             batch-normalisation parameters.
+        product_decay: Weight decay on the weight that each factorised layer's cores contract to, 0 or more;
+            the optimizer's own then spares the cores (Frobenius decay, Khodak et al., ICLR 2021).
         schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.schedule`.
         warmup: Fraction of all steps in which the learning rate rises, 0 to below 1.
         label_smoothing: Probability mass spread over all classes, 0 to below 1 (Szegedy et al. 2016).
@@ -51,6 +53,7 @@ class TrainingRecipe:
     optimizer: str = "onnx_adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     decay_vectors: bool = False
+    product_decay: float = 0.0
     schedule: str = "cosine"
     warmup: float = 0.05
     label_smoothing: float = 0.0
@@ -72,6 +75,7 @@ class TrainingRecipe:
             _require_whole("early_stop_patience", self.early_stop_patience, 1)
         _require(self, "lr", "positive", lambda value: 0 < value < float("inf"))
         _require(self, "temperature", "positive", lambda value: 0 < value < float("inf"))
+        _require(self, "product_decay", "0 or more", lambda value: 0 <= value < float("inf"))
         _require(self, "warmup", "at least 0 and below 1", lambda value: 0 <= value < 1)
         _require(self, "label_smoothing", "at least 0 and below 1", lambda value: 0 <= value < 1)
         _require(self, "distillation", "between 0 and 1", lambda value: 0 <= value <= 1)

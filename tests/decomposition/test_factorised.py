@@ -141,6 +141,23 @@ def test_gradients_reach_every_core(name: str, tensorised: bool) -> None:
     assert all(p.grad is not None and bool((p.grad != 0).any()) for p in layer.parameters())
 
 
+@pytest.mark.parametrize(("name", "tensorised"), FORMATS)
+def test_the_products_norm_and_its_gradient_are_those_of_the_contracted_weight(
+    name: str, tensorised: bool
+) -> None:
+    layer, *_ = factorise_layer(nn.Conv2d(16, 16, 3, padding=1), (16, 5, 5), name, 3, tensorised=tensorised)
+    layer = layer.double()
+    assert torch.allclose(layer.squared_norm(), layer.weight.square().sum())
+    gradients = []
+    for norm in (layer.squared_norm(), layer.weight.square().sum()):
+        layer.zero_grad()
+        norm.backward()
+        gradients.append([core.grad for core in layer.parameters() if core.grad is not None])
+    assert len(gradients[0]) >= 2
+    for ours, expected in zip(*gradients, strict=True):
+        assert torch.allclose(ours, expected)
+
+
 def test_cores_of_another_shape_are_refused() -> None:
     layer, _, modes, _ = factorise_layer(nn.Conv2d(4, 6, 3, bias=False), (4, 8, 8), "tucker", 2)
     wrong = [torch.zeros(s) for s in layer.tensor_format.core_shapes(modes, (3, 2))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import optim
+from decomposition import apply_plan, factorised_layers, make_plan
 from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
@@ -192,6 +194,40 @@ def test_without_augmentation_and_with_constant_rate_one_step_is_torchs_own(
         for parameter in oracle.parameters():
             decay = 0.01 * parameter if parameter.ndim > 1 else 0.0  # biases and BN are spared
             parameter -= 0.1 * (parameter.grad + decay)
+    for key, value in oracle.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_decay_of_the_product_is_weight_decay_on_what_the_cores_contract_to(
+    make_network: MakeNetwork, digits: ImageData
+) -> None:
+    dense = make_network(0)
+    dense.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
+    model = apply_plan(dense, make_plan(dense, digits.input_shape, "tucker", 3))
+    recipe = TrainingRecipe(
+        epochs=1,
+        batch_size=len(digits.train),
+        lr=0.1,
+        warmup=0.0,
+        optimizer="sgd",
+        optimizer_options={"weight_decay": 0.01},
+        product_decay=0.3,
+        augment=False,
+        restore_best=False,
+    )
+    oracle = copy.deepcopy(model)
+    layers = factorised_layers(oracle)
+    assert layers
+    train(model, digits, recipe, precision=FLOAT32)
+    x = (digits.train.x.float() / 255 - digits.mean[0]) / digits.std[0]
+    oracle.train()
+    loss = nn.functional.cross_entropy(oracle(x), digits.train.y)
+    (loss + 0.15 * sum(layer.weight.square().sum() for layer in layers.values())).backward()
+    cores = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            plain = parameter.ndim > 1 and id(parameter) not in cores
+            parameter -= 0.1 * (parameter.grad + (0.01 * parameter if plain else 0.0))
     for key, value in oracle.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-5)
 
