@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,6 +37,7 @@ from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
+from rankrl.selectors.random_plans import spend_at_random
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.latency import LatencyOptions
@@ -53,6 +55,7 @@ from rankrl.workflow.scoring import ImageScoring
 from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession, calibrated_library
 
 LARGE = 224
+_SHARES = (0.35, 0.65)
 FEW_IMAGES = 128
 
 
@@ -74,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--latency", nargs="+", type=float, default=[0.35, 0.28], help="of the dense time")
     parser.add_argument("--float-latency", nargs="*", type=float, default=[0.6], help="of float32 alone")
+    parser.add_argument("--predictions", type=int, default=0, help="random plans, timed beside the sums")
     parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=5e-4, help="of fine-tuning")
     parser.add_argument("--batch", type=int, default=64, help="images of a timed batch, 1 at 224 x 224")
@@ -102,6 +106,16 @@ def main(arguments: list[str] | None = None) -> None:
         for cell in cells:
             lines.append(row(name, model, data, *cell, chosen))
             print(lines[-1], flush=True)
+    if chosen.predictions:
+        lines += [
+            "",
+            "Sums of layers' times against whole files, random plans at "
+            f"{_SHARES[0]} to {_SHARES[1]} of the dense time:",
+            "",
+            "| network | plans | mean error | median | largest |",
+            "|---|---:|---:|---:|---:|",
+            *(predictions_row(name, *network_and_data(name, chosen), chosen) for name in chosen.models),
+        ]
     text = "\n".join(lines)
     print(text)
     if chosen.output is not None:
@@ -172,43 +186,18 @@ def row(
 ) -> str:
     """Return the table's row of one network, choice of candidates and budget."""
     start = time.perf_counter()
-    timing: dict[str, Any] = _timing(data, chosen)
-    images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
-    candidates = CandidateOptions(
-        tuple(formats.split("+")),
-        precisions=tuple(precisions.split("+")),
-        candidates=chosen.candidates,
-        multiple=multiple,
-        iterations=chosen.iterations,
-        channels=channels,
-    )
-    cache = cache_folder()
-    timed = LatencyOptions(**timing, folder=cache / "latencies")
-    options = SearchOptions(latency=latency, timing=timed, episodes=1)
-    scoring = ImageScoring(data, EvaluatorOptions(augmented=True), images=1000)
     ranks = "any" if multiple == 1 else f"multiples of {multiple}"
     kinds = f"{formats}+channels" if channels else formats
     head = f"| {name} | {kinds} | {precisions} | {ranks} | {latency} "
     with tempfile.TemporaryDirectory() as scratch:
-        library = calibrated_library(model, images.split(32), candidates, cache=cache / "fits", seed=0)
-        # Random weights are not worth a refit to data; the time does not depend on them.
-        refit_to = None if _is_large(data) else images
-        session = SearchSession(
-            model,
-            library,
-            scoring,
-            options,
-            candidates=candidates.candidates,
-            input_shape=data.input_shape,
-            apply=partial(apply_plan, model, calibration=refit_to),
-        )
+        session = _session(model, data, formats, precisions, multiple, channels, latency, chosen)
         try:
             with session:
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
         except (DecompositionError, RankrlError) as error:
             return f"{head}| {error} | | | | | | | | | |"
         network = session.apply(plan)
-        export_options = ExportOptions(**timing)
+        export_options = ExportOptions(**_timing(data, chosen))
         baseline = export_dense(model, data, Path(scratch), export_options)
 
         def exported() -> tuple[dict[str, Any], float]:
@@ -234,6 +223,57 @@ def row(
         f"| {ratios['params']:.2f}x fewer | {ratios['macs']:.2f}x fewer "
         f"| {_percent(before['accuracy'], chosen, data)} | {_percent(first, chosen, data)} | {tuned} "
         f"| {agreement} | {minutes:.1f} |"
+    )
+
+
+def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.Namespace) -> str:
+    """Return how far the sums of layers' times are off for random plans, which are exported and timed."""
+    formats, precisions = chosen.formats[0], chosen.precisions[-1]
+    multiple = chosen.multiples[0] if chosen.multiples else fast_multiple()
+    with _session(model, data, formats, precisions, multiple, (), 1.0, chosen) as session:
+        sites, budget, timed = session.problem.sites, session.problem.budget, session.latency
+        assert budget is not None
+        assert timed is not None
+        generator, off = np.random.default_rng(0), []
+        for share in np.linspace(*_SHARES, chosen.predictions):
+            choices = spend_at_random(sites, dataclasses.replace(budget, fraction=float(share)), generator)
+            expected = budget.spent(sites, choices) / budget.total
+            off.append(abs(timed.measured(session.problem.plan(choices, "random")) / expected - 1))
+    return f"| {name} | {chosen.predictions} | {np.mean(off):.1%} | {np.median(off):.1%} | {max(off):.1%} |"
+
+
+def _session(
+    model: nn.Module,
+    data: ImageData,
+    formats: str,
+    precisions: str,
+    multiple: int,
+    channels: tuple[float, ...],
+    latency: float,
+    chosen: argparse.Namespace,
+) -> SearchSession:
+    """Return the session of a search within a budget in time."""
+    images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
+    candidates = CandidateOptions(
+        tuple(formats.split("+")),
+        precisions=tuple(precisions.split("+")),
+        candidates=chosen.candidates,
+        multiple=multiple,
+        iterations=chosen.iterations,
+        channels=channels,
+    )
+    cache = cache_folder()
+    timed = LatencyOptions(**_timing(data, chosen), folder=cache / "latencies")
+    # Random weights are not worth a refit to data; the time does not depend on them.
+    refit_to = None if _is_large(data) else images
+    return SearchSession(
+        model,
+        calibrated_library(model, images.split(32), candidates, cache=cache / "fits", seed=0),
+        ImageScoring(data, EvaluatorOptions(augmented=True), images=1000),
+        SearchOptions(latency=latency, timing=timed, episodes=1),
+        candidates=candidates.candidates,
+        input_shape=data.input_shape,
+        apply=partial(apply_plan, model, calibration=refit_to),
     )
 
 

@@ -54,8 +54,10 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    bench_latency.main([*QUICK, "--latency", "0.95", "--output", str(page)])
+    bench_latency.main([*QUICK, "--latency", "0.95", "--predictions", "2", "--output", str(page)])
     text = page.read_text()
+    (predicted,) = (line for line in text.splitlines() if line.startswith("| conv4 | 2 |"))
+    assert predicted.count("%") == 3
     (row,) = (line for line in text.splitlines() if line.startswith("| conv4 | tucker"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:5] == ["float32", "multiples of 8", "0.95"]
