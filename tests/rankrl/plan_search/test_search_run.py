@@ -18,7 +18,7 @@ from rankrl.selectors import create_selector
 
 
 def press_ctrl_c() -> None:
-    """Call what handles SIGINT now: a signal of its own might end the test's process in a library's handler."""
+    """Call what handles SIGINT now: a real signal might end the process that runs the tests."""
     handler = signal.getsignal(signal.SIGINT)
     assert callable(handler)
     handler(signal.SIGINT, None)
