@@ -57,12 +57,17 @@ class Candidate:
         return any(each.integer for each in self.operations)
 
     @property
+    def inputs(self) -> int | None:
+        """How many input channels the layer reads; `None` for all of them."""
+        return None if self.reads is None else len(self.reads)
+
+    @property
     def only_integers(self) -> bool:
         """Whether the site is dense and in integers: rounded, and nothing else."""
         return self.integer and len(self.operations) == 1 and self.reads is None
 
     def __str__(self) -> str:
-        reads = [] if self.reads is None else [f"reads {len(self.reads)} channels"]
+        reads = [] if self.inputs is None else [f"reads {self.inputs} channels"]
         return "; ".join([*reads, *map(str, self.operations)]) or "dense"
 
     def content(self) -> list[dict[str, Any]]:

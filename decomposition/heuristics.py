@@ -256,7 +256,7 @@ def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> flo
     """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
     operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
     if operation is None:
-        read = spec.in_channels if candidate.reads is None else len(candidate.reads)
+        read = spec.in_channels if candidate.inputs is None else candidate.inputs
         return min(spec.out_channels, read * spec.kernel_elements)
     chosen, ranks = operation.tensor_format, operation.ranks
     if chosen.own_ranks:

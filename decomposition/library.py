@@ -6,19 +6,17 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
-from decomposition.files import replacing
+from decomposition.fit_cache import FitCache, FitFolder
 from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.geometry import Geometry
@@ -45,9 +43,6 @@ from decomposition.processes import in_processes
 from decomposition.rank_grid import candidate_ranks
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.sensitivity_root import floored, symmetric_root
-
-RoundedKey = tuple[str, tuple[Operation, ...], int | None]
-"""A layer, what is done with it, and how many input channels it reads (`None` for all)."""
 
 # Part of the names of fits on disk: raised when the same problem gets other cores than before.
 _VERSION = 2
@@ -107,7 +102,7 @@ class FitLibrary:
         self.specs = {spec.name: spec for spec in specs}
         self.options = options
         self.multiple = multiple
-        self.folder = folder
+        self._folder = None if folder is None else FitFolder(folder)
         self.moments = moments
         self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
@@ -133,13 +128,9 @@ class FitLibrary:
             name: sum(each.numel() for each in norm.parameters()) // self.specs[name].out_channels
             for name, norm in norms.items()
         }
-        self._selections: dict[str, dict[int, Selection]] = {}
-        self._rounded_values: dict[RoundedKey, tuple[torch.Tensor, ...]] = {}
-        self._fits: dict[tuple[str, Factorise], Fit] = {}
+        self.cache = FitCache()
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def calibrated(
@@ -189,23 +180,29 @@ class FitLibrary:
         Raises:
             DecompositionError: If the ranks are not feasible or the weight is not finite.
         """
-        key = (name, operation)
-        if key not in self._fits:
+        fits, key = self.cache.fits, (name, operation)
+        if key not in fits:
             operation.check(self.specs[name])
-            fit = self._read(name, operation)
+            fit = None
+            if self._folder is not None:
+                fit = self._folder.read(
+                    self._key(name, operation), operation, operation.modes(self.specs[name])
+                )
             if fit is None:
                 fit = self._compute(name, operation)
-                self._write(name, operation, fit)
-            self._fits[key] = fit
-        return self._fits[key]
+                if self._folder is not None:
+                    self._folder.write(self._key(name, operation), operation, fit)
+            fits[key] = fit
+        return fits[key]
 
     def selection(self, name: str, count: int) -> Selection:
         """Return the selection of `count` input channels of a layer that has a narrowing."""
-        if name not in self._selections:
-            counts = self.narrowings[name].counts
+        selections = self.cache.selections
+        if (name, count) not in selections:
             arguments = self.weights[name], self._metrics[name], self.sensitivities.get(name)
-            self._selections[name] = select_inputs(*arguments, counts)
-        return self._selections[name][count]
+            found = select_inputs(*arguments, self.narrowings[name].counts)
+            selections.update({(name, number): each for number, each in found.items()})
+        return selections[name, count]
 
     def weight(
         self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
@@ -239,8 +236,8 @@ class FitLibrary:
         self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return the rounded cores of a layer under factorisation and rounding, or its weight; float64."""
-        key = (name, tuple(operations), None if reads is None else len(reads))
-        if key not in self._rounded_values:
+        rounded, key = self.cache.rounded, (name, tuple(operations), None if reads is None else len(reads))
+        if key not in rounded:
             spec, weight = self.specs[name], self.weight(name, (), reads)
             dense = self._geometries[name].dense(dtype=torch.float32)
             with torch.no_grad():
@@ -259,8 +256,25 @@ class FitLibrary:
             else:
                 found = [cast(DecomposableModule, layer).weight]
             # In float32: there is one for every candidate in integers.
-            self._rounded_values[key] = tuple(each.detach().clone() for each in found)
-        return tuple(each.double() for each in self._rounded_values[key])
+            rounded[key] = tuple(each.detach().clone() for each in found)
+        return tuple(each.double() for each in rounded[key])
+
+    def cached(self, sites: Iterable[CandidateSet]) -> FitCache:
+        """Return what the weights of these sites' candidates are made of, computing what is missing."""
+        found = FitCache()
+        for site in sites:
+            for candidate in site.candidates:
+                operations, inputs = candidate.operations, candidate.inputs
+                if inputs is not None:
+                    found.selections[site.name, inputs] = self.selection(site.name, inputs)
+                for each in operations:
+                    if isinstance(each, Factorise):
+                        found.fits[site.name, each] = self.fit(site.name, each)
+                if any(isinstance(each, Quantise) for each in operations):
+                    self.rounded(site.name, operations, candidate.reads)
+                    key = (site.name, operations, inputs)
+                    found.rounded[key] = self.cache.rounded[key]
+        return found
 
     def _noise(self, name: str, operation: Factorise) -> float:
         """Return by what rounding between the stages is squared and multiplied on its way to the output."""
@@ -289,20 +303,16 @@ class FitLibrary:
 
     def _lost(self, name: str, weight: torch.Tensor) -> float:
         """Return the share of its output's power that a layer loses with this weight."""
-        rows, metric, sensitivity = (
-            self.weights[name].flatten(1),
-            self._metrics[name],
-            self.sensitivities.get(name),
-        )
+        rows = self.weights[name].flatten(1)
+        whole = self._power(name, rows)
+        return max(0.0, self._power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
 
-        def power(change: torch.Tensor) -> float:
-            weighed = change if metric is None else times(change, metric)
-            return float(
-                ((weighed if sensitivity is None else floored(sensitivity) @ weighed) * change).sum()
-            )
-
-        whole = power(rows)
-        return max(0.0, power(rows - weight.flatten(1))) / whole if whole > 0 else 0.0
+    def _power(self, name: str, rows: torch.Tensor) -> float:
+        """Return what the network's output makes of a change of a layer's weight, shape (out, columns)."""
+        metric, sensitivity = self._metrics[name], self.sensitivities.get(name)
+        weighed = rows if metric is None else times(rows, metric)
+        weighed = weighed if sensitivity is None else floored(sensitivity) @ weighed
+        return float((weighed * rows).sum())
 
     def candidates(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Fit the candidates of a layer, `limit` a format at most, and return them, the dense layer last."""
@@ -350,9 +360,7 @@ class FitLibrary:
         part._metrics = {name: self._metrics[name]}
         part._geometries = {name: self._geometries[name]}
         part.narrowings = {key: each for key, each in self.narrowings.items() if name in (key, each.producer)}
-        part._rounded_values = {key: each for key, each in self._rounded_values.items() if key[0] == name}
-        part._selections = {key: each for key, each in self._selections.items() if key == name}
-        part._fits = {key: fit for key, fit in self._fits.items() if key[0] == name}
+        part.cache = self.cache.of(name)
         return part
 
     def _largest_first(self) -> list[str]:
@@ -398,10 +406,8 @@ class FitLibrary:
         finish: Callable[[CandidateSet], None],
     ) -> None:
         parts = ((self._part(name), wanted) for name, wanted in jobs)
-        for part, site in in_processes(_fit_part, parts, workers, "fits"):
-            self._fits.update(part._fits)
-            self._selections.update(part._selections)
-            self._rounded_values.update(part._rounded_values)
+        for computed, site in in_processes(_fit_part, parts, workers, "fits"):
+            self.cache.update(computed)
             finish(site)
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
@@ -455,10 +461,9 @@ class FitLibrary:
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
         """Return what a candidate costs where the next layer reads only some of its outputs."""
         behind = next((each for each in self.narrowings.values() if each.producer == name), None)
-        inputs = None if candidate.reads is None else len(candidate.reads)
         costs: list[Cost | None] = []
         for count in behind.counts if behind else ():
-            spec = self.specs[name].narrowed(inputs=inputs, outputs=count)
+            spec = self.specs[name].narrowed(inputs=candidate.inputs, outputs=count)
             try:
                 for operation in candidate.operations:
                     operation.check(spec)
@@ -492,8 +497,7 @@ class FitLibrary:
 
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
         """Return a candidate in every precision, the dense layer in those that do something with it."""
-        inputs = None if candidate.reads is None else len(candidate.reads)
-        spec, found = self.specs[name].narrowed(inputs=inputs), []
+        spec, found = self.specs[name].narrowed(inputs=candidate.inputs), []
         for precision in self.precisions:
             rounding = PRECISIONS[precision]
             operations = (*candidate.operations, *rounding)
@@ -516,11 +520,9 @@ class FitLibrary:
 
         It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
         """
-        metric, sensitivity = self._metrics[name], self.sensitivities.get(name)
-        if metric is None or sensitivity is None:
+        if self._metrics[name] is None or name not in self.sensitivities:
             return 1.0
-        rows = self.weights[name].flatten(1).double()
-        return float((floored(sensitivity) @ times(rows, metric) * rows).sum())
+        return self._power(name, self.weights[name].flatten(1))
 
     def _compute(self, name: str, operation: Factorise) -> Fit:
         key = (name, operation.format, operation.factors)
@@ -558,53 +560,15 @@ class FitLibrary:
             self._keys[key] = digest.hexdigest()[:32]
         return self._keys[key]
 
-    def _path(self, name: str, operation: Factorise) -> Path | None:
-        if self.folder is None:
-            return None
-        ranks = "-".join(map(str, operation.ranks))
-        return self.folder / f"{self._key(name, operation)}-{ranks}.safetensors"
 
-    def _read(self, name: str, operation: Factorise) -> Fit | None:
-        path = self._path(name, operation)
-        if path is None or not path.exists():
-            return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                count = len(file.keys())
-                cores = [file.get_tensor(f"core{j}") for j in range(count)]
-                error = float(file.metadata()["error"])
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError):
-            return None  # a damaged cache entry is no harm: the fit is computed again and overwrites it
-        modes = operation.modes(self.specs[name])
-        return Fit(cores, error, operation.tensor_format, modes, operation.ranks)
-
-    def _write(self, name: str, operation: Factorise, fit: Fit) -> None:
-        path = self._path(name, operation)
-        if path is None:
-            return
-        cores = {f"core{j}": core.contiguous() for j, core in enumerate(fit.cores)}
-        with replacing(path) as temporary:
-            save_file(cores, temporary, metadata={"error": repr(fit.error)})
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """What a process that fits a layer hands back, beside the fitted candidates."""
-
-    _fits: dict[tuple[str, Factorise], Fit]
-    _selections: dict[str, dict[int, Selection]]
-    _rounded_values: dict[RoundedKey, tuple[torch.Tensor, ...]]
-
-
-def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[_Fitted, CandidateSet]:
+def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[FitCache, CandidateSet]:
     """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format.
 
     Returns:
         What was computed, and the fitted candidates.
     """
     part, wanted = job
-    known = set(part._fits)
     (name,) = part.specs
+    before = part.cache.of(name)
     site = part.candidates(name, limit=wanted) if isinstance(wanted, int) else part.fitted(wanted)
-    fits = {key: fit for key, fit in part._fits.items() if key not in known}
-    return _Fitted(fits, part._selections, part._rounded_values), site
+    return part.cache.beyond(before), site

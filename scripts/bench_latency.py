@@ -59,6 +59,25 @@ _SHARES = (0.35, 0.65)
 FEW_IMAGES = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one row chooses from, and within which budget.
+
+    Attributes:
+        formats: Names of tensor formats, joined by `+`.
+        precisions: Names of precisions, joined by `+`.
+        multiple: Of what the ranks are multiples.
+        channels: Fractions of the channels between layers that may be kept.
+        latency: Fraction of the dense time.
+    """
+
+    formats: str
+    precisions: str
+    multiple: int
+    channels: tuple[float, ...]
+    latency: float
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure every combination and print the table."""
     parser = argparse.ArgumentParser(
@@ -104,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
             *product(chosen.formats, chosen.precisions, multiples, removals, chosen.latency),
         ]
         for cell in cells:
-            lines.append(row(name, model, data, *cell, chosen))
+            lines.append(row(name, model, data, Cell(*cell), chosen))
             print(lines[-1], flush=True)
     if chosen.predictions:
         lines += [
@@ -177,20 +196,16 @@ def row(
     name: str,
     model: nn.Module,
     data: ImageData,
-    formats: str,
-    precisions: str,
-    multiple: int,
-    channels: tuple[float, ...],
-    latency: float,
+    cell: Cell,
     chosen: argparse.Namespace,
 ) -> str:
     """Return the table's row of one network, choice of candidates and budget."""
     start = time.perf_counter()
-    ranks = "any" if multiple == 1 else f"multiples of {multiple}"
-    kinds = f"{formats}+channels" if channels else formats
-    head = f"| {name} | {kinds} | {precisions} | {ranks} | {latency} "
+    ranks = "any" if cell.multiple == 1 else f"multiples of {cell.multiple}"
+    kinds = f"{cell.formats}+channels" if cell.channels else cell.formats
+    head = f"| {name} | {kinds} | {cell.precisions} | {ranks} | {cell.latency} "
     with tempfile.TemporaryDirectory() as scratch:
-        session = _session(model, data, formats, precisions, multiple, channels, latency, chosen)
+        session = _session(model, data, cell, chosen)
         try:
             with session:
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
@@ -228,9 +243,9 @@ def row(
 
 def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.Namespace) -> str:
     """Return how far the sums of layers' times are off for random plans, which are exported and timed."""
-    formats, precisions = chosen.formats[0], chosen.precisions[-1]
     multiple = chosen.multiples[0] if chosen.multiples else fast_multiple()
-    with _session(model, data, formats, precisions, multiple, (), 1.0, chosen) as session:
+    cell = Cell(chosen.formats[0], chosen.precisions[-1], multiple, (), 1.0)
+    with _session(model, data, cell, chosen) as session:
         sites, budget, timed = session.problem.sites, session.problem.budget, session.latency
         assert budget is not None
         assert timed is not None
@@ -245,22 +260,18 @@ def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argpar
 def _session(
     model: nn.Module,
     data: ImageData,
-    formats: str,
-    precisions: str,
-    multiple: int,
-    channels: tuple[float, ...],
-    latency: float,
+    cell: Cell,
     chosen: argparse.Namespace,
 ) -> SearchSession:
     """Return the session of a search within a budget in time."""
     images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
     candidates = CandidateOptions(
-        tuple(formats.split("+")),
-        precisions=tuple(precisions.split("+")),
+        tuple(cell.formats.split("+")),
+        precisions=tuple(cell.precisions.split("+")),
         candidates=chosen.candidates,
-        multiple=multiple,
+        multiple=cell.multiple,
         iterations=chosen.iterations,
-        channels=channels,
+        channels=cell.channels,
     )
     cache = cache_folder()
     timed = LatencyOptions(**_timing(data, chosen), folder=cache / "latencies")
@@ -270,7 +281,7 @@ def _session(
         model,
         calibrated_library(model, images.split(32), candidates, cache=cache / "fits", seed=0),
         ImageScoring(data, EvaluatorOptions(augmented=True), images=1000),
-        SearchOptions(latency=latency, timing=timed, episodes=1),
+        SearchOptions(latency=cell.latency, timing=timed, episodes=1),
         candidates=candidates.candidates,
         input_shape=data.input_shape,
         apply=partial(apply_plan, model, calibration=refit_to),

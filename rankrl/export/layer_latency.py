@@ -129,7 +129,7 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
     """
     groups: dict[int, list[int]] = {}
     for index, each in enumerate(site.candidates):
-        groups.setdefault(site.spec.in_channels if each.reads is None else len(each.reads), []).append(index)
+        groups.setdefault(site.spec.in_channels if each.inputs is None else each.inputs, []).append(index)
 
     def measured(indices: list[int], inputs: int, outputs: int) -> np.ndarray:
         layer = replace(Geometry.of(module), in_channels=inputs, out_channels=outputs).dense()

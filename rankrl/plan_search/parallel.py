@@ -22,12 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decomposition.candidates import Candidate
 from decomposition.fitting import Fit
-from decomposition.input_selection import Selection
-from decomposition.library import FitLibrary, RoundedKey
+from decomposition.library import FitLibrary
 from decomposition.moments import InputMoments
-from decomposition.operations import Factorise, Operation, Quantise
+from decomposition.operations import Factorise
 from rankrl.data import Augmentation, Images
 from rankrl.device import Precision
 from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
@@ -53,45 +51,11 @@ class GivenFits(FitLibrary):
                 name: InputMoments(library.moments[name].mean, nothing, library.moments[name].count)
                 for name in library.specs
             }
-        self.given: dict[tuple[str, Factorise], Fit] = {
-            (site.name, operation): library.fit(site.name, operation)
-            for site in problem.sites
-            for candidate in site.candidates
-            for operation in candidate.operations
-            if isinstance(operation, Factorise)
-        }
+        self.cache = library.cached(problem.sites)
+        self._folder = None
 
-        self.selected: dict[tuple[str, int], Selection] = {
-            (site.name, len(candidate.reads)): library.selection(site.name, len(candidate.reads))
-            for site in problem.sites
-            for candidate in site.candidates
-            if candidate.reads is not None
-        }
-
-        self.values: dict[RoundedKey, tuple[Tensor, ...]] = {
-            _key(site.name, candidate): library.rounded(site.name, candidate.operations, candidate.reads)
-            for site in problem.sites
-            for candidate in site.candidates
-            if any(isinstance(operation, Quantise) for operation in candidate.operations)
-        }
-
-    def rounded(
-        self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return rounded cores or a rounded weight that was given."""
-        return self.values[name, tuple(operations), None if reads is None else len(reads)]
-
-    def fit(self, name: str, operation: Factorise) -> Fit:
-        """Return a fit that was given."""
-        return self.given[name, operation]
-
-    def selection(self, name: str, count: int) -> Selection:
-        """Return a selection that was given."""
-        return self.selected[name, count]
-
-
-def _key(name: str, candidate: Candidate) -> RoundedKey:
-    return name, candidate.operations, None if candidate.reads is None else len(candidate.reads)
+    def _compute(self, name: str, operation: Factorise) -> Fit:
+        raise KeyError((name, operation))
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,24 @@ class SyntheticEvaluator:
 
 
 @pytest.fixture(scope="session")
+def three_convolutions() -> nn.Module:
+    """Made of torch's own layers: what a test defines cannot be imported in another process."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3, padding=1, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.Conv2d(12, 12, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(12, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    ).eval()
+
+
+@pytest.fixture(scope="session")
 def with_each_choice(
     made_once: Callable[[str, Callable[[Path], None]], Path],
 ) -> dict[str, dict[str, Any]]:
