@@ -35,13 +35,15 @@ from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.progress import progress_bar
 from rankrl.wording import counted
-from rankrl.workflow.latency_fit import corrected
+from rankrl.workflow.latency_fit import Trial, corrected, correction, first_trials
 
 log = logging.getLogger(__name__)
 
 _ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
+# The next plan is to take a little less than the budget; one that was tried before is left in such steps.
+_SAFE, _STEP = 0.985, 1.02
 _PLANS_TRIED = 20
 # Measured again, a plan that is this little too slow may keep the budget.
 _HAIR = 1 + SMALLEST_CHANGE
@@ -112,48 +114,86 @@ class LatencyBudget:
         Where the fastest plan misses the budget by no more than what two timings of one file differ by, it is
         searched all the same.
 
-        Layers measured alone do not quite add up to a network. The budget of the search is tightened or
-        loosened until the greedy plan, exported as a whole, keeps the fraction that was asked for, and little
+        Layers measured alone do not quite add up to a network: the greedy plan is exported as a whole and
+        timed, the table corrected by it (`rankrl.workflow.latency_fit`), and the budget set so that the table
+        says of that plan what was measured, until a plan keeps the fraction that was asked for, and little
         less. What was found is kept beside the table of layers, so that a search is resumed with the same.
 
         Raises:
             DecompositionError: If no plan can reach the budget.
         """
         table = self._table()
-        path = self._path(table, "budget", self.fraction)
-        if path is not None and path.exists():
-            return self._problem(table, float(json.loads(path.read_text(encoding="utf-8"))), library)
-        least = table.budget(1.0, self.sites).least(table.attach(self.sites))
-        wanted, holds, fails = max(self.fraction, min(1.0, least * _ROUNDING)), 0.0, float("inf")
-        fastest, nearest = float("inf"), wanted
+        found, kept = (
+            self._path(table, "budget", self.fraction),
+            self._path(table, "corrected", self.fraction),
+        )
+        if found is not None and kept is not None and found.exists():
+            wanted = float(json.loads(found.read_text(encoding="utf-8")))
+            return self._problem(LatencyTable.load(kept), wanted, library)
+        best, fitted = self._adjusted(table, library)
+        if found is not None and kept is not None:
+            fitted.save(kept)
+            write_json(found, best)
+        return self._problem(fitted, best, library)
+
+    def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
+        """Return a fraction and a table with which greedy's plan keeps the budget."""
+        trials, tried = self._trials(table), {}
+        found: list[tuple[float, float, LatencyTable]] = []
+        scale, new = 1.0, False
         for _ in range(_ADJUSTMENTS):
-            problem = self._problem(table, wanted, library)
-            kept = self.measured(problem.plan(problem.preset, "greedy"))
-            if kept < fastest:
-                fastest, nearest = kept, wanted
+            factors = correction(table, trials)
+            fitted = corrected(table, self.sites, factors)
+            if new:
+                last = trials[-1]
+                scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
+            elif found:
+                scale *= _STEP if found[-1][0] < self.fraction else 1 / _STEP
+            least = fitted.budget(1.0, self.sites).least(fitted.attach(self.sites))
+            wanted = min(1.0, max(scale * self.fraction, least * _ROUNDING))
+            problem = self._problem(fitted, wanted, library)
+            plan = problem.plan(problem.preset, "greedy")
+            new = plan.layers not in tried
+            if new:
+                tried[plan.layers] = self.measured(plan)
+                chosen = [site.candidates[j] for site, j in zip(problem.sites, problem.preset, strict=True)]
+                trials = [*trials, Trial.of(table, self.sites, chosen, tried[plan.layers])]
+            kept = tried[plan.layers]
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", self.fraction, wanted, kept)
-            if kept <= self.fraction:
-                holds = max(holds, wanted)
-            else:
-                fails = min(fails, wanted)
-            if self.fraction * _CLOSE <= kept <= self.fraction or wanted == 1:
+            found.append((kept, wanted, fitted))
+            at_an_end = wanted == 1 if kept <= self.fraction else not new and wanted <= least * _ROUNDING
+            if at_an_end or self.fraction * _CLOSE <= kept <= self.fraction:
                 break
-            wanted = min(1.0, 0.99 * wanted * self.fraction / kept)
-            if not holds < wanted < fails:
-                wanted = (holds + min(fails, 1.0)) / 2
-            wanted = max(wanted, min(1.0, least * _ROUNDING))
-            if wanted >= fails or wanted <= holds:
-                break
-        if holds == 0.0 and fastest <= self.fraction * _HAIR:
-            holds = nearest
-        if holds == 0.0:
+        fastest = min(kept for kept, *_ in found)
+        keeping = [each for each in found if each[0] <= self.fraction]
+        if not keeping and fastest <= self.fraction * _HAIR:
+            keeping = [each for each in found if each[0] == fastest]
+        if not keeping:
             raise DecompositionError(
                 f"budget.latency={self.fraction} cannot be reached: the fastest plan takes {fastest:.3f} of "
                 f"the dense network's time ({table.conditions}). Ask for that, or try another format"
             )
+        _, wanted, fitted = max(keeping, key=lambda each: each[0])
+        return wanted, fitted
+
+    def _trials(self, table: LatencyTable) -> list[Trial]:
+        """Return whole networks that were timed, where layers compute in integers."""
+        path = self._path(table, "trials")
+        if not table.borders:
+            return []
+        if path is not None and path.exists():
+            return [Trial(tuple(parts), time) for parts, time in json.loads(path.read_text(encoding="utf-8"))]
+        specs = inspect_layers(self.model, self.shape)
+
+        def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
+            return self.measured(
+                plan_from_choices(sites, choices, specs, self.shape, "a trial", keep=KeepChannels)
+            )
+
+        found = first_trials(table, self.sites, measured)
         if path is not None:
-            write_json(path, holds)
-        return self._problem(table, holds, library)
+            write_json(path, [[each.parts, each.time] for each in found])
+        return found
 
     def measured(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the dense one, exported and timed in turns.
@@ -231,7 +271,7 @@ class LatencyBudget:
 
     def _table(self) -> LatencyTable:
         with progress_bar("time layers", total=len(self.sites)) as bar:
-            table = measure_layer_latencies(
+            return measure_layer_latencies(
                 self.model,
                 self.sites,
                 self.shape,
@@ -241,21 +281,6 @@ class LatencyBudget:
                 folder=self.options.folder,
                 progress=lambda _: bar.advance(),
             )
-        if not table.borders:
-            return table
-        path = self._path(table, "corrected")
-        if path is not None and path.exists():
-            return LatencyTable.load(path)
-        specs = inspect_layers(self.model, self.shape)
-
-        def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
-            plan = plan_from_choices(sites, choices, specs, self.shape, "a trial", keep=KeepChannels)
-            return self.measured(plan)
-
-        table = corrected(table, self.sites, measured)
-        if path is not None:
-            table.save(path)
-        return table
 
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         return SearchProblem.from_model(

@@ -8,7 +8,7 @@ networks under different plans, exported and timed, says by how much each kind o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,17 +21,51 @@ _PRIOR = 0.1
 """Weight of factors of 1 beside a network's relative error: a kind that few plans hold stays as it is."""
 _SHARES = (0.15, 0.35, 0.6, 0.85)
 """Of the way from the fastest plan to the dense network, where plans are tried."""
+_KINDS = 4
+"""Dense and factorised, first in floating point, then in integers."""
 
 
-def corrected(
+@dataclass(frozen=True)
+class Trial:
+    """A whole network that was exported and timed.
+
+    Attributes:
+        parts: What the table says it takes: the sums of the four kinds of layers, of borders, and the rest.
+        time: What it took, as a fraction of the dense network's.
+    """
+
+    parts: tuple[float, ...]
+    time: float
+
+    @classmethod
+    def of(
+        cls, table: LatencyTable, sites: Sequence[CandidateSet], chosen: Sequence[Candidate], time: float
+    ) -> Trial:
+        """Return the trial of these candidates, whose costs may come from another table."""
+        indices = [
+            next(j for j, each in enumerate(site.candidates) if each.content() == candidate.content())
+            for site, candidate in zip(sites, chosen, strict=True)
+        ]
+        parts = np.zeros(_KINDS + 2)
+        for site, index in zip(sites, indices, strict=True):
+            parts[_kind(site.candidates[index])] += table.sites[site.name][index]
+        for (site, index), (behind, other) in pairwise(zip(sites, indices, strict=True)):
+            here, there = site.candidates[index], behind.candidates[other]
+            if there.level and behind.producer == site.name:
+                saved = table.sites[site.name][index] - table.narrowed[site.name][index][there.level - 1]
+                parts[_kind(here)] -= saved
+            if here.integer != there.integer and table.borders:
+                parts[_KINDS] += table.borders[site.name]
+        parts[-1] = table.rest
+        return cls(tuple(parts.tolist()), time)
+
+
+def first_trials(
     table: LatencyTable,
     sites: Sequence[CandidateSet],
     measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
-) -> LatencyTable:
-    """Return a table whose sums come closest to whole networks'.
-
-    Times of dense and factorised layers, in floating point and in integers, the borders between them and the
-    rest are multiplied by one factor each, found by non-negative least squares on relative errors.
+) -> list[Trial]:
+    """Time the best and random plans of several budgets.
 
     Args:
         table: The measured layers.
@@ -39,21 +73,35 @@ def corrected(
         measured: Time of the network under some choices, as a fraction of the dense one's.
     """
     attached = table.attach(sites)
-    plans = [np.array([site.dense for site in attached])]
     least = table.budget(1.0, sites).least(attached)
     generator = np.random.default_rng(0)
+    plans = []
     for share in _SHARES:
         budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
         plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
-    times = [1.0, *(measured(attached, plan) for plan in plans[1:])]
-    rows = (
-        np.array([_parts(table, attached, plan) for plan in plans]) / (np.array(times) * table.total)[:, None]
-    )
-    # Factors are found around 1: kinds that no plan holds keep theirs.
-    kinds = rows.shape[1]
-    matrix = np.concatenate([rows, _PRIOR * np.eye(kinds)])
-    factors, _ = nnls(matrix, np.concatenate([np.ones(len(rows)), np.full(kinds, _PRIOR)]))
-    factors = np.maximum(factors, 1e-3)
+    found = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
+    for plan in plans:
+        chosen = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
+        found.append(Trial.of(table, sites, chosen, measured(attached, plan)))
+    return found
+
+
+def correction(table: LatencyTable, trials: Sequence[Trial]) -> np.ndarray:
+    """Return the factors, one for each part, with which sums come closest to the trials' times.
+
+    They are found around 1 by non-negative least squares on relative errors; parts that no trial holds keep
+    theirs.
+    """
+    rows = np.array([each.parts for each in trials]).reshape(-1, _KINDS + 2)
+    rows = rows / (np.array([each.time for each in trials]) * table.total)[:, None]
+    matrix = np.concatenate([rows, _PRIOR * np.eye(_KINDS + 2)])
+    wanted = np.concatenate([np.ones(len(rows)), np.full(_KINDS + 2, _PRIOR)])
+    found: np.ndarray = np.maximum(nnls(matrix, wanted)[0], 1e-3)
+    return found
+
+
+def corrected(table: LatencyTable, sites: Sequence[CandidateSet], factors: np.ndarray) -> LatencyTable:
+    """Return a table whose times are multiplied by the factors of their kinds."""
     scaled = {
         site.name: tuple(
             time * factors[_kind(candidate)]
@@ -69,26 +117,10 @@ def corrected(
         for site in sites
         if site.name in table.narrowed
     }
-    borders = {name: float(time * factors[4]) for name, time in table.borders.items()}
-    return replace(
-        table, sites=scaled, rest=float(table.rest * factors[5]), borders=borders, narrowed=narrowed
-    )
+    borders = {name: float(time * factors[_KINDS]) for name, time in table.borders.items()}
+    rest = float(table.rest * factors[-1])
+    return replace(table, sites=scaled, rest=rest, borders=borders, narrowed=narrowed)
 
 
 def _kind(candidate: Candidate) -> int:
-    """Number the kinds: dense and factorised, first in floating point, then in integers."""
     return 2 * int(candidate.integer) + int(len(candidate.operations) > candidate.integer)
-
-
-def _parts(table: LatencyTable, sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:
-    """Return the sums of the four kinds of layers, of borders, and the rest, in the table's unit."""
-    parts = np.zeros(6)
-    for site, choice in zip(sites, choices, strict=True):
-        candidate = site.candidates[choice]
-        parts[_kind(candidate)] += site.cost("latency")[choice]
-    for (site, choice), (behind, chosen) in pairwise(zip(sites, choices, strict=True)):
-        if behind.producer == site.name:
-            parts[_kind(site.candidates[choice])] -= site.saved("latency")[choice, behind.levels[chosen]]
-    parts[4] = table.budget(1.0, sites).crossed(sites, choices)
-    parts[5] = table.rest
-    return parts

@@ -12,7 +12,7 @@ from decomposition.candidates import Candidate
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 from rankrl.selectors.random_plans import spend_at_random
-from rankrl.workflow.latency_fit import corrected
+from rankrl.workflow.latency_fit import corrected, correction, first_trials
 
 DENSE = Cost(100, 100, 400)
 
@@ -45,7 +45,8 @@ def test_sums_come_to_agree_with_whole_networks(factors: tuple[float, ...]) -> N
             integer.append(candidate.integer)
         return float(total + 0.5 * factors[4] * np.count_nonzero(np.diff(integer))) / table.total
 
-    better = corrected(table, sites, measured)
+    trials = first_trials(table, sites, measured)
+    better = corrected(table, sites, correction(table, trials))
     attached, before = better.attach(sites), table.attach(sites)
     errors = []
     for share in (0.4, 0.5, 0.7, 0.9):
