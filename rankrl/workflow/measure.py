@@ -197,6 +197,7 @@ def export_numbers(
         "batch": options.batch,
         "threads": options.threads,
         "file_bytes": written.file_bytes,
+        "baseline_file_bytes": baseline.stat().st_size,
         "opset": written.opset,
         "preprocess": options.preprocess,
     }

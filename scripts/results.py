@@ -1,0 +1,289 @@
+"""The table of results: every cell of a grid trained at length, beside the published figures.
+
+    RANKRL_DATA=data python scripts/results.py --checkpoints CHECKPOINTS --folder results --hours 8
+
+The grid is scripts/results.yaml, the most wanted cells first. A cell is a run of `rankrl` in a folder of its
+own: one that is finished is not run again, one that was interrupted goes on where it was, to the bit. With
+`--hours` the script stops in time, and the next call goes on. Every network has a control: the dense
+checkpoint trained on by the same recipe for as many epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+
+GRID = Path(__file__).with_suffix(".yaml")
+CPU_EPOCHS, GPU_EPOCHS = 60, 200
+# A run that is told to stop ends its step and writes its state.
+_PATIENCE_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of another paper's table.
+
+    Attributes:
+        method: Its name, and the paper's.
+        accuracy: In %.
+        base: Of its dense network, in %; None where the paper does not say.
+        cost: What was saved, in the paper's words.
+        protocol: What it did that ours does not.
+    """
+
+    method: str
+    accuracy: float
+    base: float | None = None
+    cost: str = ""
+    protocol: str = ""
+
+    def __str__(self) -> str:
+        base = "" if self.base is None else f" from {self.base:g}"
+        details = "; ".join(each for each in (self.cost, self.protocol) if each)
+        return f"{self.method}: {self.accuracy:g}{base}" + (f" ({details})" if details else "")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row: a run of `rankrl`.
+
+    Attributes:
+        name: Name of its folder.
+        network: Name of the network and its data.
+        method: What is done, for the table.
+        options: What it is run with.
+        epochs: Of fine-tuning; 0 for a network that is trained from scratch, whose options say how long.
+        seed: Of everything random.
+        wanted: Test accuracy to reach, in %.
+        published: Rows to stand beside.
+    """
+
+    name: str
+    network: str
+    method: str
+    options: tuple[str, ...]
+    epochs: int
+    seed: int
+    wanted: float | None = None
+    published: tuple[Published, ...] = field(default=())
+
+    def command(self, folder: Path) -> list[str]:
+        """Return the command that runs it in a folder, or goes on there."""
+        start = [sys.executable, "-c", "from rankrl.app import main; main()"]
+        if (folder / ".hydra").exists():
+            return [*start, f"resume={folder}"]
+        epochs = [f"finetune.epochs={self.epochs}"] if self.epochs else []
+        return [*start, *self.options, *epochs, f"seed={self.seed}", f"hydra.run.dir={folder}"]
+
+
+def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
+    """Return the cells of a grid in its order.
+
+    Args:
+        path: The YAML file.
+        checkpoints: Folder of the dense networks' weights.
+        epochs: Of fine-tuning, where a cell does not say.
+
+    Raises:
+        SystemExit: If a cell names a network that the grid does not describe, or two have one name.
+    """
+    grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    cells = []
+    for entry in grid["cells"]:
+        network = grid["networks"].get(entry["network"])
+        if network is None:
+            raise SystemExit(
+                f"{path}: cell {entry['name']!r} is of the network {entry['network']!r}; there are "
+                f"{', '.join(grid['networks'])}"
+            )
+        options = [*network["options"], *entry["options"]]
+        if "checkpoint" in network and not entry.get("from_scratch", False):
+            options += [f"model.checkpoint={checkpoints / network['checkpoint']}", *grid["recipe"]]
+        seeds = entry.get("seeds", [0])
+        for seed in seeds:
+            cells.append(
+                Cell(
+                    f"{entry['name']}-{seed}",
+                    entry["network"],
+                    entry["method"],
+                    tuple(options),
+                    0 if entry.get("from_scratch", False) else int(entry.get("epochs", epochs)),
+                    seed,
+                    entry.get("wanted"),
+                    tuple(Published(**each) for each in entry.get("published", [])),
+                )
+            )
+    names = [cell.name for cell in cells]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise SystemExit(f"{path}: there are two cells of the name {', '.join(sorted(twice))}")
+    return cells
+
+
+def finished(folder: Path) -> bool:
+    """Tell whether a run is complete: its numbers are written last."""
+    return (folder / "metrics.json").exists()
+
+
+def run_cells(cells: Sequence[Cell], folder: Path, *, jobs: int, seconds: float) -> list[str]:
+    """Run what is not finished, in the order of the grid, and stop in time.
+
+    Args:
+        cells: The cells.
+        folder: Folder of their run folders.
+        jobs: How many run side by side, each in a process of its own.
+        seconds: After so many the running ones are interrupted; they keep their state.
+
+    Returns:
+        Names of the cells that failed; what they said is in `NAME.log`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + seconds
+    waiting = [cell for cell in cells if not finished(folder / cell.name)]
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    failed: list[str] = []
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            while waiting and len(running) < jobs:
+                cell = waiting.pop(0)
+                with (folder / f"{cell.name}.log").open("ab") as log:
+                    command = cell.command(folder / cell.name)
+                    running[cell.name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                print(f"{cell.name} begins", file=sys.stderr, flush=True)
+            for name, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[name]
+                    # 3: everything was written, but a budget in time was missed by a little.
+                    if process.returncode not in (0, 3) or not finished(folder / name):
+                        failed.append(name)
+                    print(f"{name} ends with exit code {process.returncode}", file=sys.stderr, flush=True)
+            time.sleep(0.2)
+    finally:
+        for process in running.values():
+            process.send_signal(signal.SIGINT)
+        for process in running.values():
+            try:
+                process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    return failed
+
+
+def table(cells: Sequence[Cell], folder: Path) -> str:
+    """Return the finished cells as a Markdown table, and the names of the others."""
+    head = [
+        *("network", "method", "epochs", "seed", "dense, %", "before, %", "after, %", "difference"),
+        *("wanted, %", "parameters", "MACs", "time", "file", "published"),
+    ]
+    lines, missing = [_line(head), "|---|---|" + "---:|" * 11 + "---|"], []
+    for cell in cells:
+        if finished(folder / cell.name):
+            metrics = json.loads((folder / cell.name / "metrics.json").read_text(encoding="utf-8"))
+            lines.append(_line(_columns(cell, metrics)))
+        else:
+            missing.append(cell.name)
+    if missing:
+        lines += ["", f"Not finished: {', '.join(missing)}."]
+    return "\n".join(lines)
+
+
+def _line(columns: Sequence[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def _columns(cell: Cell, metrics: dict[str, Any]) -> list[str]:
+    dense = metrics["baseline"]["accuracy"]
+    wanted = "" if cell.wanted is None else f"{cell.wanted:g}"
+    published = "<br>".join(map(str, cell.published))
+    start = [cell.network, cell.method]
+    if "finetuned" not in metrics:
+        return [
+            *start,
+            "",
+            str(cell.seed),
+            f"{100 * dense:.2f}",
+            "",
+            "",
+            "",
+            wanted,
+            "",
+            "",
+            "",
+            "",
+            published,
+        ]
+    after, ratios, onnx = metrics["finetuned"]["accuracy"], metrics["ratios"], metrics["onnx"]
+    return [
+        *start,
+        str(cell.epochs),
+        str(cell.seed),
+        f"{100 * dense:.2f}",
+        f"{100 * metrics['compressed']['accuracy']:.2f}",
+        f"{100 * after:.2f}",
+        f"{100 * (after - dense):+.2f}",
+        wanted,
+        f"{ratios['params']:.2f}x fewer",
+        f"{ratios['macs']:.2f}x fewer",
+        f"{1 / ratios['latency']:.2f}",
+        f"{onnx['baseline_file_bytes'] / onnx['file_bytes']:.2f}x smaller",
+        published,
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cells that are asked for, print the table and perhaps save it; 1 if a cell failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--grid", type=Path, default=GRID, help="the cells (default scripts/results.yaml)")
+    parser.add_argument(
+        "--checkpoints", type=Path, required=True, help="folder of the dense networks' weights"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("results"), help="of the runs (default results)")
+    parser.add_argument(
+        "--cells", nargs="+", metavar="TEXT", help="only cells whose names contain one of these"
+    )
+    parser.add_argument("--epochs", type=int, help=f"of fine-tuning ({CPU_EPOCHS}; on a GPU {GPU_EPOCHS})")
+    parser.add_argument(
+        "--hours", type=float, default=float("inf"), help="stop after so long; call again to go on"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="cells side by side, for a GPU")
+    parser.add_argument("--table-only", action="store_true", help="run nothing")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    options = parser.parse_args(arguments)
+    epochs = options.epochs or (GPU_EPOCHS if torch.cuda.is_available() else CPU_EPOCHS)
+    cells = read_grid(options.grid, options.checkpoints, epochs)
+    chosen = [cell for cell in cells if not options.cells or any(text in cell.name for text in options.cells)]
+    failed = []
+    if not options.table_only:
+        failed = run_cells(chosen, options.folder, jobs=options.jobs, seconds=3600 * options.hours)
+    command = shown_command(
+        ["scripts/results.py", *(sys.argv[1:] if arguments is None else arguments)],
+        shortened={str(options.checkpoints): "CHECKPOINTS", str(options.folder): "results"},
+        dropped=["--hours"],
+    )
+    text = f"`{command}`\n\n{hardware_line()}\n\n{table(cells, options.folder)}"
+    print(text)
+    if options.output is not None:
+        write_section(options.output, "results", "Results", text)
+    for name in failed:
+        print(f"{name} failed; see {options.folder / name}.log", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The table of results runs what is missing, stops in time, goes on, and says what is not finished."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import results
+import yaml
+from command_line import QUICK, small_network, workplace
+
+GRID = {
+    "recipe": ["selector=greedy", "search.episodes=1", "finetune=full", "tracking=none"],
+    "networks": {"small, digits": {"options": [], "checkpoint": "small.safetensors"}},
+    "cells": [
+        {
+            "name": "cp",
+            "network": "small, digits",
+            "method": "CP, half",
+            "options": ["decomposition=cp", "budget.params=0.5"],
+            "wanted": 91.3,
+            "published": [{"method": "theirs", "accuracy": 90.9, "base": 91.4, "cost": "-50 %"}],
+        },
+        {
+            "name": "control",
+            "network": "small, digits",
+            "method": "dense",
+            "options": ["decomposition=cp", "budget.params=1.0"],
+        },
+    ],
+}
+
+
+def written(folder: Path, grid: object = GRID) -> Path:
+    path = folder / "grid.yaml"
+    path.write_text(yaml.safe_dump(grid))
+    return path
+
+
+def test_the_grid_that_ships_is_read() -> None:
+    cells = results.read_grid(results.GRID, Path("checkpoints"), 60)
+    assert len({cell.name for cell in cells}) == len(cells)
+    first = cells[0]
+    assert (first.epochs, first.seed, first.wanted) == (60, 0, 91.3)
+    assert "model.checkpoint=checkpoints/cifar10-resnet20.th" in first.options
+    assert "finetune=full" in first.options
+    (scratch,) = (cell for cell in cells if cell.name == "resnet20-from-scratch-0")
+    assert scratch.epochs == 0
+    assert not any(option.startswith("model.checkpoint") for option in scratch.options)
+    # Every network whose checkpoint is compressed has the dense one trained on beside it.
+    compressed = {
+        cell.network for cell in cells if "finetune=full" in cell.options and "lenet5" not in cell.name
+    }
+    assert compressed == {cell.network for cell in cells if "control" in cell.name}
+
+
+def test_what_a_grid_cannot_mean_is_refused(tmp_path: Path) -> None:
+    unknown = {**GRID, "cells": [{**GRID["cells"][0], "network": "another"}]}
+    with pytest.raises(SystemExit, match=r"cell 'cp' is of the network 'another'; there are small, digits"):
+        results.read_grid(written(tmp_path, unknown), tmp_path, 1)
+    twice = {**GRID, "cells": [GRID["cells"][0]] * 2}
+    with pytest.raises(SystemExit, match="two cells of the name cp-0"):
+        results.read_grid(written(tmp_path, twice), tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_cells_are_run_once_and_stand_beside_what_was_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    with workplace(tmp_path):
+        options = [*small_network(tmp_path)[:2], *QUICK]
+        grid = {
+            **GRID,
+            "networks": {"small, digits": {"options": options, "checkpoint": "small.safetensors"}},
+        }
+        command = ["--grid", str(written(tmp_path, grid)), "--checkpoints", str(tmp_path), "--epochs", "1"]
+        assert results.main([*command, "--hours", "0"]) == 0
+        assert "Not finished: cp-0, control-0." in capsys.readouterr().out
+        assert results.main([*command, "--cells", "cp", "--output", "page.md"]) == 0
+        text = capsys.readouterr().out
+        assert "theirs: 90.9 from 91.4 (-50 %)" in text
+        assert "Not finished: control-0." in text
+        assert text.strip() in Path("page.md").read_text()
+        metrics = json.loads(Path("results/cp-0/metrics.json").read_text())
+        assert f"| {100 * metrics['finetuned']['accuracy']:.2f} |" in text
+        before = Path("results/cp-0/metrics.json").stat().st_mtime_ns
+        # The dense network in place of a compressed one, by the same recipe.
+        assert results.main(command) == 0
+        assert Path("results/cp-0/metrics.json").stat().st_mtime_ns == before
+        control = json.loads(Path("results/control-0/metrics.json").read_text())
+        assert control["ratios"]["params"] == 1
+        assert "Not finished" not in capsys.readouterr().out
+
+
+def test_a_running_cell_is_interrupted_in_time_and_a_failing_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = "import signal, time\nsignal.signal(signal.SIGINT, lambda *_: exit(130))\ntime.sleep(60)"
+    commands = {"long-0": [sys.executable, "-c", waits], "bad-0": [sys.executable, "-c", "exit(1)"]}
+    monkeypatch.setattr(results.Cell, "command", lambda self, folder: commands[self.name])
+    cells = [results.Cell(name, "n", "m", (), 1, 0) for name in ("bad-0", "long-0")]
+    sent = []
+    send = subprocess.Popen.send_signal
+    monkeypatch.setattr(
+        subprocess.Popen, "send_signal", lambda self, number: (sent.append(number), send(self, number))
+    )
+    assert results.run_cells(cells, tmp_path, jobs=2, seconds=2) == ["bad-0"]
+    assert sent == [signal.SIGINT]
