@@ -48,6 +48,7 @@ def apply_plan(
     options: FitOptions = FINAL,
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
+    statistics: torch.Tensor | Iterable[torch.Tensor] | None = None,
 ) -> nn.Module:
     """Return a compressed copy of `model`.
 
@@ -61,10 +62,12 @@ def apply_plan(
         weigh_outputs: With calibration: weigh a layer's output channels by what the dense network's output
             makes of them (`collect_sensitivities`; one more pass, forward and backward).
         batch_norm: With calibration: `keep` the running statistics, correct their `mean` for the change of
-            each input's mean, or `reestimate` them on the calibration inputs.
+            each input's mean, or `reestimate` them on `statistics`.
         options: How much work each fit may do.
         max_patches: Input patches that each layer is fitted on at most.
         seed: Seed of the patch positions.
+        statistics: Inputs to re-estimate running statistics on, as the model was trained on them: with the
+            same augmentation. `None` takes the calibration inputs.
 
     Returns:
         The compressed model in the mode (train or eval) of `model`. Its factorised layers carry the relative
@@ -75,7 +78,8 @@ def apply_plan(
         DecompositionError: If a rank is not feasible, a weight is not finite, the calibration set is empty or
             does not reach a layer, or the result is not what the plan says.
     """
-    chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed)
+    inputs = None if statistics is None else _as_tensor(statistics)
+    chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
     specs = plan.specs(model)
     images = None if calibration is None else _as_tensor(calibration)
 
@@ -244,7 +248,8 @@ def _apply_to_layers(
     else:
         _apply_apart(compressed, changed, images, sensitivities, options)
     if options.batch_norm == "reestimate" and images is not None:
-        reestimate_batch_norm(compressed, images.split(256))
+        inputs = images if options.statistics is None else options.statistics
+        reestimate_batch_norm(compressed, inputs.split(256))
     if images is not None:
         calibrate_ranges(compressed, images.split(256))
     _check_applied(model, compressed, entries)

@@ -96,6 +96,11 @@ class FactorisedLayer(nn.Module):
             output, features = self.tensor_format.halves(self.cores(), self.modes)
             return ((output.T @ output) * (features @ features.T)).sum()
 
+    def balance(self) -> None:
+        """Size the cores so that one learning rate suits them all; the weight that they stand for stays."""
+        with torch.no_grad():
+            self.set_cores(self.tensor_format.balanced([core.detach().double() for core in self.cores()]))
+
     def load(self, cores: Cores, bias: torch.Tensor | None, error: float | None = None) -> None:
         """Set cores, bias and the error of their fit.
 

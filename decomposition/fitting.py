@@ -177,7 +177,7 @@ class Fitter:
                 error = 0.0
             else:
                 cores, error = self._low_rank(ranks) if self._direct else self._search(ranks, options)
-                cores = _balance(self.tensor_format.normalised(cores))
+                cores = self.tensor_format.balanced(cores)
         return Fit(cores, error, self.tensor_format, self.modes, ranks)
 
     @cached_property
@@ -342,12 +342,3 @@ def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -
         size = problem.format.reconstruct(cores, problem.modes).norm()
         starts.append([core * float(size) ** (-1 / len(cores)) for core in cores])
     return starts
-
-
-def _balance(cores: Cores) -> Cores:
-    """Give all cores the same root mean square, so that one learning rate suits them."""
-    scales = [core.square().mean().sqrt() for core in cores]
-    mean = torch.stack(scales).log().mean().exp()
-    if not mean > 0:
-        return cores
-    return [(core * (mean / scale)).contiguous() for core, scale in zip(cores, scales, strict=True)]

@@ -67,11 +67,12 @@ from decomposition import (
 from decomposition.fitting import CHOOSING
 from decomposition.heuristics import get_heuristic
 from decomposition.operations.base import FINAL
-from rankrl.data import ImageData, batches, load_dataset
+from rankrl.data import ImageData, load_dataset
 from rankrl.models import create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training.accuracy import report_accuracy
+from rankrl.workflow.calibration import calibration_images
 
 ALGEBRAIC = FitOptions(iterations=0)
 ITERATED = FitOptions(iterations=300, starts=64)
@@ -261,13 +262,6 @@ def fits_report(options: argparse.Namespace) -> str:
     return "\n".join([*lines, f"| seconds, all layers | {' | '.join(seconds)} |"])
 
 
-def calibration_images(data: ImageData, count: int, *, seed: int = 0) -> torch.Tensor:
-    """Draw unlabelled, normalised training images, (count, 3, 32, 32)."""
-    generator = torch.Generator().manual_seed(seed)
-    walk = batches(data.train, count, mean=data.mean, std=data.std, generator=generator, shuffle=True)
-    return next(walk)[0]
-
-
 def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, data: ImageData) -> list[float]:
     """Return the test accuracy of a plan for each entry of `COLUMNS`, in percent."""
     fitted = (
@@ -276,9 +270,10 @@ def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, da
         apply_plan(model, plan, images),
     )
     found = []
+    normal = calibration_images(data, len(images), seed=0, augmented=True)
     for compressed in fitted:
         reestimated = copy.deepcopy(compressed)
-        reestimate_batch_norm(reestimated, images.split(256))
+        reestimate_batch_norm(reestimated, normal.split(256))
         for network in (compressed, reestimated):
             # The same function, faster to evaluate here.
             found.append(100 * report_accuracy(contracted(network), data.test, mean=data.mean, std=data.std))
@@ -289,7 +284,7 @@ def accuracy_report(options: argparse.Namespace) -> str:
     """Measure every format at every budget with uniform and greedy ranks, as a Markdown table."""
     model = load_network(options.checkpoint)
     data = load_dataset("cifar10")
-    images = calibration_images(data, options.calibration)
+    images = calibration_images(data, options.calibration, seed=0)
     all_specs = inspect_layers(model, data.input_shape)
     specs = [spec for spec in all_specs if spec.refusal is None]
     batched = images.split(256)
@@ -394,7 +389,7 @@ def network_report(options: argparse.Namespace) -> str:
     architecture = options.checkpoint.stem.rsplit("-", 1)[-1]
     model = load_network(options.checkpoint, architecture)
     data = load_dataset("cifar10")
-    images = calibration_images(data, options.calibration)
+    images = calibration_images(data, options.calibration, seed=0)
     before = peak_memory()
     lines = [
         f"{architecture}, {options.calibration} images; peak memory of the process before: {before:.2f} GiB.",

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench_decomposition import calibration_images, load_network
+from bench_decomposition import load_network
 from result_rows import ResultRows
 
 from decomposition import (
@@ -33,6 +33,7 @@ from rankrl.data import load_dataset
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy
+from rankrl.workflow.calibration import calibration_images
 
 BUDGETS = {"4x params": ("params", 1 / 4), "8x params": ("params", 1 / 8), "0.5 MACs": ("macs", 0.5)}
 AUTO = "auto"
@@ -49,7 +50,7 @@ def measure(
     if not wanted:
         return
     model, data = load_network(checkpoint, network), load_dataset("cifar10")
-    images = calibration_images(data, options.calibration)
+    images = calibration_images(data, options.calibration, seed=0)
     library = FitLibrary.calibrated(
         model, data.input_shape, formats, images.split(256), folder=options.fits and options.fits / network
     )

@@ -163,7 +163,9 @@ class Bench:
                 if count_macs(network, self.data.input_shape) <= target:
                     break
                 pruner.step()
-            reestimate_batch_norm(network, self.calibration.to(self.device).split(256))
+            count, seed = len(self.calibration), self.arguments.seed
+            normal = calibration_images(self.data, count, seed=seed, augmented=True)
+            reestimate_batch_norm(network, normal.to(self.device).split(256))
             return network
 
         return prune

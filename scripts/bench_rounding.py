@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench_decomposition import calibration_images, load_network
+from bench_decomposition import load_network
 from result_rows import ResultRows
 from torch import nn
 
@@ -42,6 +42,7 @@ from rankrl.data import load_dataset
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy
+from rankrl.workflow.calibration import calibration_images
 
 ALL, AT_THE_END = "nothing", "the refit: rounded at the end, as a quantiser does"
 NEAREST = "every weight to its nearest integer"

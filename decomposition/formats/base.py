@@ -97,6 +97,18 @@ class TensorFormat(ABC):
         """Return cores of the same weight, sized as the format's cores customarily are."""
         return cores
 
+    def balanced(self, cores: Cores) -> Cores:
+        """Return cores of the same weight that all have the same root mean square.
+
+        So one learning rate suits them all.
+        """
+        cores = self.normalised(cores)
+        scales = [core.square().mean().sqrt() for core in cores]
+        mean = torch.stack(scales).log().mean().exp()
+        if not mean > 0:
+            return cores
+        return [(core * (mean / scale)).contiguous() for core, scale in zip(cores, scales, strict=True)]
+
     @abstractmethod
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks

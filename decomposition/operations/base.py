@@ -66,6 +66,7 @@ class ApplyOptions:
         fit: How much work each fit may do.
         max_patches: Input patches that each layer is fitted on at most.
         seed: Seed of the patch positions.
+        statistics: Inputs that running statistics are re-estimated on; `None` takes the calibration inputs.
     """
 
     sequential: bool = True
@@ -74,6 +75,7 @@ class ApplyOptions:
     fit: FitOptions = FINAL
     max_patches: int = 65_536
     seed: int = 0
+    statistics: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

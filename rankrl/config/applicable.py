@@ -105,6 +105,13 @@ RULES = (
     _section("reward", "searches for no plan", *_SEARCHING),
     _section("calibration", "fits no layers", "inspect", "apply", *_SEARCHING),
     _section("decomposition", "fits no layers", "inspect", "apply", *_SEARCHING),
+    _section("constrain", "trains no network towards a plan", "pipeline"),
+    Rule(
+        "constrain.",
+        lambda config: config["constrain"]["epochs"] == 0,
+        "constrain.epochs=0 leaves that training out",
+        "leave it out, or set constrain.epochs",
+    ),
     _section("finetune", "fine-tunes nothing", *_FINETUNING),
     _section("optim", "fine-tunes nothing", *_FINETUNING),
     _section("train", "trains no dense network", *_TRAINING),

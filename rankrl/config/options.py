@@ -29,9 +29,7 @@ AUTO = "auto"
 """What `metrics.json` calls a choice among several formats."""
 
 # Where optim.lr is null: the rate that keeps most, of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
-# CIFAR-10). After a decomposition (tensor ring at 2.5x, 3 epochs) 99.1, 98.8 and 97.4 %, after a removal of
-# channels (half of the MACs, 2 epochs on 10,000 images) 90.1, 91.4 and 92.6 %.
-_LR_AFTER_DECOMPOSITION = {"onnx_adam": 1e-4}
+# CIFAR-10), after a removal of channels (half of the MACs, 2 epochs on 10,000 images) 90.1, 91.4 and 92.6 %.
 _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
 # Where train.optim.lr is null; the rate of sgd is the network's own, that of the others hardly depends on it.
 _LR_FROM_SCRATCH = {"onnx_adam": 1e-3, "onnx_adagrad": 1e-2}
@@ -123,6 +121,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     selector(config)
     if finetuning:
         finetuning_recipe(config)
+    constraining_recipe(config)
     training_recipe(config, None)
     export_options(config)
 
@@ -217,15 +216,30 @@ def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
     return dataclasses.replace(config, budget=budget)
 
 
-def finetuning_recipe(config: AppConfig, *, after_removal: bool = False) -> TrainingRecipe:
+def finetuning_recipe(
+    config: AppConfig, *, after_removal: bool = False, heldout_is_new: bool = True
+) -> TrainingRecipe:
     """Return the recipe of fine-tuning.
 
     Args:
         config: The configuration.
         after_removal: Whether channels were removed and nothing decomposed, which asks for larger steps.
+        heldout_is_new: Whether the dense network never saw the held-out images, so that they may choose.
     """
-    default = _LR_AFTER_REMOVAL if after_removal else _LR_AFTER_DECOMPOSITION
-    return _recipe(config.finetune, config.optim, "optim", config.seed, default.get(config.optim.name))
+    rates = {**config.finetune.rates, **(_LR_AFTER_REMOVAL if after_removal else {})}
+    lr = rates.get(config.optim.name)
+    return _recipe(config.finetune, config.optim, "optim", config.seed, lr, heldout_is_new=heldout_is_new)
+
+
+def constraining_recipe(config: AppConfig) -> TrainingRecipe | None:
+    """Return the recipe of training towards a plan, or None where there is to be none."""
+    chosen = config.constrain
+    if chosen.epochs == 0:
+        return None
+    recipe = finetuning_recipe(config)
+    lr = recipe.lr if chosen.lr is None else chosen.lr
+    # The last epoch is the one that is nearest to the plan; the best one would be one of the first.
+    return dataclasses.replace(recipe, epochs=chosen.epochs, lr=lr, restore_best=False, product_decay=0.0)
 
 
 def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRecipe:
@@ -243,9 +257,9 @@ def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRec
     return _recipe(config.train, config.train.optim, "train.optim", config.seed, default)
 
 
-def comparison_recipe(config: AppConfig) -> TrainingRecipe | None:
+def comparison_recipe(config: AppConfig, *, heldout_is_new: bool) -> TrainingRecipe | None:
     """Return the recipe with which compared plans are fine-tuned, or None for finetune.epochs=0."""
-    return None if config.finetune.epochs == 0 else finetuning_recipe(config)
+    return None if config.finetune.epochs == 0 else finetuning_recipe(config, heldout_is_new=heldout_is_new)
 
 
 def compared_selectors(config: AppConfig) -> dict[str, dict[str, Any]]:
@@ -302,7 +316,13 @@ def _runtimes(config: AppConfig) -> tuple[str, ...]:
 
 
 def _recipe(
-    recipe: RecipeConfig, optim: OptimConfig, group: str, seed: int, default: float | None
+    recipe: RecipeConfig,
+    optim: OptimConfig,
+    group: str,
+    seed: int,
+    default: float | None,
+    *,
+    heldout_is_new: bool = True,
 ) -> TrainingRecipe:
     lr = default if optim.lr is None else optim.lr
     if lr is None:
@@ -318,6 +338,7 @@ def _recipe(
         optimizer=optim.name,
         optimizer_options=optim.options,
         product_decay=recipe.product_decay,
+        balance_cores=recipe.balance_cores,
         schedule=recipe.schedule,
         warmup=recipe.warmup,
         label_smoothing=recipe.label_smoothing,
@@ -327,7 +348,7 @@ def _recipe(
         temperature=recipe.temperature,
         augment=recipe.augment,
         early_stop_patience=recipe.early_stop_patience,
-        restore_best=recipe.restore_best,
+        restore_best=heldout_is_new if recipe.restore_best is None else recipe.restore_best,
         seed=seed,
     )
 

@@ -171,9 +171,9 @@ class OptimConfig:
 
     Attributes:
         name: A registered optimizer.
-        lr: Its learning rate; for fine-tuning with onnx_adam, None takes 1e-4 after a decomposition, and 1e-3
-            after a removal of channels, which moves weights further. For training from scratch None takes
-            what suits the network: for sgd 0.1 for the CIFAR ResNets, 0.01 for lenet5 and 0.05 for conv4; for
+        lr: Its learning rate; for fine-tuning None takes that of finetune.rates, but 1e-3 for onnx_adam after
+            a removal of channels, which moves weights further. For training from scratch None takes what
+            suits the network: for sgd 0.1 for the CIFAR ResNets, 0.01 for lenet5 and 0.05 for conv4; for
             torchvision's and your own 0.1 with batch normalisation, 0.01 without. 1e-3 for onnx_adam, 1e-2
             for onnx_adagrad.
         options: What the optimizer takes beside its rate, where it is not to have its own default.
@@ -186,12 +186,19 @@ class OptimConfig:
 
 @dataclass
 class RecipeConfig:
-    """Fine-tuning of the compressed network, with the dense one as teacher."""
+    """How a network is trained.
+
+    Attributes:
+        restore_best: Whether the weights with the best held-out accuracy are returned, those before the first
+            epoch included, rather than the last. None does so unless the dense network may have been trained
+            on these images: a checkpoint that was not trained here with the same ones held out.
+    """
 
     epochs: int = owned(TrainingRecipe, "epochs")
     batch_size: int = owned(TrainingRecipe, "batch_size")
     halvings: int = owned(TrainingRecipe, "halvings")
     product_decay: float = owned(TrainingRecipe, "product_decay")
+    balance_cores: bool = owned(TrainingRecipe, "balance_cores")
     schedule: str = owned(TrainingRecipe, "schedule")
     warmup: float = owned(TrainingRecipe, "warmup")
     label_smoothing: float = owned(TrainingRecipe, "label_smoothing")
@@ -201,7 +208,38 @@ class RecipeConfig:
     temperature: float = owned(TrainingRecipe, "temperature")
     augment: bool = owned(TrainingRecipe, "augment")
     early_stop_patience: int | None = owned(TrainingRecipe, "early_stop_patience")
-    restore_best: bool = owned(TrainingRecipe, "restore_best")
+    restore_best: bool | None = None
+
+
+@dataclass
+class FineTuneConfig(RecipeConfig):
+    """Fine-tuning of the compressed network, with the dense one as teacher.
+
+    Attributes:
+        rates: Highest learning rate after a decomposition by optimizer, where optim.lr is null.
+    """
+
+    rates: dict[str, float] = field(
+        default_factory=lambda: {"onnx_adam": 1e-4, "onnx_adagrad": 1e-2, "sgd": 1e-2}
+    )
+
+
+@dataclass
+class ConstrainConfig:
+    """Training of the dense network that pulls it to what the plan will keep, before it is cut (ADMM).
+
+    Attributes:
+        epochs: How many; 0 leaves it out. Everything else of the recipe is that of finetune and optim.
+        lr: Highest learning rate; None takes that of finetune.
+        strength: What the network's output may lose by the cut counts so much beside the training loss, in
+            the first epoch.
+        growth: What strength is multiplied by after every epoch.
+    """
+
+    epochs: int = 0
+    lr: float | None = None
+    strength: float = 1.0
+    growth: float = 1.3
 
 
 @dataclass
@@ -278,7 +316,8 @@ class AppConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    finetune: RecipeConfig = field(default_factory=RecipeConfig)
+    constrain: ConstrainConfig = field(default_factory=ConstrainConfig)
+    finetune: FineTuneConfig = field(default_factory=FineTuneConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

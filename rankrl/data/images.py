@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,13 @@ class Images:
     def first(self, count: int) -> Images:
         """Return copies of the first `count` images, or of all where there are fewer."""
         return self.subset(torch.arange(min(count, len(self))))
+
+    def digest(self) -> str:
+        """Return a hash of the images and labels, whatever their order in memory."""
+        found = hashlib.sha256(repr(tuple(self.x.shape)).encode())
+        for tensor in (self.x, self.y):
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()[:32]
 
     def to(self, device: torch.device) -> Images:
         """Return the same images on `device`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankrl.models import conv4, custom, lenet5, resnet, resnet9, torchvision_models  # registers the models
-from rankrl.models.checkpoint import load_checkpoint, save_checkpoint
+from rankrl.models.checkpoint import checkpoint_heldout, load_checkpoint, save_checkpoint
 from rankrl.models.classifier import check_classifier
 from rankrl.models.registry import (
     ModelSource,
@@ -20,6 +20,7 @@ __all__ = [
     "ModelSource",
     "build_model",
     "check_classifier",
+    "checkpoint_heldout",
     "conv4",
     "create_model",
     "custom",

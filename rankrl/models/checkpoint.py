@@ -9,12 +9,13 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
 
+_HELDOUT = "heldout"
 _PREFIX = "module."  # DataParallel's, on the keys of many published checkpoints
 
 
@@ -43,18 +44,29 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     model.load_state_dict(tensors, strict=False)
 
 
-def save_checkpoint(model: nn.Module, path: str | Path) -> None:
+def save_checkpoint(model: nn.Module, path: str | Path, *, heldout: str | None = None) -> None:
     """Write the weights of a network as .safetensors, atomically.
 
     Args:
         model: The network; its tensors are copied to the CPU and to contiguous memory, not moved.
         path: The file to create or replace.
+        heldout: Which images it was not trained on (`Images.digest`), for `checkpoint_heldout`.
 
     Raises:
         StorageError: The file cannot be written.
     """
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
-    write_atomically(path, safetensors.torch.save(tensors))
+    metadata = None if heldout is None else {_HELDOUT: heldout}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
+
+
+def checkpoint_heldout(path: str | Path) -> str | None:
+    """Return which images the network in a file of `save_checkpoint` was not trained on, if it says so."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get(_HELDOUT)
+    except (SafetensorError, OSError):
+        return None
 
 
 def _read(path: Path) -> object:

@@ -120,7 +120,8 @@ class KeepChannels(GroupOperation):
         pruned = cls.group_structure(model, chosen, input_shape)
         shifted = options.batch_norm == "reestimate" or (correct_mean and not options.sequential)
         if images is not None and shifted:
-            reestimate_batch_norm(pruned, images.split(_STATISTICS_BATCH))
+            inputs = images if options.statistics is None else options.statistics
+            reestimate_batch_norm(pruned, inputs.split(_STATISTICS_BATCH))
         return pruned
 
 

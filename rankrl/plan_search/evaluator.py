@@ -85,7 +85,7 @@ class EvaluatorOptions:
             training has not seen them like this.
         statistics: `corrected` moves biases and batch-norm means analytically; `reestimated` measures all
             batch-norm statistics anew for every plan (which costs one forward pass more over those images).
-        reestimation_images: Held-out images that `reestimated` measures on.
+        reestimation_images: Held-out images that `reestimated` measures on, augmented as in training.
         halving: Score unpromising plans on a part of the images only; None scores all on all.
         seed: Seed of the augmented copy.
         batch_size: Images in a batch; None for what suits the device.
@@ -195,12 +195,14 @@ class PlanEvaluator:
         )
         size = self.options.batch_size or _BATCH_SIZE.get(self.precision.device.type, 125)
         self._x, self._y = self._load(images, size, mean, std)
-        measured = min(self.options.reestimation_images, len(images))
-        self._calibration = (
-            self._load(images.subset(torch.arange(measured)), size, mean, std)[0]
-            if self.options.statistics == "reestimated"
-            else []
-        )
+        self._calibration: list[Tensor] = []
+        if self.options.statistics == "reestimated":
+            normal = images.first(self.options.reestimation_images)
+            # As in training: on images as they are, the statistics of a network that was trained on padded
+            # crops are others (the dense ResNet-20 on CIFAR-10: 88.3 instead of 91.5 %).
+            if augmentation is not None and not self.options.augmented:
+                normal = augmented_copy(normal, augmentation, self.options.seed)
+            self._calibration = self._load(normal, size, mean, std)[0]
         self._known: dict[Choices, Evaluation] = {}
         self._first_scores: list[float] = []
         self._written: Choices | None = None

@@ -21,7 +21,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     plan = with_preprocessing(plan, data)
     dense = steps.dense_network(config, data, folder)
-    compressed = steps.applied_plan(config, plan, dense, steps.calibration(config, data, dense))
+    compressed = steps.applied_plan(config, data, plan, dense, steps.calibration(config, data, dense))
     save_compressed(compressed, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)

@@ -28,10 +28,10 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
 
     Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
     """
-    recipe = options.comparison_recipe(config)
-    options.check(config, finetuning=recipe is not None)
+    options.check(config, finetuning=config.finetune.epochs > 0)
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
+    recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)
     with steps.search_session(config, data, dense, images) as session:

@@ -33,7 +33,8 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     images = steps.calibration(config, data, dense)
     _, result = steps.chosen_plan(config, data, dense, images, folder)
     plan = result.plan
-    compressed = steps.applied_plan(config, plan, dense, images)
+    nearer = steps.constrained(config, data, plan, dense, images, folder)
+    compressed = steps.applied_plan(config, data, plan, nearer, images)
     rows = layer_rows(plan, dense, compressed)
     finetuned = copy.deepcopy(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)

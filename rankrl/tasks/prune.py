@@ -101,7 +101,7 @@ def _decomposed(
     """Return the fine-tuned pruned network decomposed, one plan for both steps, and the search's numbers."""
     _, result = steps.chosen_plan(config, data, tuned, images, folder)
     found = result.plan
-    network = steps.applied_plan(config, found, tuned, images)
+    network = steps.applied_plan(config, data, found, tuned, images)
     plan = dataclasses.replace(
         found.with_operations(dense, pruned.plan.chosen(KeepChannels)),
         chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -14,13 +15,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
+from decomposition.fitting import FAST
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.files import write_json
-from rankrl.models import save_checkpoint
+from rankrl.models import checkpoint_heldout, save_checkpoint
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
 from rankrl.report import (
@@ -31,7 +33,7 @@ from rankrl.report import (
     summary_table,
     write_report,
 )
-from rankrl.training import EpochRow, TrainingRecipe, TrainingResult
+from rankrl.training import EpochRow, RankConstraint, TrainingRecipe, TrainingResult
 from rankrl.wording import counted
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.measure import with_preprocessing
@@ -58,13 +60,19 @@ def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.M
     return network
 
 
+def heldout_is_new(config: AppConfig, data: ImageData) -> bool:
+    """Tell whether the dense network is known not to have been trained on the held-out images."""
+    checkpoint = config.model.get("checkpoint")
+    return not checkpoint or checkpoint_heldout(checkpoint) == data.heldout.digest()
+
+
 def dense_training(
     config: AppConfig, data: ImageData, network: nn.Module, folder: RunFolder
 ) -> TrainingResult:
     """Train the dense network in place and save it; warn if it has learned nothing."""
     recipe = options.training_recipe(config, network)
     result = _trained("train", network, data, recipe, folder, stage="train")
-    save_checkpoint(network, folder.dense)
+    save_checkpoint(network, folder.dense, heldout=data.heldout.digest())
     warning = guessing_warning(network, data)
     if warning is not None:
         folder.warn(
@@ -101,7 +109,7 @@ def search_session(config: AppConfig, data: ImageData, dense: nn.Module, images:
         options.search_options(config),
         candidates=options.candidate_options(config).candidates,
         input_shape=data.input_shape,
-        apply=lambda plan: applied_plan(config, plan, dense, images),
+        apply=lambda plan: applied_plan(config, data, plan, dense, images),
         preprocessing=data.preprocessing,
     )
 
@@ -136,7 +144,9 @@ def chosen_plan(
     return session.problem, dataclasses.replace(result, plan=plan)
 
 
-def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, images: Tensor) -> nn.Module:
+def applied_plan(
+    config: AppConfig, data: ImageData, plan: CompressionPlan, dense: nn.Module, images: Tensor
+) -> nn.Module:
     """Return the compressed network."""
     log.info("applying the plan, layer by layer")
     return apply_plan(
@@ -148,7 +158,38 @@ def applied_plan(config: AppConfig, plan: CompressionPlan, dense: nn.Module, ima
         batch_norm=options.batch_norm_correction(config),
         options=options.final_fit(config),
         seed=config.seed,
+        statistics=calibration_images(data, len(images), seed=config.seed, augmented=True),
     )
+
+
+def constrained(
+    config: AppConfig,
+    data: ImageData,
+    plan: CompressionPlan,
+    dense: nn.Module,
+    images: Tensor,
+    folder: RunFolder,
+) -> nn.Module:
+    """Return a copy of the dense network, trained towards what the plan keeps; itself without such epochs."""
+    recipe = options.constraining_recipe(config)
+    if recipe is None:
+        return dense
+    network, chosen = copy.deepcopy(dense), config.constrain
+    constraint = RankConstraint(
+        network,
+        plan,
+        images,
+        strength=chosen.strength,
+        growth=chosen.growth,
+        options=dataclasses.replace(FAST, iterations=config.decomposition.iterations),
+        seed=config.seed,
+    )
+    before = constraint.distance()
+    _trained(
+        "constrain", network, data, recipe, folder, stage="constrain", teacher=dense, constraint=constraint
+    )
+    log.info("constrain: distance to the plan's ranks %.4f, before %.4f", constraint.distance(), before)
+    return network
 
 
 def finetuned(
@@ -162,8 +203,21 @@ def finetuned(
     after_removal: bool = False,
 ) -> Sequence[EpochRow]:
     """Fine-tune a compressed network in place with the dense one as teacher; return the epochs."""
-    recipe = options.finetuning_recipe(config, after_removal=after_removal)
-    return _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=dense).history
+    new = heldout_is_new(config, data)
+    recipe = options.finetuning_recipe(config, after_removal=after_removal, heldout_is_new=new)
+    result = _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=dense)
+    if recipe.restore_best and result.epoch == 0:
+        folder.warn(
+            "fine-tune: no epoch was better on the held-out images than the network was before; it is handed "
+            "back as it was. Try another learning rate (optim.lr) or more epochs (finetune.epochs)."
+        )
+    elif not new and result.accuracy < result.start:
+        folder.warn(
+            f"fine-tune: the accuracy on the held-out images fell from {100 * result.start:.1f} to "
+            f"{100 * result.accuracy:.1f} %. The dense network may have been trained on them, so they cannot "
+            "tell whether that is a loss; compare with finetune.epochs=0."
+        )
+    return result.history
 
 
 def _trained(
@@ -175,6 +229,7 @@ def _trained(
     *,
     stage: str,
     teacher: nn.Module | None = None,
+    constraint: RankConstraint | None = None,
 ) -> TrainingResult:
     """Train a network in place, tracked; note the learning rate that was used."""
     result = run_training(
@@ -184,6 +239,7 @@ def _trained(
         recipe,
         state_file=folder.state / f"{stage}.safetensors",
         teacher=teacher,
+        constraint=constraint,
         on_epoch=folder.tracking.epochs(stage),
     )
     folder.notes.trainings[stage] = {

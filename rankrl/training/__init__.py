@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rankrl.training.accuracy import accuracy, predict_logits, report_accuracy
 from rankrl.training.chance import guessing_share, near_guessing
+from rankrl.training.constraint import RankConstraint
 from rankrl.training.loop import TrainingProgress, TrainingResult, train
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import list_schedules
@@ -11,6 +12,7 @@ from rankrl.training.state import EpochRow
 
 __all__ = [
     "EpochRow",
+    "RankConstraint",
     "TrainingProgress",
     "TrainingRecipe",
     "TrainingResult",

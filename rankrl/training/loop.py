@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decomposition import FactorisedLayer, factorised_layers
+from decomposition.rounding import is_rounded
 from rankrl.data.batches import batches
 from rankrl.data.images import ImageData, Images
 from rankrl.device import (
@@ -28,6 +29,7 @@ from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.models.classifier import check_classifier
 from rankrl.training.accuracy import accuracy
 from rankrl.training.chance import is_guessing, worse_than_guessing
+from rankrl.training.constraint import RankConstraint
 from rankrl.training.loss import training_loss
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import learning_rate_factor
@@ -53,7 +55,7 @@ class TrainingProgress:
         steps: Steps of the whole training.
         lr: Learning rate of the last step.
         loss: Mean loss since the last report; at the end of an epoch, of the whole epoch.
-        best_accuracy: Best held-out accuracy so far, or None in the first epoch.
+        best_accuracy: Best held-out accuracy so far, that of the first weights included.
         row: The epoch's row at its end, or None before.
     """
 
@@ -73,14 +75,16 @@ class TrainingResult:
 
     Attributes:
         history: One row per epoch.
-        epoch: The epoch whose weights the network has now.
-        accuracy: Held-out accuracy of that epoch, 0 to 1.
+        start: Held-out accuracy before the first epoch, 0 to 1.
+        epoch: The epoch whose weights the network has now; 0 where none was better than the first weights.
+        accuracy: Held-out accuracy of these weights, 0 to 1.
         stopped_early: Whether the held-out accuracy stopped rising before the last epoch.
         lr: Highest learning rate of the schedule that was followed to the end.
         halvings: How often the training started again with half the rate before.
     """
 
     history: tuple[EpochRow, ...]
+    start: float
     epoch: int
     accuracy: float
     stopped_early: bool
@@ -95,6 +99,7 @@ def train(
     *,
     precision: Precision | None = None,
     teacher: nn.Module | None = None,
+    constraint: RankConstraint | None = None,
     state_file: str | Path | None = None,
     resume: bool = False,
     on_step: Callable[[TrainingProgress], None] | None = None,
@@ -118,6 +123,7 @@ def train(
         precision: Device and precision; the fastest safe one when omitted.
         teacher: The network to distil from, moved to the device and run in evaluation mode; needed when
             `recipe.distillation` is above 0, not run otherwise.
+        constraint: Pulls the network's weights towards what a plan can represent.
         state_file: A .safetensors file to which the state is written after every epoch.
         resume: Whether to go on from `state_file`; the result is that of an undisturbed run, bit for bit.
         on_step: Called every few steps and at the end of every epoch.
@@ -146,15 +152,21 @@ def train(
         layouts.add(to_fastest_layout(network, example))
     layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
-    state = TrainingState(model, recipe, _setup(data, recipe))
+    layers = factorised_layers(model).values()
+    if recipe.balance_cores:
+        for layer in layers:
+            if not is_rounded(layer):
+                layer.balance()
+    state = TrainingState(model, recipe, _setup(data, recipe), constraint)
     if resume and path is not None:
         state.restore(path)
 
     fork = torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else [])
     with fork, deterministic_kernels() if precision.device.type == "cuda" else nullcontext():
         teacher = networks[1] if len(networks) == 2 else None
-        products = list(factorised_layers(model).values()) if recipe.product_decay else []
+        products = list(layers) if recipe.product_decay else []
         epochs = _Epochs(data, recipe, precision, layout, teacher, products, on_step)
+        start = state.begin(epochs.score(model)) if state.start is None else state.start
         while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
             try:
                 epochs.run(state)
@@ -182,6 +194,7 @@ def train(
         network.eval()
     return TrainingResult(
         tuple(state.history),
+        start,
         row.epoch,
         row.accuracy,
         len(state.history) < recipe.epochs,
@@ -243,20 +256,21 @@ class _Epochs:
         trained = self._train_epoch(state, epoch)
         self._judge(state, epoch, trained)
         try:
-            score = accuracy(
-                state.scored_model,
-                self.heldout,
-                mean=self.data.mean,
-                std=self.data.std,
-                precision=self.precision,
-            )
+            score = self.score(state.scored_model)
         except NonFiniteError as error:
             raise _DivergedError(
                 f"after epoch {epoch} of training (learning rate {trained.lr:.3g}): {error}"
             ) from error
         row = EpochRow(epoch, trained.lr, trained.loss, score, time.perf_counter() - started)
         state.finish_epoch(row)
+        if state.constraint is not None and epoch < self.recipe.epochs:
+            state.constraint.end_epoch()
         self._report(state, epoch, epoch * self.steps, trained.lr, trained.loss, row)
+
+    def score(self, model: nn.Module) -> float:
+        """Return a network's accuracy on the held-out images."""
+        mean, std = self.data.mean, self.data.std
+        return accuracy(model, self.heldout, mean=mean, std=std, precision=self.precision)
 
     def _judge(self, state: TrainingState, epoch: int, trained: _TrainedEpoch) -> None:
         """Raise `_DivergedError` for an epoch of guessing while the rate can still be halved."""
@@ -330,6 +344,8 @@ class _Epochs:
         if self.products:
             norms = torch.stack([layer.squared_norm() for layer in self.products])
             loss = loss + recipe.product_decay / 2 * norms.sum()
+        if state.constraint is not None:
+            loss = loss + state.constraint.penalty()
         state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if recipe.gradient_clip is not None:

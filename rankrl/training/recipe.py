@@ -30,6 +30,8 @@ class TrainingRecipe:
             batch-normalisation parameters.
         product_decay: Weight decay on the weight that each factorised layer's cores contract to, 0 or more;
             the optimizer's own then spares the cores (Frobenius decay, Khodak et al., ICLR 2021).
+        balance_cores: Whether the cores of factorised layers are sized alike before the first step, so that
+            one learning rate suits them all; layers in integers stay as they are.
         schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.schedule`.
         warmup: Fraction of all steps in which the learning rate rises, 0 to below 1.
         label_smoothing: Probability mass spread over all classes, 0 to below 1 (Szegedy et al. 2016).
@@ -41,8 +43,8 @@ class TrainingRecipe:
         temperature: T of the distillation, positive.
         augment: Whether training images are cropped and flipped at random.
         early_stop_patience: Epochs without a better held-out accuracy after which training ends, or None.
-        restore_best: Whether the weights of the epoch with the best held-out accuracy are returned, rather
-            than the last.
+        restore_best: Whether the weights with the best held-out accuracy are returned, those before the first
+            epoch included, rather than the last.
         seed: Seed of everything random: order, augmentation, dropout.
     """
 
@@ -54,6 +56,7 @@ class TrainingRecipe:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     decay_vectors: bool = False
     product_decay: float = 0.0
+    balance_cores: bool = False
     schedule: str = "cosine"
     warmup: float = 0.05
     label_smoothing: float = 0.0

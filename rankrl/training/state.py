@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from rankrl.errors import CheckpointError
 from rankrl.state_file import read_state, write_state
 from rankrl.training.average import WeightAverage
+from rankrl.training.constraint import RankConstraint
 from rankrl.training.optimizer import build_optimizer
 from rankrl.training.recipe import TrainingRecipe
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ class TrainingState:
     Attributes:
         model: The network in training.
         recipe: How it is trained.
+        constraint: What pulls its weights, if anything does.
         setup: Plain values that must be equal for a resumed run to be the same run.
         optimizer: Its optimizer.
         average: The moving average of its weights, or None.
         history: One row per finished epoch.
-        best: Weights of the epoch with the best held-out accuracy, or None before the first.
+        start: Held-out accuracy of the first weights, or None before they are scored.
+        best: The weights with the best held-out accuracy so far, or None before any are scored.
         halvings: How often the training started again with half the learning rate.
         learned: Whether an epoch since then did better than guessing.
     """
@@ -65,15 +68,18 @@ class TrainingState:
     model: nn.Module
     recipe: TrainingRecipe
     setup: Mapping[str, Any]
+    constraint: RankConstraint | None = None
     optimizer: Optimizer = field(init=False)
     average: WeightAverage | None = field(init=False)
     history: list[EpochRow] = field(init=False)
+    start: float | None = field(init=False, default=None)
     best: dict[str, Tensor] | None = field(init=False)
     halvings: int = field(init=False, default=0)
     learned: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._first = _copied(self.model) if self.recipe.halvings else {}
+        self._unconstrained = {} if self.constraint is None else self.constraint.state()
         self._begin()
 
     def _begin(self) -> None:
@@ -96,8 +102,15 @@ class TrainingState:
 
     @property
     def best_row(self) -> EpochRow | None:
-        """The first epoch with the best held-out accuracy, or None before the first."""
-        return max(self.history, key=lambda row: row.accuracy, default=None)
+        """The first epoch with the best held-out accuracy, 0 for the first weights; None before any."""
+        start = [] if self.start is None else [EpochRow(0, 0.0, 0.0, self.start, 0.0)]
+        return max([*start, *self.history], key=lambda row: row.accuracy, default=None)
+
+    def begin(self, accuracy: float) -> float:
+        """Note the held-out accuracy of the first weights, which are the best so far, and return it."""
+        self.start = accuracy
+        self.best = _copied(self.model)
+        return accuracy
 
     def finish_epoch(self, row: EpochRow) -> None:
         """Add an epoch to the history and keep its weights when they are the best so far."""
@@ -110,7 +123,11 @@ class TrainingState:
         self.model.load_state_dict(self._first)
         self.model.zero_grad(set_to_none=True)
         self.halvings += 1
+        if self.constraint is not None:
+            self.constraint.restore(self._unconstrained)
         self._begin()
+        if self.start is not None:
+            self.begin(self.start)
 
     def save(self, path: Path) -> None:
         """Write the state to `path`, atomically.
@@ -124,6 +141,8 @@ class TrainingState:
             tensors |= {f"average.{key}": value for key, value in self.average.state_dict().items()}
         tensors |= {f"best.{key}": value for key, value in (self.best or {}).items()}
         tensors |= {f"first.{key}": value for key, value in self._first.items()}
+        if self.constraint is not None:
+            tensors |= {f"constraint.{key}": value for key, value in self.constraint.state().items()}
         scalars: dict[str, dict[str, Any]] = {}
         for index, entries in optimizer["state"].items():
             for key, value in entries.items():
@@ -134,6 +153,7 @@ class TrainingState:
         content = {
             "setup": self.setup,
             "history": [asdict(row) for row in self.history],
+            "start": self.start,
             "halvings": self.halvings,
             "learned": self.learned,
             "optimizer_groups": optimizer["param_groups"],
@@ -160,7 +180,10 @@ class TrainingState:
             if self.average is not None:
                 self.average.load_state_dict(_part(tensors, "average."))
             self._restore_optimizer(tensors, content)
+            if self.constraint is not None:
+                self.constraint.restore(_part(tensors, "constraint."))
             self.history = [EpochRow(**row) for row in content["history"]]
+            self.start = content["start"]
             self.halvings, self.learned = content["halvings"], content["learned"]
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from rankrl.data import ImageData, Images, batches
+from rankrl.data.batches import augmented_copy
 from rankrl.errors import ConfigError
 from rankrl.workflow.session import CALIBRATION_BATCH
 
 
-def calibration_images(data: ImageData, count: int, *, seed: int) -> Tensor:
+def calibration_images(data: ImageData, count: int, *, seed: int, augmented: bool = False) -> Tensor:
     """Draw normalised training images (count, C, H, W), float32, for fitting layers.
+
+    Args:
+        data: The dataset.
+        count: How many; fewer where there are no more.
+        seed: Seed of the draw.
+        augmented: Crop and flip them as in training, which running statistics are re-estimated on.
 
     Raises:
         ConfigError: If `count` is not positive.
@@ -20,5 +27,7 @@ def calibration_images(data: ImageData, count: int, *, seed: int) -> Tensor:
         raise ConfigError(f"calibration.images must be at least 1, got {count}")
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
     chosen: Images = data.train.subset(order[:count])
+    if augmented and data.augmentation is not None:
+        chosen = augmented_copy(chosen, data.augmentation, seed)
     walk = batches(chosen, CALIBRATION_BATCH, mean=data.mean, std=data.std)
     return torch.cat([x for x, _ in walk])

@@ -17,6 +17,7 @@ from rankrl.models import build_model, load_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.training import (
     EpochRow,
+    RankConstraint,
     TrainingProgress,
     TrainingRecipe,
     TrainingResult,
@@ -124,6 +125,7 @@ def run_training(
     *,
     state_file: Path,
     teacher: nn.Module | None = None,
+    constraint: RankConstraint | None = None,
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> TrainingResult:
     """Train a network in place with a progress bar, going on from `state_file` where it exists.
@@ -150,6 +152,7 @@ def run_training(
             data,
             recipe,
             teacher=teacher,
+            constraint=constraint,
             state_file=state_file,
             resume=state_file.exists(),
             on_step=show,

@@ -39,6 +39,7 @@ from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
 from rankrl.state_file import write_state
 from rankrl.training import accuracy
+from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.mask_training import (
     EXAMPLES,
     STATE_VERSION,
@@ -177,7 +178,7 @@ def _by_criterion(
     cost = target_cost(options.measure, data.input_shape)
     kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope, options.multiple)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
-    return PrunedNetwork(_applied(model, plan, options, calibration).eval(), plan)
+    return PrunedNetwork(_applied(model, plan, data, options, calibration).eval(), plan)
 
 
 def _rewound(
@@ -192,7 +193,7 @@ def _rewound(
     if options.rewind is False:
         return trained, False
     try:
-        rewound = _applied(model, plan, options, calibration).eval()
+        rewound = _applied(model, plan, data, options, calibration).eval()
     except DecompositionError as error:
         if options.rewind:
             raise
@@ -213,7 +214,7 @@ def _heldout_accuracy(network: nn.Module, data: ImageData) -> float:
 
 
 def _applied(
-    model: nn.Module, plan: CompressionPlan, options: PruningOptions, calibration: Tensor
+    model: nn.Module, plan: CompressionPlan, data: ImageData, options: PruningOptions, calibration: Tensor
 ) -> nn.Module:
     """Apply a plan to the dense network's weights."""
     return apply_plan(
@@ -223,6 +224,7 @@ def _applied(
         sequential=options.sequential,
         batch_norm=options.batch_norm,
         seed=options.seed,
+        statistics=calibration_images(data, len(calibration), seed=options.seed, augmented=True),
     )
 
 

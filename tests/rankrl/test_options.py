@@ -151,4 +151,25 @@ def test_halvings_reach_both_recipes() -> None:
 
 def test_other_optimizers_need_a_rate() -> None:
     with pytest.raises(ConfigError, match=r"the learning rate of sgd is null.*optim\.lr=0\.01"):
-        options.finetuning_recipe(settings("optim=sgd", "optim.lr=null"))
+        options.finetuning_recipe(settings("optim=sgd", "~finetune.rates.sgd"))
+
+
+def test_the_recipe_at_length_differs_from_the_short_one() -> None:
+    short, full = (options.finetuning_recipe(settings(f"finetune={name}")) for name in ("short", "full"))
+    assert options.finetuning_recipe(settings()) == short
+    assert (short.balance_cores, short.product_decay, short.ema_decay) == (False, 0.0, None)
+    assert full.balance_cores
+    assert full.product_decay > 0
+    assert full.ema_decay is not None
+    assert full.epochs > short.epochs
+    assert full.lr > short.lr
+    assert full.distillation == short.distillation == 0.9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "new", "restored"),
+    [((), True, True), ((), False, False), (("finetune.restore_best=true",), False, True)],
+)
+def test_images_that_the_network_was_trained_on_choose_no_epoch(overrides, new, restored) -> None:
+    recipe = options.finetuning_recipe(settings(*overrides), heldout_is_new=new)
+    assert recipe.restore_best is restored

@@ -15,7 +15,7 @@ from torch import nn
 
 from rankrl.data import load_dataset
 from rankrl.errors import CheckpointError
-from rankrl.models import create_model, load_checkpoint, save_checkpoint
+from rankrl.models import checkpoint_heldout, create_model, load_checkpoint, save_checkpoint
 from rankrl.training import report_accuracy
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
@@ -63,6 +63,18 @@ def test_safetensors_come_back_as_they_were_even_from_channels_last(tmp_path: Pa
     load_checkpoint(target, tmp_path / "model.safetensors")
     assert equal(source, target)
     assert set(safetensors.torch.load_file(tmp_path / "model.safetensors")) == set(source.state_dict())
+
+
+def test_a_checkpoint_says_which_images_it_was_not_trained_on(tmp_path: Path) -> None:
+    model, path = network(seed=1), tmp_path / "model.safetensors"
+    save_checkpoint(model, path, heldout="abc")
+    assert checkpoint_heldout(path) == "abc"
+    load_checkpoint(model, path)
+    save_checkpoint(model, path)
+    assert checkpoint_heldout(path) is None
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert checkpoint_heldout(tmp_path / "model.pt") is None
+    assert checkpoint_heldout(tmp_path / "missing.safetensors") is None
 
 
 def test_half_precision_weights_are_converted(tmp_path: Path) -> None:

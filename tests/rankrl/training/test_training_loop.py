@@ -274,6 +274,48 @@ def test_the_best_epoch_is_returned_and_patience_ends_the_training(
     assert (result.epoch, result.accuracy) == (first_best.epoch, best)
 
 
+@pytest.mark.parametrize("halvings", [0, 2])
+def test_a_network_that_training_makes_worse_is_handed_back_as_it_was(
+    digits: ImageData, make_network: MakeNetwork, tmp_path: Path, halvings: int
+) -> None:
+    model = make_network(0)
+    train(model, digits, TrainingRecipe(epochs=6, lr=1e-2, batch_size=64), precision=FLOAT32)
+    trained = copy.deepcopy(model)
+    recipe = TrainingRecipe(
+        epochs=2, lr=0.3, schedule="constant", warmup=0.0, batch_size=64, halvings=halvings
+    )
+    state = tmp_path / "state.safetensors"
+    result = train(model, digits, recipe, precision=FLOAT32, state_file=state)
+    assert max(row.accuracy for row in result.history) < result.start
+    assert (result.epoch, result.accuracy) == (0, result.start)
+    assert same(weights(model), weights(trained))
+    # What was scored before a kill is not scored again.
+    again = copy.deepcopy(trained)
+    assert (
+        train(again, digits, recipe, precision=FLOAT32, state_file=state, resume=True).start == result.start
+    )
+    assert same(weights(again), weights(trained))
+
+
+def test_cores_are_sized_alike_before_the_first_step(digits: ImageData) -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(
+        nn.Conv2d(1, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
+    model = apply_plan(dense, make_plan(dense, digits.input_shape, "cp", 4))
+    (layer,) = (each for name, each in factorised_layers(model).items() if name == "0")
+    with torch.no_grad():
+        layer.set_cores(
+            [core * factor for core, factor in zip(layer.cores(), (100.0, 0.1, 0.1), strict=True)]
+        )
+    weight = layer.weight.clone()
+    recipe = TrainingRecipe(epochs=1, lr=1e-12, balance_cores=True, restore_best=False)
+    train(model, digits, recipe, precision=FLOAT32)
+    sizes = [float(core.detach().square().mean()) for core in layer.cores()]
+    assert max(sizes) / min(sizes) == pytest.approx(1, rel=1e-3)
+    assert torch.allclose(layer.weight, weight, atol=1e-4)
+
+
 def test_the_teacher_is_followed_and_left_as_it_was(digits: ImageData, make_network: MakeNetwork) -> None:
     teacher, student = make_network(1), make_network(2)
     train(teacher, digits, TrainingRecipe(epochs=6, lr=1e-2, batch_size=64), precision=FLOAT32)
@@ -330,7 +372,7 @@ def test_the_callback_sees_every_epoch_end_with_growing_steps(
     digits: ImageData, make_network: MakeNetwork
 ) -> None:
     seen: list[TrainingProgress] = []
-    train(
+    result = train(
         make_network(0),
         digits,
         TrainingRecipe(epochs=3, batch_size=16),
@@ -340,8 +382,8 @@ def test_the_callback_sees_every_epoch_end_with_growing_steps(
     assert [progress.step for progress in seen] == sorted({progress.step for progress in seen})
     assert {progress.steps for progress in seen} == {3 * 71}
     assert [seen[index].step for index in (-1, 0)] == [213, 25]
-    assert seen[0].best_accuracy is None
-    assert seen[-1].best_accuracy is not None
+    assert seen[0].best_accuracy == result.start
+    assert seen[-1].best_accuracy == max(row.accuracy for row in result.history)
 
 
 def test_a_network_that_does_not_fit_is_refused(digits: ImageData) -> None:
