@@ -250,7 +250,7 @@ def test_the_configuration_reference_explains_every_option(reference: str) -> No
 
 def _dotted(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
-        if isinstance(value, dict) and value and key != "options":
+        if isinstance(value, dict) and value and key not in ("options", "rates"):
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

@@ -138,14 +138,14 @@ class LatencyBudget:
 
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
         """Return a fraction and a table with which greedy's plan keeps the budget."""
-        trials, tried = self._trials(table), {}
+        first, later, tried = self._trials(table), list[Trial](), {}
         found: list[tuple[float, float, LatencyTable]] = []
         scale, new = 1.0, False
         for _ in range(_ADJUSTMENTS):
-            factors = correction(table, trials)
+            factors = correction(table, first, later)
             fitted = corrected(table, self.sites, factors)
             if new:
-                last = trials[-1]
+                last = later[-1]
                 scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
             elif found:
                 scale *= _STEP if found[-1][0] < self.fraction else 1 / _STEP
@@ -157,7 +157,7 @@ class LatencyBudget:
             if new:
                 tried[plan.layers] = self.measured(plan)
                 chosen = [site.candidates[j] for site, j in zip(problem.sites, problem.preset, strict=True)]
-                trials = [*trials, Trial.of(table, self.sites, chosen, tried[plan.layers])]
+                later.append(Trial.of(table, self.sites, chosen, tried[plan.layers]))
             kept = tried[plan.layers]
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", self.fraction, wanted, kept)
             found.append((kept, wanted, fitted))

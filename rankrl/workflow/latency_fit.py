@@ -17,8 +17,12 @@ from scipy.optimize import nnls
 from decomposition import Candidate, CandidateSet, LatencyTable, allocate
 from rankrl.selectors.random_plans import spend_at_random
 
-_PRIOR = 0.1
-"""Weight of factors of 1 beside a network's relative error: a kind that few plans hold stays as it is."""
+_PRIOR, _LATER_PRIOR = 0.1, 0.5
+"""Weights of factors of 1 beside a network's relative error: a kind that few plans hold stays as it is.
+
+The plans on the way to a budget are alike, and timings of whole networks differ by several percent from one
+time to another; what they say is shared by all kinds rather than put down to one.
+"""
 _SHARES = (0.15, 0.35, 0.6, 0.85)
 """Of the way from the fastest plan to the dense network, where plans are tried."""
 _KINDS = 4
@@ -86,17 +90,27 @@ def first_trials(
     return found
 
 
-def correction(table: LatencyTable, trials: Sequence[Trial]) -> np.ndarray:
+def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Trial] = ()) -> np.ndarray:
     """Return the factors, one for each part, with which sums come closest to the trials' times.
 
     They are found around 1 by non-negative least squares on relative errors; parts that no trial holds keep
     theirs.
+
+    Args:
+        table: The measured layers.
+        first: Trials of plans of all kinds (`first_trials`).
+        later: Trials of plans on the way to a budget, which correct what the first ones say.
     """
-    rows = np.array([each.parts for each in trials]).reshape(-1, _KINDS + 2)
+    factors = _factors(table, first, np.ones(_KINDS + 2), _PRIOR)
+    return _factors(table, later, factors, _LATER_PRIOR)
+
+
+def _factors(table: LatencyTable, trials: Sequence[Trial], around: np.ndarray, prior: float) -> np.ndarray:
+    rows = np.array([each.parts for each in trials]).reshape(-1, len(around)) * around
     rows = rows / (np.array([each.time for each in trials]) * table.total)[:, None]
-    matrix = np.concatenate([rows, _PRIOR * np.eye(_KINDS + 2)])
-    wanted = np.concatenate([np.ones(len(rows)), np.full(_KINDS + 2, _PRIOR)])
-    found: np.ndarray = np.maximum(nnls(matrix, wanted)[0], 1e-3)
+    matrix = np.concatenate([rows, prior * np.eye(len(around))])
+    wanted = np.concatenate([np.ones(len(rows)), np.full(len(around), prior)])
+    found: np.ndarray = around * np.maximum(nnls(matrix, wanted)[0], 1e-3)
     return found
 
 

@@ -200,3 +200,33 @@ def test_networks_without_integers_need_no_ranges() -> None:
     round_weights(network[0], 8)
     calibrate_ranges(network, [])
     assert is_rounded(network)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_activations_are_rounded_as_torch_rounds_them(
+    dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(4, 8, 6, 6, generator=generator)).to(dtype).contiguous(memory_format=memory_format)
+    where = ActivationRange().eval()
+    where.low.fill_(-2.0)
+    where.high.fill_(3.0)
+    scale = torch.tensor(5.0 / 255)
+    zero = torch.round(2.0 / scale).to(torch.int32)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = where(ours)
+    expected = torch.fake_quantize_per_tensor_affine(theirs.float(), scale, zero, 0, 255).to(dtype)
+    assert found.dtype == dtype
+    assert found.stride() == x.stride()
+    # A value half way between two levels may go either way: they multiply by 1 / scale.
+    steps = (found - expected).float().abs() / scale
+    assert float((steps > 0.5).float().mean()) < 0.01
+    assert float(steps.max()) <= 1.05
+    gradient = torch.randn(x.shape, generator=generator).to(dtype)
+    found.backward(gradient)
+    expected.backward(gradient)
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(ours.grad, theirs.grad.to(dtype))
+    assert 0 < float((ours.grad == 0).float().mean()) < 1

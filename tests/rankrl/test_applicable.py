@@ -18,6 +18,8 @@ IDLE = [
     ("reward.", ("task=apply", "reward=amc"), r"reward=amc .* searches for no plan"),
     ("calibration.", ("task=train", "calibration.images=5"), r"images=5 .* fits no layers"),
     ("decomposition.", ("task=finetune", "decomposition=cp"), r"decomposition=cp .* fits no layers"),
+    ("constrain.", ("task=prune", "constrain.epochs=3"), r"epochs=3 .* trains no network towards a plan"),
+    ("constrain.", ("constrain.growth=2",), r"growth=2\.0 .* constrain\.epochs=0 leaves that training out"),
     ("finetune.", ("task=search", "finetune.epochs=3"), r"epochs=3 .* task=search fine-tunes nothing"),
     ("optim.", ("task=search", "optim=sgd"), r"optim=sgd .* task=search fine-tunes nothing"),
     ("train.", ("task=evaluate", "train.epochs=3"), r"epochs=3 .* trains no dense network"),

@@ -12,7 +12,7 @@ from decomposition.candidates import Candidate
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 from rankrl.selectors.random_plans import spend_at_random
-from rankrl.workflow.latency_fit import corrected, correction, first_trials
+from rankrl.workflow.latency_fit import Trial, corrected, correction, first_trials
 
 DENSE = Cost(100, 100, 400)
 
@@ -55,3 +55,16 @@ def test_sums_come_to_agree_with_whole_networks(factors: tuple[float, ...]) -> N
         errors.append(abs(better.budget(1.0, sites).spent(attached, choices) / better.total / expected - 1))
     assert max(errors) < 0.05
     assert len(before) == len(attached)
+
+
+def test_one_odd_timing_on_the_way_to_a_budget_turns_no_kind_upside_down() -> None:
+    parts = np.array([[10.0, 0, 0, 0, 0, 2], [0, 5.0, 0, 2.0, 0.5, 2], [2, 1.0, 3.0, 3.0, 1.0, 2]])
+    table = LatencyTable({"a": (12.0,)}, 0.0, "a test")
+    exact = [Trial(tuple(each), float(each.sum()) / 12) for each in parts]
+    assert np.allclose(correction(table, exact), 1)
+    odd = Trial(tuple(parts[1]), 0.84 * exact[1].time)
+    assert np.allclose(correction(table, exact, [exact[1]]), 1)
+    found = correction(table, exact, [odd])
+    assert 0.75 < found.min() <= found.max() <= 1 + 1e-9
+    # Half of what it says is taken over: the rest may be its own.
+    assert 0.84 < float(found @ parts[1]) / parts[1].sum() < 0.95
