@@ -1,0 +1,65 @@
+"""The table of what fine-tuning's parts are worth: a row a variant, from one decomposed network."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import bench_finetuning as bench
+import pytest
+from torch import nn
+
+from rankrl.data import load_dataset
+from rankrl.models import create_model, save_checkpoint
+from rankrl.training import TrainingRecipe
+
+
+def checkpoint(folder: Path, heldout: str | None) -> tuple[Path, nn.Module]:
+    data = load_dataset("digits", seed=0)
+    model = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes)
+    path = folder / "dense.safetensors"
+    save_checkpoint(model, path, heldout=heldout)
+    return path, model
+
+
+def test_variants_begin_alike_and_finished_rows_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = checkpoint(tmp_path, load_dataset("digits", seed=0).heldout.digest())
+    few = [bench.VARIANTS[0], bench.Variant("plain", TrainingRecipe(lr=1e-3, restore_best=False))]
+    monkeypatch.setattr(bench, "VARIANTS", few)
+    rows, page = tmp_path / "rows.csv", tmp_path / "page.md"
+    command = ["--checkpoint", str(path), "--model", "conv4", "--dataset", "digits", "--rows", str(rows)]
+    command += ["--fraction", "0.5", "--calibration", "64", "--epochs", "1", "--images", "300"]
+    bench.main([*command, "--variants", "plain"])
+    first = rows.read_text()
+    bench.main([*command, "--output", str(page)])
+    with rows.open() as file:
+        found = list(csv.DictReader(file))
+    assert rows.read_text().startswith(first)
+    assert [row["variant"] for row in found] == ["plain", few[0].name]
+    assert len({(row["heldout before"], row["before"], row["dense"]) for row in found}) == 1
+    assert page.read_text().index(few[0].name) < page.read_text().index("plain")
+    assert "rows.csv" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_saw_the_held_out_images_chooses_no_rate(tmp_path: Path) -> None:
+    path, _ = checkpoint(tmp_path, None)
+    with pytest.raises(SystemExit, match="may have been trained on the held-out images"):
+        bench.main(
+            [
+                "--checkpoint",
+                str(path),
+                "--model",
+                "conv4",
+                "--dataset",
+                "digits",
+                "--rows",
+                str(tmp_path / "r"),
+            ]
+        )
+
+
+def test_every_variant_differs_from_the_recipe_in_its_part_alone() -> None:
+    assert len({variant.name for variant in bench.VARIANTS}) == len(bench.VARIANTS)
+    assert len({repr(variant.recipe) for variant in bench.VARIANTS}) == len(bench.VARIANTS)
