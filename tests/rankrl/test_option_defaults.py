@@ -46,6 +46,7 @@ DERIVED = {
     "decay_vectors": "no option",
     "lr": "optim.lr: null stands for a rate that depends on what was done to the network",
     "optimizer_options": "optim.options",
+    "restore_best": "finetune.restore_best: null stands for whether held-out images may choose",
     "distillation": "finetune.distillation is for fine-tuning, which has a teacher; a recipe has none",
     "mask": "pruner.*",
     "training": "pruner.*",

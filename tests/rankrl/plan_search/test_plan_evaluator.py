@@ -142,17 +142,18 @@ def test_augmented_scores_are_those_of_one_fixed_augmented_copy(
     assert augmented.score == direct.score
 
 
-def test_reestimated_statistics_are_the_batch_statistics(
-    small_network, small_library, small_problem, small_images
+@pytest.mark.parametrize("augmented", [False, True])
+def test_reestimated_statistics_are_the_batch_statistics_of_augmented_images(
+    small_network, small_library, small_problem, small_images, augmented
 ) -> None:
-    evaluator = make(
-        small_network, small_library, small_problem, small_images, statistics="reestimated", batch_size=96
-    )
+    options = {"statistics": "reestimated", "batch_size": 96, "augmented": augmented}
+    evaluator = make(small_network, small_library, small_problem, small_images, **options)
     assert not evaluator.network.folded
     choices = random_choices(small_problem, 1)
     evaluator(choices)
     network = rewritten(small_network, small_library, small_problem, choices)
-    x = next(iter(batches(small_images, 96, **NORMALISATION)))[0]
+    normal = augmented_copy(small_images, Augmentation(padding=1), 0)
+    x = next(iter(batches(normal, 96, **NORMALISATION)))[0]
     with torch.no_grad():
         expected = network.first(x).mean((0, 2, 3))
     torch.testing.assert_close(evaluator.network.model.norm.running_mean, expected, rtol=1e-4, atol=1e-5)
