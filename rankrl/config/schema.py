@@ -238,7 +238,7 @@ class ConstrainConfig:
 
     epochs: int = 0
     lr: float | None = None
-    strength: float = 1.0
+    strength: float = 0.01
     growth: float = 1.3
 
 
