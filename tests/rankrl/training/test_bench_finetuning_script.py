@@ -7,16 +7,17 @@ from pathlib import Path
 
 import bench_finetuning as bench
 import pytest
+from command_line import SmallNetwork
 from torch import nn
 
 from rankrl.data import load_dataset
-from rankrl.models import create_model, save_checkpoint
+from rankrl.models import save_checkpoint
 from rankrl.training import TrainingRecipe
 
 
 def checkpoint(folder: Path, heldout: str | None) -> tuple[Path, nn.Module]:
     data = load_dataset("digits", seed=0)
-    model = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes)
+    model = SmallNetwork(data.classes)
     path = folder / "dense.safetensors"
     save_checkpoint(model, path, heldout=heldout)
     return path, model
@@ -28,9 +29,13 @@ def test_variants_begin_alike_and_finished_rows_stay(
     path, _ = checkpoint(tmp_path, load_dataset("digits", seed=0).heldout.digest())
     few = [bench.VARIANTS[0], bench.Variant("plain", TrainingRecipe(lr=1e-3, restore_best=False))]
     monkeypatch.setattr(bench, "VARIANTS", few)
+    monkeypatch.setattr(
+        bench, "create_model", lambda name, input_shape, num_classes: SmallNetwork(num_classes)
+    )
     rows, page = tmp_path / "rows.csv", tmp_path / "page.md"
-    command = ["--checkpoint", str(path), "--model", "conv4", "--dataset", "digits", "--rows", str(rows)]
-    command += ["--fraction", "0.5", "--calibration", "64", "--epochs", "1", "--images", "300"]
+    command = ["--checkpoint", str(path), "--dataset", "digits", "--rows", str(rows)]
+    command += ["--format", "spatial_svd", "--fraction", "0.5", "--calibration", "32"]
+    command += ["--epochs", "1", "--images", "300"]
     bench.main([*command, "--variants", "plain"])
     first = rows.read_text()
     bench.main([*command, "--output", str(page)])
