@@ -78,10 +78,10 @@ def apply_plan(
         DecompositionError: If a rank is not feasible, a weight is not finite, the calibration set is empty or
             does not reach a layer, or the result is not what the plan says.
     """
-    inputs = None if statistics is None else _as_tensor(statistics)
-    chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
     specs = plan.specs(model)
     images = None if calibration is None else _as_tensor(calibration)
+    inputs = images if images is None or statistics is None else _as_tensor(statistics)
+    chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
 
     def apply_group(
         kind: type[GroupOperation], network: nn.Module, operations: Mapping[str, GroupOperation]
@@ -247,9 +247,8 @@ def _apply_to_layers(
         _apply_sequentially(compressed, entries, images, sensitivities, options)
     else:
         _apply_apart(compressed, changed, images, sensitivities, options)
-    if options.batch_norm == "reestimate" and images is not None:
-        inputs = images if options.statistics is None else options.statistics
-        reestimate_batch_norm(compressed, inputs.split(256))
+    if options.batch_norm == "reestimate" and options.statistics is not None:
+        reestimate_batch_norm(compressed, options.statistics.split(256))
     if images is not None:
         calibrate_ranges(compressed, images.split(256))
     _check_applied(model, compressed, entries)

@@ -95,11 +95,6 @@ class _RoundToUint8(torch.autograd.Function):
         return torch.ops.aten.hardtanh_backward(gradients[0], x, *ctx.inside), None, None
 
 
-def _round_to_uint8(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    rounded: torch.Tensor = _RoundToUint8.apply(x, scale, zero)
-    return rounded
-
-
 class ActivationRange(nn.Module):
     """The static range of one tensor; rounds what passes to uint8 in it.
 
@@ -144,8 +139,8 @@ class ActivationRange(nn.Module):
         if not self.calibrated:
             return x
         scale = (self.high - self.low) / _LARGEST_ACTIVATION
-        zero = torch.round(-self.low / scale)
-        return _round_to_uint8(x, scale, zero)
+        rounded: torch.Tensor = _RoundToUint8.apply(x, scale, torch.round(-self.low / scale))
+        return rounded
 
 
 class _Unrounded(torch.Tensor):

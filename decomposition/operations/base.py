@@ -66,7 +66,7 @@ class ApplyOptions:
         fit: How much work each fit may do.
         max_patches: Input patches that each layer is fitted on at most.
         seed: Seed of the patch positions.
-        statistics: Inputs that running statistics are re-estimated on; `None` takes the calibration inputs.
+        statistics: Inputs that running statistics are re-estimated on; `None` without calibration inputs.
     """
 
     sequential: bool = True

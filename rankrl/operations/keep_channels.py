@@ -119,9 +119,8 @@ class KeepChannels(GroupOperation):
             model = compensate(model, present, images, correct_batch_norm=correct_mean, seed=options.seed)
         pruned = cls.group_structure(model, chosen, input_shape)
         shifted = options.batch_norm == "reestimate" or (correct_mean and not options.sequential)
-        if images is not None and shifted:
-            inputs = images if options.statistics is None else options.statistics
-            reestimate_batch_norm(pruned, inputs.split(_STATISTICS_BATCH))
+        if options.statistics is not None and shifted:
+            reestimate_batch_norm(pruned, options.statistics.split(_STATISTICS_BATCH))
         return pruned
 
 

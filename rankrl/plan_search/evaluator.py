@@ -182,7 +182,7 @@ class PlanEvaluator:
         self.precision = inference_precision() if precision is None else precision
         if self.options.augmented and augmentation is not None:
             images = augmented_copy(images, augmentation, self.options.seed)
-        self._digest = _digest(images)
+        self._digest = images.digest()
         example = next(iter(batches(images, _FOLDING_EXAMPLES, mean=mean, std=std)))[0]
         self.network = ScoringNetwork(
             model,
@@ -368,9 +368,3 @@ def accuracy_term(term: Term, logits: Tensor, labels: Tensor, dense_logits: Tens
         return float(overlap.mean(dtype=torch.float64))
     wanted = dense_logits.argmax(1) if term == "agreement" else labels
     return int((logits.argmax(1) == wanted).sum()) / len(logits)
-
-
-def _digest(images: Images) -> str:
-    digest = hashlib.sha256(images.x.cpu().contiguous().numpy().tobytes())
-    digest.update(images.y.cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

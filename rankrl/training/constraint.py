@@ -86,7 +86,7 @@ class RankConstraint:
                 self._placed[name] = (placed[0], placed[1], placed[2])
             target, metric, sensitivity = self._placed[name]
             change = weight - target
-            terms.append(((sensitivity @ change @ metric) * change).sum())
+            terms.append(_power(change, sensitivity, metric))
         return self.strength / 2 * torch.stack(terms).sum()
 
     def end_epoch(self) -> None:
@@ -103,11 +103,11 @@ class RankConstraint:
         """Return how far the weights are from what the plan can represent, relative, root mean square."""
         lost = whole_power = 0.0
         for name, layer in self._layers.items():
-            weight = weight_of(layer).flatten(1)
-            change = weight - self._projected(name, weight_of(layer)).flatten(1)
-            g, metric = floored(self._sensitivities[name]), self._metrics[name].double()
-            lost += float(((g @ change @ metric) * change).sum())
-            whole_power += float(((g @ weight @ metric) * weight).sum())
+            weight = weight_of(layer)
+            change = weight - self._projected(name, weight)
+            weights = floored(self._sensitivities[name]), self._metrics[name].double()
+            lost += float(_power(change.flatten(1), *weights))
+            whole_power += float(_power(weight.flatten(1), *weights))
         return (lost / whole_power) ** 0.5 if whole_power > 0 else 0.0
 
     def state(self) -> dict[str, Tensor]:
@@ -140,3 +140,8 @@ class RankConstraint:
         )
         fit = fitter.fit(operation.ranks, self._options)
         return operation.tensor_format.reconstruct(fit.cores, modes).reshape(weight.shape)
+
+
+def _power(change: Tensor, sensitivity: Tensor, metric: Tensor) -> Tensor:
+    """Return tr(G D S D') of a change D of a weight, (out, columns)."""
+    return ((sensitivity @ change @ metric) * change).sum()
