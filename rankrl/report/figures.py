@@ -110,6 +110,9 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
     return figure
 
 
+_ONLY_ROUNDED = "dense, in integers"
+
+
 def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
     """The plan: the share of its parameters that each layer keeps, and its ranks.
 
@@ -136,7 +139,7 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     kinds = [_kind(row, mixed=mixed) for row in layers]
     styles = method_styles(formats) if mixed else {}
     colours = {name: colour for name, (colour, _) in styles.items()}
-    colours |= {"compressed": "accent", "left dense": "soft"}
+    colours |= {"compressed": "accent", _ONLY_ROUNDED: "muted", "left dense": "soft"}
     for name, colour in colours.items():
         chosen = [index for index, each in enumerate(kinds) if each == name]
         if chosen:
@@ -152,13 +155,15 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     step = max(1, int(np.ceil(len(layers) / (width * 4.2))))
     ranks.set_xticks(positions[::step], [row.name for row in layers[::step]], rotation=90)
     ranks.set_xlim(-0.7, len(layers) - 0.3)
-    upper_legend(figure, columns=max(3, len(formats) + 2) if size[0] > NARROW[0] else 3)
+    upper_legend(figure, columns=max(3, len(formats) + 3) if size[0] > NARROW[0] else 3)
     return figure
 
 
 def _kind(row: LayerRow, *, mixed: bool) -> str:
     if not row.is_compressed:
         return "left dense"
+    if row.precision and not row.ranks and row.params_after == row.params_before:
+        return _ONLY_ROUNDED
     return row.format if mixed and row.format else "compressed"
 
 

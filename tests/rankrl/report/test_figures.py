@@ -263,3 +263,14 @@ def test_the_markers_of_two_panels_that_share_an_axis_are_all_within_it() -> Non
         percent_axis(axes)
     for axes, value in itertools.product(panels, (0.2, 0.9)):
         assert axes.get_ylim()[0] < value < axes.get_ylim()[1]
+
+
+def test_a_dense_layer_in_integers_is_not_called_compressed() -> None:
+    rounded = LayerRow("rounded", (4, 4, 3, 3), (), 144, 144, 1000, 1000, precision="int8")
+    smaller = LayerRow("smaller", (4, 4, 3, 3), (2,), 144, 90, 1000, 900, format="cp", precision="int8")
+    figure = layers_figure([rounded, smaller])
+    names = {label.get_text() for legend in figure.legends for label in legend.get_texts()}
+    assert {"dense, in integers", "compressed"} <= names
+    alone = layers_figure([rounded])
+    names = {label.get_text() for legend in alone.legends for label in legend.get_texts()}
+    assert "compressed" not in names
