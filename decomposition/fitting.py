@@ -21,7 +21,7 @@ import torch
 
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, TensorFormat
-from decomposition.least_squares import LEAST_PENALTY, LeastSquares
+from decomposition.least_squares import LEAST_PENALTY, LeastSquares, Stop
 from decomposition.low_rank import LowRank
 from decomposition.metric import Metric, in_float64, is_finite, times
 from decomposition.modes import WeightModes
@@ -42,6 +42,7 @@ class FitOptions:
         starts: Starting points, 1 or more: the algebraic solution, then random ones. Worth more than 1 for
             tensor rings and CP, whose problems have several minima.
         tolerance: Stop when an iteration lowers the squared relative error by less than this fraction of it.
+        patience: Number of iterations over which that gain is averaged, 1 or more.
         seed: Seed of the random starting points.
         enough: Stop when the relative error is at most that, 0 or more. What differs by less is one to who
             chooses ranks by it, and the last iterations of the largest ranks are those that take longest.
@@ -54,21 +55,23 @@ class FitOptions:
     iterations: int = 60
     starts: int = 1
     tolerance: float = 1e-6
+    patience: int = 10
     seed: int = 0
     enough: float = 0.0
     stability: float = 0.03
 
     def __post_init__(self) -> None:
         limits = (self.tolerance, self.enough, self.stability)
-        if self.iterations < 0 or self.starts < 1 or not all(each >= 0 for each in limits):
+        counts = self.iterations >= 0 and self.starts >= 1 and self.patience >= 1
+        if not counts or not all(each >= 0 for each in limits):
             raise DecompositionError(
-                "fit options need iterations >= 0, starts >= 1, tolerance >= 0, enough >= 0 and "
-                f"stability >= 0, got {self!r}"
+                "fit options need iterations >= 0, starts >= 1, tolerance >= 0, patience >= 1, enough >= 0 "
+                f"and stability >= 0, got {self!r}"
             )
 
 
 FAST = FitOptions()
-CHOOSING = FitOptions(enough=5e-3)
+CHOOSING = FitOptions(tolerance=1e-3, patience=5, enough=5e-3)
 """For fits that ranks are chosen by; the layers of the plan are fitted anew."""
 THOROUGH = FitOptions(iterations=1000, starts=16, tolerance=1e-9)
 
@@ -267,27 +270,28 @@ def _at(terms: torch.Tensor, rank: int) -> float:
 
 def _search(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
     """Return the best end of all starts, by error alone unless all of its terms cancel."""
-    iterations, tolerance, enough = options.iterations, options.tolerance, options.enough**2
+    iterations = options.iterations
+    stop = Stop(options.tolerance, options.patience, options.enough**2)
     starts = _starting_points(problem, ranks, options)
     if len(starts) > 1:  # a short race picks the start that is worth the long run
         short = min(iterations, 30)
         raced = sorted(
-            (problem.minimise(cores, short, tolerance, enough=enough) for cores in starts),
+            (problem.minimise(cores, short, stop) for cores in starts),
             key=problem.squared_error,
         )
         starts = raced[: max(2, len(starts) // 4)]
-    best = min(
-        (problem.minimise(cores, iterations, tolerance, enough=enough) for cores in starts),
-        key=problem.squared_error,
-    )
-    squared = float(problem.squared_error(best))
-    if problem.format.cancels and options.stability > 0 and squared > enough:
-        # In proportion to the error, so that close fits stay close.
-        steady = max(options.stability * squared, LEAST_PENALTY)
-        best = problem.minimise(best, (iterations + 1) // 2, tolerance, steady, enough)
+    ends = [problem.minimise(cores, iterations, stop) for cores in starts]
+    # Of a large weight the error takes as long as a step.
+    best = ends[0] if len(ends) == 1 else min(ends, key=problem.squared_error)
+    if problem.format.cancels and options.stability > 0:
+        squared = float(problem.squared_error(best))
+        if squared > stop.squared_error:
+            # In proportion to the error, so that close fits stay close.
+            steady = max(options.stability * squared, LEAST_PENALTY)
+            best = problem.minimise(best, (iterations + 1) // 2, stop, steady)
     penalty = _FIRST_BOUNDING_PENALTY
     while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
-        candidates = [problem.minimise(cores, iterations, tolerance, penalty, enough) for cores in starts]
+        candidates = [problem.minimise(cores, iterations, stop, penalty) for cores in starts]
         best = min(candidates, key=problem.squared_error)
         penalty *= 100
     return best

@@ -8,6 +8,7 @@ One step costs features x D^2, independent of the number of images.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
@@ -30,6 +31,21 @@ _LEAST_ITERATIONS = 20
 _FULL_STEP_IN_METRIC = 1e8
 _LEAST_ITERATIONS_IN_METRIC = 4
 _NOTHING_LEFT = 1e-15
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a minimisation may stop before its last iteration.
+
+    Attributes:
+        tolerance: When an iteration lowers the squared error by less than this fraction of it,
+        patience: on the mean of so many iterations.
+        squared_error: When the squared error is at most that.
+    """
+
+    tolerance: float
+    patience: int
+    squared_error: float = 0.0
 
 
 class LeastSquares:
@@ -157,18 +173,16 @@ class LeastSquares:
         self,
         cores: Cores,
         iterations: int,
-        tolerance: float,
+        stop: Stop,
         penalty: float = LEAST_PENALTY,
-        enough: float = 0.0,
     ) -> Cores:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free.
 
         Args:
             cores: The start.
             iterations: Iterations at most; where each takes long, no more than are affordable.
-            tolerance: Stop when an iteration lowers the squared error by less than this fraction of it.
+            stop: When to stop before.
             penalty: Weight of |A|^2 + |Q|^2, which keeps terms from growing.
-            enough: Stop when the squared error is at most that.
         """
         fixed = 1 if self.free_output else 0
         if iterations == 0:
@@ -195,7 +209,7 @@ class LeastSquares:
                 initial,
                 jac=True,
                 method="L-BFGS-B",
-                callback=_StopWhenFlat(tolerance, enough),
+                callback=_StopWhenFlat(stop),
                 options={
                     "maxiter": self.affordable(cores, iterations),
                     "maxcor": _HISTORY,
@@ -280,15 +294,11 @@ def _numpy_blas() -> ThreadpoolController:
 
 
 class _StopWhenFlat:
-    """Stops the minimiser when ten iterations lower the value by less than ten tolerances of it.
+    """Stops the minimiser; at once when the value is small enough."""
 
-    It stops at once when the value is small enough.
-    """
-
-    _WINDOW = 10
-
-    def __init__(self, tolerance: float, enough: float) -> None:
-        self.tolerance, self.enough = tolerance, max(enough, _NOTHING_LEFT)
+    def __init__(self, stop: Stop) -> None:
+        self.enough, self.patience = max(stop.squared_error, _NOTHING_LEFT), stop.patience
+        self.least_gain = stop.patience * stop.tolerance
         self.values: list[float] = []
 
     def __call__(self, intermediate_result: object) -> None:
@@ -296,7 +306,7 @@ class _StopWhenFlat:
         self.values.append(value)
         if value < self.enough:
             raise StopIteration
-        if len(self.values) > self._WINDOW:
-            gained = self.values[-1 - self._WINDOW] - value
-            if gained <= self._WINDOW * self.tolerance * value:
+        if len(self.values) > self.patience:
+            gained = self.values[-1 - self.patience] - value
+            if gained <= self.least_gain * value:
                 raise StopIteration
