@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,13 @@ _DESCRIPTION = (
     *("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding"),
     *("dilation", "groups", "padding_mode"),
 )
+
+
+_MACS_PER_VALUE = 33
+"""Multiply-accumulates that take as long as reading or writing one value between stages.
+
+From training steps of convolutions of 16 channels at 32 x 32 to 256 at 8 x 8 in bfloat16 on an AVX-512 CPU.
+"""
 
 
 class FactorisedLayer(nn.Module):
@@ -203,11 +212,34 @@ class StagedLayer(FactorisedLayer):
         return x if self.kernel is None else self.kernel(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the stages in a row."""
+        """Run the stages in a row, or in training the dense weight where that takes less time."""
+        if self.training and not self.rounds_between and self.trains_contracted:
+            return self.apply_dense(x)
         x = self.reduce(x)
         if self.kernel is not None:
             x = self.apply_kernel(x)
         return self.expand(x)
+
+    @cached_property
+    def trains_contracted(self) -> bool:
+        """Whether a training step takes less time with the cores contracted to the dense weight.
+
+        It depends on shapes alone, so that a run is the same on every machine.
+        """
+        if self.kernel is None:
+            return False
+        entering = math.prod(self.geometry.stride)  # positions of the input for one of the output
+        dense = self.modes.out_channels * self.modes.columns + _MACS_PER_VALUE * (
+            entering * self.geometry.in_channels + self.geometry.out_channels
+        )
+        staged, positions = 0, entering
+        for stage in self.stages():
+            weight: torch.Tensor = stage.weight  # type: ignore[assignment]
+            values = positions * stage.in_channels  # type: ignore[operator]
+            positions //= math.prod(stage.stride)  # type: ignore[arg-type]
+            staged += positions * weight.numel()
+            staged += _MACS_PER_VALUE * int(values + positions * weight.shape[0])
+        return staged > dense
 
     def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
         """Return the last stage and its weight."""

@@ -204,10 +204,10 @@ class _ChainLayer(StagedLayer):
         _, b, c = self._bonds()
         return b * c, b * self._bonds()[0], 1
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Equal up to rounding; the backward pass of small convolutions on a large batch axis takes longer
-        # than that of the dense one, though it counts fewer operations.
-        return self.apply_dense(x) if self.training and not self.rounds_between else super().forward(x)
+    @property
+    def trains_contracted(self) -> bool:
+        """Always: the backward pass of small convolutions on a large batch axis takes longer than dense."""
+        return True
 
     def make_kernel(self, **like: Any) -> nn.Module:
         a, _, c = self._bonds()

@@ -134,6 +134,28 @@ def test_ring_chains_while_that_is_cheaper_and_contracts_otherwise() -> None:
     assert executions == ["chain", "chain", "dense"]
 
 
+@pytest.mark.parametrize(
+    ("channels", "name", "rank", "contracted"),
+    [(16, "cp", 8, False), (16, "cp", 32, True), (64, "cp", 64, False), (64, "tucker", 16, False)],
+)
+def test_few_channels_of_high_rank_train_contracted(
+    channels: int, name: str, rank: int, contracted: bool
+) -> None:
+    dense = nn.Conv2d(channels, channels, 3, padding=1).double()
+    layer, *_ = factorise_layer(dense, (channels, 6, 6), name, rank)
+    calls = []
+    layer.reduce.register_forward_hook(lambda *_: calls.append(layer.training))  # type: ignore[union-attr]
+    x = torch.randn(2, channels, 6, 6, dtype=torch.float64)
+    gradients = []
+    for training in (True, False):
+        layer.train(training).zero_grad()
+        layer(x).square().sum().backward()
+        gradients.append([core.grad for core in layer.parameters()])
+    assert calls == ([False] if contracted else [True, False])
+    for trained, staged in zip(*gradients, strict=True):
+        torch.testing.assert_close(trained, staged)
+
+
 @pytest.mark.parametrize(("name", "tensorised"), FORMATS)
 def test_gradients_reach_every_core(name: str, tensorised: bool) -> None:
     layer, _, _, _ = factorise_layer(nn.Conv2d(4, 6, 3), (4, 8, 8), name, 2, tensorised=tensorised)
