@@ -7,6 +7,9 @@ that is there already, in the loop's precision and memory format. The loop also 
 normalises its batches, watches the loss, follows its schedule, scores held-out images after every epoch and
 writes its state. The plain loop is what a tutorial shows: torchvision's transforms of one image at a time, a
 DataLoader with worker processes, float32. They run in turns; ratios are medians over the turns.
+
+A second table compares two ways to train factorised layers: always in stages, and as they do it, contracted
+to a dense weight where what passes between the stages takes longer (`--factorised FORMAT:RANK ...`).
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2 as transforms
 
+from decomposition import build_structure, factorised_layers, list_formats, make_plan
+from decomposition.factorised import StagedLayer
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import Precision, inference_precision
 from rankrl.models import create_model
@@ -34,6 +42,7 @@ from rankrl.wording import counted
 
 HELDOUT = 500
 LOADER_WORKERS = 2
+_FACTORISED_STEPS = 9
 
 
 def loop_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision) -> float:
@@ -47,9 +56,10 @@ def loop_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Pr
     return recipe.epochs * steps * recipe.batch_size / seconds
 
 
-def bare_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision) -> float:
-    """Return the images a second of forward, backward and step on one batch that is there already."""
-    model = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+def bare_step(
+    model: nn.Module, data: ImageData, recipe: TrainingRecipe, precision: Precision
+) -> Callable[[], None]:
+    """Return what goes forward, backward and steps on one batch that is there already."""
     model = model.to(precision.device).to(memory_format=torch.channels_last).train()
     optimizer = build_optimizer(model, recipe)
     x, y = next(iter(batches(data.train, recipe.batch_size, mean=data.mean, std=data.std)))
@@ -62,6 +72,40 @@ def bare_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Pr
         loss.backward()
         optimizer.step()
 
+    return step
+
+
+def factorised_speeds(
+    name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision, tensor_format: str, rank: int
+) -> tuple[int, int, float, float]:
+    """Return how many layers train contracted and of how many, and images a second in stages and so."""
+    dense = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+    model = build_structure(dense, make_plan(dense, data.input_shape, tensor_format, rank))
+    layers = list(factorised_layers(model).values())
+    for layer in layers:
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.1)
+    step = bare_step(model, data, recipe, precision)
+    chosen = [isinstance(layer, StagedLayer) and layer.trains_contracted for layer in layers]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_FACTORISED_STEPS):
+        for as_trained, times in seconds.items():
+            for layer in layers:
+                layer.rounds_between = not as_trained  # which keeps it in stages
+            step()  # what the other form left in the caches is gone
+            _wait(precision)
+            start = time.perf_counter()
+            step()
+            _wait(precision)
+            times.append(time.perf_counter() - start)
+    staged, trained = (recipe.batch_size / statistics.median(seconds[each]) for each in (False, True))
+    return sum(chosen), len(layers), staged, trained
+
+
+def bare_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision) -> float:
+    """Return the images a second of forward, backward and step on one batch that is there already."""
+    model = create_model(name, input_shape=data.input_shape, num_classes=data.classes)
+    step = bare_step(model, data, recipe, precision)
     for _ in range(3):
         step()
     steps = recipe.epochs * (len(data.train) // recipe.batch_size)
@@ -152,7 +196,40 @@ def report(options: argparse.Namespace) -> str:
                     f"| {name} | {optimizer} | {str(dtype).removeprefix('torch.')} | {loop:.0f} | {bare:.0f} "
                     f"| {to_bare:.2f} | {plain:.0f} | {to_plain:.2f} |"
                 )
+    if options.factorised:
+        lines += ["", *_factorised_rows(options, data)]
     return "\n".join(lines)
+
+
+def _factorised_rows(options: argparse.Namespace, data: ImageData) -> list[str]:
+    """Return the second table."""
+    lines = [
+        f"A bare step with factorised layers, {inference_precision().dtype}".replace("torch.", "")
+        + f", medians of {_FACTORISED_STEPS} steps in turns.",
+        "",
+        "| model | format, rank | layers contracted | in stages, images/s | as trained, images/s | ratio |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    recipe = TrainingRecipe(epochs=1, batch_size=options.batch_size, optimizer=options.optimizers[0])
+    for name, (tensor_format, rank) in product(options.models, options.factorised):
+        print(f"{name}, {tensor_format}, {rank}", file=sys.stderr, flush=True)
+        contracted, count, staged, trained = factorised_speeds(
+            name, data, recipe, inference_precision(), tensor_format, rank
+        )
+        lines.append(
+            f"| {name} | {tensor_format}, {rank} | {contracted} of {count} | {staged:.0f} | {trained:.0f} "
+            f"| {trained / staged:.2f} |"
+        )
+    return lines
+
+
+def _format_and_rank(text: str) -> tuple[str, int]:
+    name, _, rank = text.partition(":")
+    if name not in list_formats() or not rank.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no FORMAT:RANK; the formats are {', '.join(list_formats())}"
+        )
+    return name, int(rank)
 
 
 def main() -> None:
@@ -166,6 +243,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument(
+        "--factorised",
+        nargs="*",
+        type=_format_and_rank,
+        metavar="FORMAT:RANK",
+        default=[("cp", 16), ("cp", 32), ("tucker", 12)],
+        help="factorised layers of the second table (default cp:16 cp:32 tucker:12)",
+    )
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     options = parser.parse_args()
     if min(options.images, options.epochs, options.batch_size, options.turns) < 1:

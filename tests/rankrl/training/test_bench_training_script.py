@@ -20,6 +20,17 @@ def test_all_sides_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.plain_speed("resnet20", data, recipe, precision.device) > 0
 
 
+def test_factorised_layers_are_trained_both_ways() -> None:
+    data = load_dataset("digits", train_images=64)
+    recipe, precision = TrainingRecipe(epochs=1, batch_size=32), inference_precision()
+    for tensor_format, rank, most in (("cp", 2, False), ("tensor_ring", 2, True)):
+        contracted, layers, staged, trained = bench.factorised_speeds(
+            "resnet20", data, recipe, precision, tensor_format, rank
+        )
+        assert (contracted > layers / 2) == most
+        assert min(staged, trained) > 0
+
+
 def test_the_plain_loop_sees_the_same_images_normalised_alike() -> None:
     data = load_dataset("digits", train_images=64)
     images = bench._Transformed(data)
