@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 _COUNTED = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 
@@ -64,6 +63,8 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
     Returns:
         The number of multiply-accumulates (half the floating-point operations).
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton where it is installed
+
     counter = FlopCounterMode(display=False)
     with evaluation_mode(model), counter:
         model(example_batch(model, input_shape))

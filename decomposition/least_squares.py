@@ -13,7 +13,6 @@ from functools import cache, cached_property
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController
 
 from decomposition.formats import Cores, Ranks, TensorFormat
@@ -203,6 +202,8 @@ class LeastSquares:
             return value, gradient.numpy()
 
         initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
+        from scipy.optimize import minimize  # takes a third of a second
+
         with _numpy_blas().limit(limits=1, user_api="blas"):
             found = minimize(
                 value_and_gradient,

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
 Entry = TypeVar("Entry")
+
+_ANNOUNCED: dict[str, list[str]] = {}
+
+
+def announce(noun: str, module: str) -> None:
+    """Name a module that registers more when it is imported, which waits until a registry is asked.
+
+    Args:
+        noun: The noun of the registry that it adds to.
+        module: The module's full name.
+    """
+    if module not in _ANNOUNCED.setdefault(noun, []):
+        _ANNOUNCED[noun].append(module)
 
 
 class Registry(Generic[Entry]):
@@ -41,6 +55,8 @@ class Registry(Generic[Entry]):
         return entry
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._entries:
+            self._import_announced()
         return name in self._entries
 
     def __getitem__(self, name: str) -> Entry:
@@ -57,11 +73,13 @@ class Registry(Generic[Entry]):
 
     def names(self, pattern: str = "*") -> list[str]:
         """Return the names that match a shell-style pattern, sorted."""
+        self._import_announced()
         return sorted(name for name in self._entries if fnmatchcase(name, pattern))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Forget at the end of the block what was registered in it; for tests."""
+        self._import_announced()  # else it might happen in the block, and be forgotten
         before = dict(self._entries)
         try:
             yield
@@ -69,8 +87,12 @@ class Registry(Generic[Entry]):
             self._entries.clear()
             self._entries.update(before)
 
+    def _import_announced(self) -> None:
+        for module in _ANNOUNCED.get(self.noun, ()):
+            importlib.import_module(module)
+
     def _find(self, name: str) -> tuple[Entry, str]:
-        if name not in self._entries:
+        if name not in self:
             raise self._error(
                 f"there is no {self.noun} {name!r}; choose from {', '.join(self.names())}."
                 f"{did_you_mean(name, self._entries)}"

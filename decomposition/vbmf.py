@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import brentq, minimize_scalar
 
 from decomposition.errors import DecompositionError
 
@@ -71,6 +70,8 @@ def _threshold_tau(alpha: float) -> float:
         return math.log1p(z) / z - 0.5
 
     guess = 2.5129 * math.sqrt(alpha)
+    from scipy.optimize import brentq  # takes a third of a second
+
     return float(brentq(lambda tau: phi(tau) + phi(tau / alpha), guess / 4, guess * 4))
 
 
@@ -103,5 +104,7 @@ def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: flo
     energies = free_energy(grid)
     best = int(energies.argmin())
     bounds = (grid[max(0, best - 1)], grid[min(_GRID - 1, best + 1)])
+    from scipy.optimize import minimize_scalar
+
     found = minimize_scalar(free_energy, bounds=bounds, method="bounded", options={"xatol": 1e-8})
     return math.exp(found.x if found.fun < energies[best] else grid[best])

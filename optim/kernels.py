@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from optim.rates import Count, Rate, adagrad_rates, adam_rates
-from optim.validation import round_to_float32
 
 Item = TypeVar("Item")
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
 # Tiny tensors want large buckets (few calls), large ones small buckets (cache): 1 MiB per list in float32.
 CPU_BUCKET_ELEMENTS = 2**18
+# 53 bits of a float64 less the 24 of a float32 are 29.
+_SPLITTER = 2.0**29 + 1
 
 
 def update_adam(
@@ -94,10 +95,19 @@ def update_adagrad(
             _descend(x[0], gradient, h[0], rates[0], epsilon)
 
 
-@torch.compiler.assume_constant_result
 def complement(coefficient: float) -> float:
-    """Return 1 - coefficient in the attributes' type float32, as onnx's reference evaluator computes it."""
-    return round_to_float32(1 - coefficient)
+    """Return 1 - coefficient in the attributes' type float32, as onnx's reference evaluator computes it.
+
+    The difference is exact to a float64 and rounded to float32's 24 bits by Veltkamp's splitting (Dekker,
+    "A floating-point technique for extending the available precision", 1971): arithmetic of plain numbers,
+    through which `torch.compile` sees, as it does not through a conversion in C.
+
+    Args:
+        coefficient: A float32 value, 0 or more, so that the difference is 0 or a normal float32.
+    """
+    difference = 1 - coefficient
+    shifted = difference * _SPLITTER
+    return shifted - (shifted - difference)
 
 
 def foreach_multiply_(tensors: TensorList, factor: float) -> None:

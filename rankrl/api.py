@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, apply_plan
+from decomposition import CompressionPlan, apply_plan, load_compressed
 from decomposition.moments import calibration_batches
 from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
@@ -24,6 +24,8 @@ from rankrl.workflow.session import (
     SearchSession,
     calibrated_library,
 )
+
+__all__ = ["apply_plan", "load_compressed", "search"]
 
 
 def search(

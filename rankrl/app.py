@@ -13,9 +13,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
-from decomposition import DecompositionError
-from pruning import PruningError
+from decomposition.errors import DecompositionError
+from rankrl.config.choices import check_catalogue, store_groups
 from rankrl.config.folder import config_folder
+from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
 from rankrl.config.overrides import check_overrides, overrides_first, resumed_arguments
 from rankrl.config.run_folders import check_folders, refuse_used_folder
 from rankrl.config.schema import AppConfig
@@ -23,7 +24,6 @@ from rankrl.config.sweep_arguments import sweep_arguments
 from rankrl.config.values import check_values
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
 from rankrl.sweeps import run_sweep_job
-from rankrl.tasks import get_task
 from rankrl.tracking import start_tracking
 from rankrl.workflow.run_folder import RunFolder, RunNotes
 
@@ -77,6 +77,9 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
     """Run the task, tracked; return what its steps noted."""
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    from rankrl.tasks import get_task  # imports torch and all that is registered
+
+    check_catalogue()
     check_values(plain)  # what sweepers draw is known only now
     task = get_task(settings.task)
     with start_tracking(settings.tracking.name, folder.path, plain, settings.tracking.options) as tracking:
@@ -87,6 +90,8 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
 
 def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
     """Return the error that a user is shown in one paragraph, or None for a defect of ours."""
+    from pruning import PruningError
+
     if isinstance(error, (RankrlError, DecompositionError, PruningError)):
         return error
     if isinstance(error, (OSError, SafetensorError)):
@@ -108,10 +113,18 @@ def main() -> None:
     """
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
+    store_groups()  # what was registered since this module was imported too
+    given = set(sys.argv[1:])
+    if given & VERSION_FLAGS:
+        print(version_line())
+        return
     try:
-        if not _COMPLETION_FLAGS & set(sys.argv):  # completion has arguments of its own
+        if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
             sys.argv[1:] = resumed_arguments(overrides_first(sys.argv[1:]))
             check_overrides(sys.argv[1:])
+            if given & HELP_FLAGS:
+                print(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))
+                return
             sys.argv[1:] = sweep_arguments(sys.argv[1:])
             check_folders(sys.argv[1:])
     except RankrlError as error:

@@ -1,10 +1,11 @@
-"""Write docs/configuration.md: every option with its type, default and explanation.
+"""Write docs/configuration.md, every option with type, default and explanation, and the options' catalogue.
 
 Types and explanations are those of the dataclass, class or function that takes the option; the defaults are
-the composed configuration's.
+the composed configuration's. The catalogue, rankrl/config/catalogue.py, is what the command line reads
+instead of importing all of these.
 
-    python scripts/make_config_reference.py            # writes docs/configuration.md
-    python scripts/make_config_reference.py --check    # exit code 1 if the file is not current
+    python scripts/make_config_reference.py            # writes both
+    python scripts/make_config_reference.py --check    # exit code 1 if one of them is not current
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Mapping
@@ -20,14 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from config_catalogue import CATALOGUE, catalogue
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from optim import optimizer_record
+from rankrl.config.choices import group_choices, group_names
 from rankrl.config.docstrings import explanations
 from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS, group_choices, group_names
+from rankrl.config.groups import GROUPS
 from rankrl.config.schema import AppConfig
+from rankrl.config.taken import owner_of
 from rankrl.option_types import described, parameter_defaults, parameter_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -74,7 +79,7 @@ def section_options(section: type, values: Mapping[str, Any], prefix: str) -> It
             yield from section_options(typing.cast(type, hint), values[field.name], f"{prefix}{field.name}.")
             continue
         if "owner" in field.metadata:
-            owner, name = field.metadata["owner"], field.metadata["name"]
+            owner, name = owner_of(field.metadata["owner"]), field.metadata["name"]
             explanation = explanation or explanations(owner)[name]
             taken = parameter_types(owner)[name]
             hint = hint if type(None) in typing.get_args(hint) else taken
@@ -209,20 +214,32 @@ def _group(group: str, hint: Any, default: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Write or check the page; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
+    """Write or check the files; return the exit code."""
+    parser = argparse.ArgumentParser(description="Write the page of all options and the catalogue.")
     parser.add_argument("--check", action="store_true", help="only compare, with exit code 1 if not current")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page (default: docs/configuration.md)")
+    parser.add_argument("--catalogue", type=Path, default=CATALOGUE, help="the catalogue")
     arguments = parser.parse_args()
+    text = catalogue()
+    outdated = not _holds(arguments.catalogue, text)
+    if outdated and not arguments.check:
+        arguments.catalogue.write_text(text, encoding="utf-8")
+        # The page's defaults are those of the catalogue that is imported when a process begins.
+        return subprocess.run([sys.executable, *sys.argv], check=False).returncode
     page = reference()
-    if arguments.check:
-        current = arguments.output.is_file() and arguments.output.read_text(encoding="utf-8") == page
-        if not current:
-            advice = "run python scripts/make_config_reference.py"
-            print(f"{arguments.output} is not current: {advice}", file=sys.stderr)
-        return 0 if current else 1
-    arguments.output.write_text(page, encoding="utf-8")
+    if not arguments.check:
+        arguments.output.write_text(page, encoding="utf-8")
+        return 0
+    current = {arguments.catalogue: not outdated, arguments.output: _holds(arguments.output, page)}
+    for path, is_current in current.items():
+        if not is_current:
+            print(f"{path} is not current: run python scripts/make_config_reference.py", file=sys.stderr)
+            return 1
     return 0
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.agents.options import AgentOptions
-from rankrl.agents.policy_agent import ALGORITHMS, PolicyAgent
+import lazy_loader
 
-__all__ = ["ALGORITHMS", "AgentOptions", "PolicyAgent"]
+# stable-baselines3 is imported with the first agent, not with the options of one.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

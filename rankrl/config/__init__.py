@@ -5,6 +5,9 @@ Importing it registers the types and groups with Hydra, for whoever composes the
 
 from __future__ import annotations
 
-from rankrl.config import groups, schema
+from rankrl.config import schema
+from rankrl.config.choices import store_groups
 
-__all__ = ["groups", "schema"]
+__all__ = ["schema"]
+
+store_groups()

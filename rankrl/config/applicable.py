@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decomposition import get_format, list_formats
+from rankrl.config.choices import formats
 from rankrl.errors import ConfigError
 from rankrl.option_types import shown
 
@@ -73,13 +73,14 @@ def _other_task(*tasks: str) -> Callable[[Config], bool]:
 
 
 def _one_format(config: Config) -> bool:
-    return config["decomposition"]["format"] in list_formats()
+    return config["decomposition"]["format"] in formats()
 
 
 def _cannot_split(config: Config) -> bool:
     chosen = config["decomposition"]
     names = chosen["formats"] or [chosen["format"]]
-    return any(name in list_formats() and not get_format(name).tensorisable for name in names)
+    known = formats()
+    return any(not known.get(name, True) for name in names)
 
 
 _SEARCHING = ("pipeline", "search", "compare", "prune")

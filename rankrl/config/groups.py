@@ -1,26 +1,22 @@
-"""The groups whose choices are registered things: their nodes in the configuration come from the registries.
+"""The groups whose choices are registered things, from the registries themselves.
 
 A registered thing needs no file. Its options and their defaults are those of its signature, their
-explanations those of its docstring. A file of the same name in `configs/GROUP/` takes its place; one of
-another name may begin with it (`defaults: [NAME]`) and holds what differs.
+explanations those of its docstring.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
 
 from decomposition import get_format, list_formats
 from decomposition.heuristics import get_heuristic, list_heuristics
 from optim import list_optimizers, optimizer_record
 from pruning import MaskTrainingOptions, get_pruner, list_pruners
 from rankrl.config.docstrings import summary
-from rankrl.config.folder import config_folder
+from rankrl.config.group import Group
 from rankrl.data import dataset_option_types, dataset_source, list_datasets, load_dataset
 from rankrl.models import list_models, model_option_types, model_source
 from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types
@@ -44,77 +40,9 @@ class OfEveryModel:
     checkpoint: str | None = None
 
 
-@dataclass(frozen=True)
-class Group:
-    """A group whose choices are registered.
-
-    Attributes:
-        noun: What a choice is, in messages.
-        known: Returns the registered names.
-        about: Says in a sentence or two what a choice is.
-        owners: Returns what takes the options of a choice; their docstrings explain them.
-        types: Returns the types of the options, and whether a choice takes others too.
-        defaults: Returns the options with their defaults; `inspect.Parameter.empty` where there is none.
-        key: The option that names the choice.
-        nested: Whether its options lie in a mapping `options`, and are given as they are needed.
-    """
-
-    noun: str
-    known: Callable[[], Sequence[str]]
-    about: Callable[[str], str]
-    owners: Callable[[str], tuple[object, ...]]
-    types: Callable[[str], tuple[OptionTypes, bool]]
-    defaults: Callable[[str], dict[str, Any]]
-    key: str = "name"
-    nested: bool = False
-
-    def options(self, name: str) -> dict[str, Any]:
-        """Return the options of a choice with their defaults as the configuration holds them."""
-        return {key: _plain(value) for key, value in self.defaults(name).items()}
-
-    def node(self, name: str) -> dict[str, Any]:
-        """Return what the configuration holds for a choice."""
-        options = self.options(name)
-        return {self.key: name, **({"options": options} if self.nested else options)}
-
-
-def store_groups() -> None:
-    """Make every registered thing a choice of its group; what was registered meanwhile too."""
-    store = ConfigStore.instance()
-    for name, group in GROUPS.items():
-        for choice in set(group.known()) - set(_files(name)):
-            store.store(group=name, name=choice, node=group.node(choice), provider="rankrl")
-    for name in _UNTYPED:
-        store.store(group=name, name="default", node={}, provider="rankrl")
-
-
-def group_names() -> list[str]:
-    """Return the names of all groups, those within others too."""
-    folder = config_folder()
-    files = {path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.yaml")}
-    return sorted({*GROUPS, *_UNTYPED, *files})
-
-
-def group_choices(group: str) -> list[str]:
-    """Return the choices of a group: what is registered, and what has a file."""
-    stored = GROUPS[group].known() if group in GROUPS else ["default"] if group in _UNTYPED else []
-    return sorted({*_files(group), *stored})
-
-
-def _files(group: str) -> list[str]:
-    return [path.stem for path in (config_folder() / group).glob("*.yaml")]
-
-
 def _nothing(name: str) -> dict[str, Any]:
     del name
     return {}
-
-
-def _plain(value: Any) -> Any:
-    """Return a default as YAML has it."""
-    if value is inspect.Parameter.empty:
-        return MISSING
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _model_types(name: str) -> tuple[OptionTypes, bool]:
@@ -166,9 +94,6 @@ def _sentences(*texts: str) -> str:
 def _optimizer(name: str) -> Callable[..., Any]:
     return optimizer_record(name).factory
 
-
-# What the schema types and gives defaults to, and a file may choose otherwise.
-_UNTYPED = ("budget",)
 
 GROUPS = {
     "model": Group(
@@ -240,5 +165,3 @@ GROUPS = {
         nested=True,
     ),
 }
-
-store_groups()

@@ -7,33 +7,36 @@ its type and explanation. The others are explained here.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from decomposition import apply_plan
-from decomposition.operations.base import FINAL
-from rankrl.export import DEFAULT_RUNTIME
-from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
-from rankrl.training import TrainingRecipe
-from rankrl.workflow.measure import ExportOptions
-from rankrl.workflow.session import CandidateOptions, SearchOptions
+from rankrl.config.taken import default_of
+
+# What takes options; named, not imported, because the command line is to answer before torch is.
+_APPLY_PLAN = "decomposition.apply:apply_plan"
+_FINAL = "decomposition.operations.base:FINAL"
+_CANDIDATES = "rankrl.workflow.session:CandidateOptions"
+_SEARCH = "rankrl.workflow.session:SearchOptions"
+_EVALUATOR = "rankrl.plan_search.evaluator:EvaluatorOptions"
+_HALVING = "rankrl.plan_search.evaluator:Halving"
+_RECIPE = "rankrl.training.recipe:TrainingRecipe"
+_EXPORT = "rankrl.workflow.measure:ExportOptions"
+_RUNTIME = default_of("rankrl.export.runtimes.registry:DEFAULT_RUNTIME")
 
 
-def owned(owner: Callable[..., Any], name: str, *, default: Any = dataclasses.MISSING) -> Any:
+def owned(owner: str, name: str, *, default: Any = dataclasses.MISSING) -> Any:
     """Return the field of an option that a class or function of the workflow takes.
 
     Args:
-        owner: What takes it.
+        owner: What takes it, as `MODULE:NAME`.
         name: Its name there.
         default: The default, where the owner has none or is not given its own.
     """
     if default is dataclasses.MISSING:
-        default = inspect.signature(owner).parameters[name].default
+        default = default_of(f"{owner}.{name}")
     return field(default=default, metadata={"owner": owner, "name": name})
 
 
@@ -59,15 +62,15 @@ class DecompositionConfig:
     formats: list[str] | None = None
     precisions: list[str] | None = None
     channels: list[float] = field(default_factory=list)
-    tensorised: bool = owned(CandidateOptions, "tensorised")
-    candidates: int = owned(CandidateOptions, "candidates")
+    tensorised: bool = owned(_CANDIDATES, "tensorised")
+    candidates: int = owned(_CANDIDATES, "candidates")
     rank_multiple: int | None = None
-    iterations: int = owned(CandidateOptions, "iterations")
-    final_iterations: int = FINAL.iterations
-    final_starts: int = FINAL.starts
-    weigh_outputs: bool = owned(CandidateOptions, "weigh_outputs")
-    sequential: bool = owned(apply_plan, "sequential")
-    batch_norm: str = owned(apply_plan, "batch_norm")
+    iterations: int = owned(_CANDIDATES, "iterations")
+    final_iterations: int = default_of(f"{_FINAL}.iterations")
+    final_starts: int = default_of(f"{_FINAL}.starts")
+    weigh_outputs: bool = owned(_CANDIDATES, "weigh_outputs")
+    sequential: bool = owned(_APPLY_PLAN, "sequential")
+    batch_norm: str = owned(_APPLY_PLAN, "batch_norm")
 
 
 @dataclass
@@ -77,10 +80,10 @@ class BudgetConfig:
     With none, rewards that ignore size keep 0.4 of the parameters, the others have no limit.
     """
 
-    params: float | None = owned(SearchOptions, "params")
-    macs: float | None = owned(SearchOptions, "macs")
-    bytes: float | None = owned(SearchOptions, "bytes")
-    latency: float | None = owned(SearchOptions, "latency")
+    params: float | None = owned(_SEARCH, "params")
+    macs: float | None = owned(_SEARCH, "macs")
+    bytes: float | None = owned(_SEARCH, "bytes")
+    latency: float | None = owned(_SEARCH, "latency")
 
 
 @dataclass
@@ -117,8 +120,8 @@ class HalvingConfig:
             whose first score is among the best `keep` so far are scored on the rest. None scores all on all.
     """
 
-    fraction: float | None = owned(Halving, "fraction", default=None)
-    keep: float = owned(Halving, "keep")
+    fraction: float | None = owned(_HALVING, "fraction", default=None)
+    keep: float = owned(_HALVING, "keep")
 
 
 @dataclass
@@ -129,19 +132,19 @@ class SearchConfig:
         images: Images held out of the training set that each plan is scored on.
     """
 
-    episodes: int = owned(SearchOptions, "episodes")
-    seconds: float | None = owned(SearchOptions, "seconds")
-    patience: int | None = owned(SearchOptions, "patience")
+    episodes: int = owned(_SEARCH, "episodes")
+    seconds: float | None = owned(_SEARCH, "seconds")
+    patience: int | None = owned(_SEARCH, "patience")
     images: int = 2000
-    term: str = owned(EvaluatorOptions, "term")
-    augmented: bool = owned(EvaluatorOptions, "augmented")
-    statistics: str = owned(EvaluatorOptions, "statistics")
-    reestimation_images: int = owned(EvaluatorOptions, "reestimation_images")
-    batch_size: int | None = owned(EvaluatorOptions, "batch_size")
+    term: str = owned(_EVALUATOR, "term")
+    augmented: bool = owned(_EVALUATOR, "augmented")
+    statistics: str = owned(_EVALUATOR, "statistics")
+    reestimation_images: int = owned(_EVALUATOR, "reestimation_images")
+    batch_size: int | None = owned(_EVALUATOR, "batch_size")
     halving: HalvingConfig = field(default_factory=HalvingConfig)
-    finalists: int = owned(SearchOptions, "finalists")
-    workers: int | None = owned(SearchOptions, "workers")
-    cluster: str = owned(SearchOptions, "cluster")
+    finalists: int = owned(_SEARCH, "finalists")
+    workers: int | None = owned(_SEARCH, "workers")
+    cluster: str = owned(_SEARCH, "cluster")
 
 
 @dataclass
@@ -194,20 +197,20 @@ class RecipeConfig:
             on these images: a checkpoint that was not trained here with the same ones held out.
     """
 
-    epochs: int = owned(TrainingRecipe, "epochs")
-    batch_size: int = owned(TrainingRecipe, "batch_size")
-    halvings: int = owned(TrainingRecipe, "halvings")
-    product_decay: float = owned(TrainingRecipe, "product_decay")
-    balance_cores: bool = owned(TrainingRecipe, "balance_cores")
-    schedule: str = owned(TrainingRecipe, "schedule")
-    warmup: float = owned(TrainingRecipe, "warmup")
-    label_smoothing: float = owned(TrainingRecipe, "label_smoothing")
-    gradient_clip: float | None = owned(TrainingRecipe, "gradient_clip")
-    ema_decay: float | None = owned(TrainingRecipe, "ema_decay")
-    distillation: float = owned(TrainingRecipe, "distillation")
-    temperature: float = owned(TrainingRecipe, "temperature")
-    augment: bool = owned(TrainingRecipe, "augment")
-    early_stop_patience: int | None = owned(TrainingRecipe, "early_stop_patience")
+    epochs: int = owned(_RECIPE, "epochs")
+    batch_size: int = owned(_RECIPE, "batch_size")
+    halvings: int = owned(_RECIPE, "halvings")
+    product_decay: float = owned(_RECIPE, "product_decay")
+    balance_cores: bool = owned(_RECIPE, "balance_cores")
+    schedule: str = owned(_RECIPE, "schedule")
+    warmup: float = owned(_RECIPE, "warmup")
+    label_smoothing: float = owned(_RECIPE, "label_smoothing")
+    gradient_clip: float | None = owned(_RECIPE, "gradient_clip")
+    ema_decay: float | None = owned(_RECIPE, "ema_decay")
+    distillation: float = owned(_RECIPE, "distillation")
+    temperature: float = owned(_RECIPE, "temperature")
+    augment: bool = owned(_RECIPE, "augment")
+    early_stop_patience: int | None = owned(_RECIPE, "early_stop_patience")
     restore_best: bool | None = None
 
 
@@ -260,13 +263,13 @@ class ExportConfig:
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
     """
 
-    opset: int | None = owned(ExportOptions, "opset")
-    preprocess: bool = owned(ExportOptions, "preprocess")
-    batch: int = owned(ExportOptions, "batch")
-    threads: int = owned(ExportOptions, "threads")
-    runs: int = owned(ExportOptions, "runs")
-    int8: bool = owned(ExportOptions, "int8")
-    runtimes: list[str] = field(default_factory=lambda: [DEFAULT_RUNTIME])
+    opset: int | None = owned(_EXPORT, "opset")
+    preprocess: bool = owned(_EXPORT, "preprocess")
+    batch: int = owned(_EXPORT, "batch")
+    threads: int = owned(_EXPORT, "threads")
+    runs: int = owned(_EXPORT, "runs")
+    int8: bool = owned(_EXPORT, "int8")
+    runtimes: list[str] = field(default_factory=lambda: [_RUNTIME])
     training: bool = False
 
 

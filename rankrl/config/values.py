@@ -11,7 +11,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankrl.config.groups import GROUPS, Group
+from rankrl.config.choices import groups, tasks
+from rankrl.config.group import Group
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
@@ -27,8 +28,13 @@ def check_values(config: Mapping[str, Any]) -> None:
         ConfigError: Naming the option in full, the value and what is allowed.
     """
     _check_typed(AppConfig, config, "")
+    if config["task"] not in tasks():
+        raise ConfigError(
+            f"there is no task {config['task']!r}; choose from {', '.join(tasks())}."
+            f"{did_you_mean(config['task'], tasks())}"
+        )
     for group, prefix, name, options in _owned(config):
-        owner = GROUPS[group]
+        owner = groups()[group]
         types, takes_others = owner.types(name)
         others = {key: Any for key in options if key not in types} if takes_others else {}
         check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
@@ -75,7 +81,7 @@ def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the annotations of the options that the schema leaves open, by full name."""
     found: dict[str, Any] = {}
     for group, prefix, name, _ in _owned(config):
-        found |= {f"{prefix}.{key}": each for key, each in GROUPS[group].types(name)[0].items()}
+        found |= {f"{prefix}.{key}": each for key, each in groups()[group].types(name)[0].items()}
     return found
 
 
@@ -121,16 +127,16 @@ def _listed(owner: Group) -> str:
 def _owned(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """Yield what the schema leaves open: kind of owner, first part of the options' names, owner, options."""
     for group in ("model", "dataset", "selector", "reward", "pruner"):
-        options, owner = config[group], GROUPS[group]
+        options, owner = config[group], groups()[group]
         rest = {key: value for key, value in options.items() if key != owner.key}
         yield group, group, _name(group, options, owner), rest
     optimizers = {"optim": config["optim"], "train.optim": config["train"]["optim"]}
     for prefix, optimizer in optimizers.items():
-        yield "optim", f"{prefix}.options", _name(prefix, optimizer, GROUPS["optim"]), optimizer["options"]
+        yield "optim", f"{prefix}.options", _name(prefix, optimizer, groups()["optim"]), optimizer["options"]
     tracking = config["tracking"]
     yield (
         "tracking",
         "tracking.options",
-        _name("tracking", tracking, GROUPS["tracking"]),
+        _name("tracking", tracking, groups()["tracking"]),
         tracking["options"],
     )

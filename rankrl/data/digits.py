@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from rankrl.data.arrays import images_from_arrays
 from rankrl.data.augmentation import Augmentation
@@ -28,6 +27,8 @@ def digits(root: Path) -> SourceFiles:
         root: Not used; the images come with scikit-learn.
     """
     del root
+    from sklearn.datasets import load_digits  # takes most of a second, and only this source needs it
+
     bunch = load_digits()
     pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # stored as 0 to 16
     images = images_from_arrays(pixels, bunch.target, where="scikit-learn's digits")

@@ -6,13 +6,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
-from onnxscript import ir, optimizer
 
 from rankrl.data import Preprocessing
+
+if TYPE_CHECKING:  # onnxscript brings SymPy along, which takes half a second
+    from onnxscript import ir
 
 BATCH_AXIS = "batch"
 """What the free batch size is called in the file; runtimes and viewers show it."""
@@ -32,6 +35,8 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
     Returns:
         The model as protobuf, without the exporter's notes (stack traces with the paths of source files).
     """
+    from onnxscript import ir, optimizer
+
     if fold_batchnorm:
         optimizer.optimize_ir(model, should_fold=_should_fold)
     else:  # the optimizer's rewrite rules would fold them

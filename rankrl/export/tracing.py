@@ -8,13 +8,16 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from onnxscript import ir
 from torch import Tensor, nn
 
 from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
+
+if TYPE_CHECKING:
+    from onnxscript import ir
 
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_NODE = re.compile(r"Error when translating node %(\w+)")

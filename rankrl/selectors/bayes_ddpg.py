@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from rankrl.agents import PolicyAgent
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
@@ -57,6 +56,8 @@ class BayesDDPGSelector(BayesSelector):
         }
         own = {"features": features, "hidden": hidden, "learning_rate": learning_rate}
         chosen = agent_options({**shared, **own})
+        from rankrl.agents import PolicyAgent  # imports stable-baselines3
+
         self.agent = PolicyAgent(problem, "ddpg", chosen, seed=seed, episodes=episodes)
 
     @classmethod

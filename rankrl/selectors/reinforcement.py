@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rankrl.agents import AgentOptions, PolicyAgent
+from rankrl.agents import AgentOptions
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
     Proposal,
@@ -28,6 +28,8 @@ class ReinforcementSelector(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         self.agent_options = agent_options(options)
+        from rankrl.agents import PolicyAgent  # imports stable-baselines3
+
         self.agent = PolicyAgent(problem, self.name, self.agent_options, seed=seed, episodes=episodes)
         self._generator = np.random.default_rng(seed)
         self._played = 0

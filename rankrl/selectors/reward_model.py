@@ -6,14 +6,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, Kernel, WhiteKernel
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
+
+if TYPE_CHECKING:  # scikit-learn takes most of a second to import: only where a process is fitted
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import Kernel
 
 # Plans between two searches for the kernel's hyper-parameters, and plans remembered at most: solving costs
 # their third power.
@@ -93,6 +95,8 @@ class RewardModel:
         self._chosen_at = int(state["chosen_at"])
 
     def _fitted(self, known: np.ndarray, targets: np.ndarray) -> GaussianProcessRegressor:
+        from sklearn.gaussian_process import GaussianProcessRegressor
+
         due = len(self) >= self._chosen_at + _PERIOD
         kernel = _kernel(known.shape[1])
         if self._theta is not None:
@@ -116,6 +120,8 @@ def _quiet() -> Iterator[None]:
 
     scikit-learn warns of hyper-parameters at their bounds, which are there to be reached.
     """
+    from sklearn.exceptions import ConvergenceWarning
+
     with _libraries().limit(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.filterwarnings("ignore", message="Predicted variances smaller than 0")
@@ -124,6 +130,8 @@ def _quiet() -> Iterator[None]:
 
 def _kernel(layers: int) -> Kernel:
     """Return the kernel before any plan is known; lengths grow with the root of the number of layers."""
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
+
     length = 2 * layers**0.5
     smooth = ConstantKernel(1.0, (1e-2, 1e2)) * RBF(length, (0.2 * length, 5 * length))
     linear = ConstantKernel(0.3 / layers, (1e-4 / layers, 1e2 / layers)) * DotProduct(0.0, "fixed")

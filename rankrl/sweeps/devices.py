@@ -7,8 +7,6 @@ import os
 import re
 from collections.abc import MutableMapping
 
-import torch
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -38,6 +36,8 @@ def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -
     """
     given = environment.get(VISIBLE)
     if given is None:
+        import torch  # when a job begins; the command line looks at sweeps without it
+
         devices = [str(index) for index in range(torch.cuda.device_count())]
     else:
         devices = [name for name in given.split(",") if name.strip()]

@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankrl.errors import RankrlError
-from rankrl.plan_search.history import EpisodeRow
 from rankrl.tracking.base import Tracker
 from rankrl.tracking.registry import create_tracker
-from rankrl.training import EpochRow
+
+if TYPE_CHECKING:
+    from rankrl.plan_search.history import EpisodeRow
+    from rankrl.training import EpochRow
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import nnls
 
 from decomposition import Candidate, CandidateSet, LatencyTable, allocate
 from rankrl.selectors.random_plans import spend_at_random
@@ -106,6 +105,8 @@ def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Tria
 
 
 def _factors(table: LatencyTable, trials: Sequence[Trial], around: np.ndarray, prior: float) -> np.ndarray:
+    from scipy.optimize import nnls  # takes a third of a second
+
     rows = np.array([each.parts for each in trials]).reshape(-1, len(around)) * around
     rows = rows / (np.array([each.time for each in trials]) * table.total)[:, None]
     matrix = np.concatenate([rows, prior * np.eye(len(around))])

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import adagrad as _adagrad_cases  # noqa: F401 - registers its cases
@@ -16,6 +16,7 @@ from onnx.backend.test.case.node import adam as _adam_cases  # noqa: F401 - regi
 
 from optim import OnnxAdagrad, OnnxAdam
 from optim.functional import adagrad, adam
+from optim.kernels import complement
 from optim.rates import adagrad_rates, adam_rates
 
 OFFICIAL_CASES = {case.name: case for case in node_cases._NodeTestCases}
@@ -162,3 +163,10 @@ def test_rates_are_the_same_from_integers_and_from_tensors() -> None:
 def test_no_tensors_are_no_work() -> None:
     adam([], [], [], [], lr=0.1, update_count=1)
     adagrad([], [], [], lr=0.1, update_count=1)
+
+
+@given(st.floats(0, 2.0**100, width=32))
+@example(0.1)
+@example(0.3)
+def test_the_complement_is_rounded_as_numpy_rounds(coefficient: float) -> None:
+    assert complement(coefficient) == float(np.float32(1 - coefficient))

@@ -18,8 +18,9 @@ from decomposition.layers import compressible_layers
 from decomposition.library import FitLibrary
 from decomposition.moments import collect_moments
 from decomposition.operations import Factorise
+from rankrl.config.choices import group_choices
 from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS, group_choices
+from rankrl.config.groups import GROUPS
 from rankrl.data import Images
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.problem import Choices, SearchProblem

@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 from decomposition import list_formats
 from optim import list_optimizers
 from pruning import list_pruners
+from rankrl.config.choices import group_choices, group_names, store_groups
 from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS, group_choices, group_names, store_groups
+from rankrl.config.groups import GROUPS
 from rankrl.config.overrides import check_overrides
 from rankrl.config.schema import AppConfig
 from rankrl.data import list_datasets

@@ -20,6 +20,7 @@ from decomposition import apply_plan
 from rankrl import api
 from rankrl.config.folder import config_folder
 from rankrl.config.schema import AppConfig
+from rankrl.config.taken import owner_of
 from rankrl.data import load_dataset
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.selectors import create_selector
@@ -113,7 +114,7 @@ def test_an_option_of_the_schema_has_a_default_of_its_own_or_its_owners() -> Non
     owned = {}
     for section, field in schema_fields(AppConfig):
         if "owner" in field.metadata:
-            owner, name = field.metadata["owner"], field.metadata["name"]
+            owner, name = owner_of(field.metadata["owner"]), field.metadata["name"]
             owned[f"{section}.{field.name}"] = owner
             known = inspect.signature(owner).parameters[name].default
             assert field.default == (None if known is inspect.Parameter.empty else known), field.name
@@ -148,7 +149,7 @@ NO_OPTIONS = {
 }
 FILES = ("json", "safetensors", "csv", "md", "png", "onnx", "html")
 SECTIONS = "|".join(field.name for field in dataclasses.fields(AppConfig))
-NAMED = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[A-Za-z_]\w*)+)")
+NAMED = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[A-Za-z_]\w*)+)(?![\w:]|\.\w)")  # no MODULE:NAME
 
 
 def messages() -> Iterator[tuple[Path, int, str]]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -328,13 +329,16 @@ def test_overrides_may_stand_around_flags(rankrl: Command, capfd: pytest.Capture
 
 
 def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        rankrl("--help")
-    assert not left.value.code
+    rankrl("--help", "-m", "seed=1,2")
     shown = capfd.readouterr().out
-    formats = f"decomposition: auto, {', '.join(list_formats())}"
-    for expected in ("task=inspect", formats, "tracking: csv, ", "search:"):
+    groups = (f"decomposition  auto, {', '.join(list_formats())}", "tracking       csv, ")
+    for expected in (*list_tasks(), *groups, "search:", "joblib, submitit_local", "seed: 1"):
         assert expected in shown
+
+
+def test_version_is_that_of_the_package(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    rankrl("--version")
+    assert capfd.readouterr().out == f"rankrl {version('rankrl')}\n"
 
 
 def test_shell_completion_can_be_installed(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,82 @@
+"""What a group of the configuration is whose choices are registered things, and what is known of a choice."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from rankrl.option_types import OptionTypes
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group whose choices are registered.
+
+    Attributes:
+        noun: What a choice is, in messages.
+        known: Returns the registered names.
+        about: Says in a sentence or two what a choice is.
+        owners: Returns what takes the options of a choice; their docstrings explain them.
+        types: Returns the types of the options, and whether a choice takes others too.
+        defaults: Returns the options with their defaults; `inspect.Parameter.empty` where there is none.
+        key: The option that names the choice.
+        nested: Whether its options lie in a mapping `options`, and are given as they are needed.
+    """
+
+    noun: str
+    known: Callable[[], Sequence[str]]
+    about: Callable[[str], str]
+    owners: Callable[[str], tuple[object, ...]]
+    types: Callable[[str], tuple[OptionTypes, bool]]
+    defaults: Callable[[str], dict[str, Any]]
+    key: str = "name"
+    nested: bool = False
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Return the options of a choice with their defaults as the configuration holds them."""
+        return {key: _plain(value) for key, value in self.defaults(name).items()}
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return what the configuration holds for a choice."""
+        options = self.options(name)
+        return {self.key: name, **({"options": options} if self.nested else options)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the catalogue knows of a choice.
+
+    Attributes:
+        types: The types of its options.
+        options: Its options with their defaults, as the configuration holds them.
+        takes_others: Whether it takes other options too.
+    """
+
+    types: OptionTypes
+    options: Mapping[str, Any]
+    takes_others: bool = False
+
+
+def catalogued(noun: str, key: str, choices: Mapping[str, Choice], *, nested: bool = False) -> Group:
+    """Return a group of the catalogue: all of a `Group` but what only the documentation needs."""
+    return Group(
+        noun,
+        lambda: list(choices),
+        lambda name: "",
+        lambda name: (),
+        lambda name: (choices[name].types, choices[name].takes_others),
+        lambda name: dict(choices[name].options),
+        key,
+        nested,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as YAML has it."""
+    if value is inspect.Parameter.empty:
+        return MISSING
+    return list(value) if isinstance(value, tuple) else value
