@@ -23,6 +23,7 @@ from rankrl.workflow.session import (
     SearchOptions,
     SearchSession,
     calibrated_library,
+    check_reachable,
 )
 
 __all__ = ["apply_plan", "load_compressed", "search"]
@@ -129,7 +130,6 @@ def search(
     )
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
-    check_selector(selector, selector_options or {})
     batches = [part for batch in calibration_batches(calibration) for part in batch.split(CALIBRATION_BATCH)]
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
@@ -141,6 +141,8 @@ def search(
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
     )
+    check_selector(selector, selector_options or {}, options.setting(chosen))
+    check_reachable(model, batches[0].shape[1:], chosen, options)
     library = calibrated_library(
         model, batches, chosen, cache=None if cache is None else Path(cache), seed=seed
     )

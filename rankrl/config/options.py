@@ -113,12 +113,13 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     Raises:
         RankrlError: If an option is out of its range.
     """
-    candidate_options(config)
     final_fit(config)
     batch_norm_correction(config)
-    search_options(config)
     evaluator_options(config)
-    selector(config)
+    setting = search_options(config).setting(candidate_options(config))
+    compared = compared_selectors(config) if config.task == "compare" else dict([selector(config)])
+    for name, given in compared.items():
+        check_selector(name, given, setting)
     if finetuning:
         finetuning_recipe(config)
     constraining_recipe(config)

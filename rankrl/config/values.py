@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankrl.config.choices import groups, tasks
+from rankrl.config.choices import formats, groups, tasks
 from rankrl.config.group import Group
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError, did_you_mean
@@ -33,6 +33,7 @@ def check_values(config: Mapping[str, Any]) -> None:
             f"there is no task {config['task']!r}; choose from {', '.join(tasks())}."
             f"{did_you_mean(config['task'], tasks())}"
         )
+    _check_formats(config["decomposition"])
     for group, prefix, name, options in _owned(config):
         owner = groups()[group]
         types, takes_others = owner.types(name)
@@ -44,6 +45,17 @@ def check_values(config: Mapping[str, Any]) -> None:
     ):
         if seed < 0:
             raise ConfigError(f"{name} must not be negative, got {seed}; any whole number from 0 on will do")
+
+
+def _check_formats(chosen: Mapping[str, Any]) -> None:
+    several = chosen["formats"] is not None
+    option = "decomposition.formats" if several else "decomposition.format"
+    for name in chosen["formats"] if several else [chosen["format"]]:
+        if name not in formats():
+            raise ConfigError(
+                f"{option}: there is no tensor format {name!r}; choose from {', '.join(formats())}."
+                f"{did_you_mean(name, formats())}"
+            )
 
 
 def check_value(name: str, value: Any, config: Mapping[str, Any] | None = None) -> None:

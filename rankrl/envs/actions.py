@@ -15,6 +15,7 @@ from decomposition.formats import Ranks
 from decomposition.operations import Factorise
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 
 ActionKind = Literal["importance", "rank"]
 
@@ -87,12 +88,9 @@ class ImportanceMap(ActionMap):
 
     def __init__(self, problem: SearchProblem, *, scale: float = IMPORTANCE_SCALE) -> None:
         super().__init__(problem)
-        if problem.budget is None:
-            raise ConfigError(
-                "selector.action=importance spends a budget and there is none; set budget.params or "
-                "budget.macs, or use selector.action=rank"
-            )
+        check_action("importance", setting=problem.setting)
         check_importance_scale(scale)
+        assert problem.budget is not None
         self.budget = problem.budget
         self.scale = scale
         self.begin()
@@ -140,17 +138,7 @@ class RankMap(ActionMap):
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        if problem.budget is not None and problem.budget.also is not None:
-            raise ConfigError(
-                "selector.action=rank keeps one budget, and "
-                f"{' and '.join(f'budget.{each}' for each in problem.budget.measures)} are set; use "
-                "selector.action=importance"
-            )
-        if problem.budget is not None and any(site.narrows for site in problem.sites):
-            raise ConfigError(
-                "selector.action=rank counts every layer by itself, and with decomposition.channels what a "
-                "layer costs depends on the next one; use selector.action=importance"
-            )
+        check_action("rank", setting=problem.setting)
         self._costs = [site.cost(problem.measure).astype(float) for site in self.sites]
         least = [cost.min() for cost in self._costs]
         self._least_after = [sum(least[j + 1 :]) for j in range(len(least))]
@@ -220,10 +208,7 @@ class BondMap(RankMap):
 
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        if any(site.mixed for site in problem.sites):
-            raise ConfigError(
-                "selector.per_bond=true needs candidates of one format; use one, or per_bond=false"
-            )
+        check_action("rank", per_bond=True, setting=problem.setting)
         self._ranks: list[list[Ranks]] = [_ranks_of(site) for site in self.sites]
         self.components = max(1, *(len(ranks[-1]) for ranks in self._ranks))
 
@@ -255,18 +240,55 @@ def create_action_map(
     Raises:
         ConfigError: An option is unknown, or they contradict one another or the problem.
     """
+    if check_action(action, per_bond=per_bond, setting=problem.setting) == "importance":
+        return ImportanceMap(problem, scale=scale)
+    return BondMap(problem) if per_bond else RankMap(problem)
+
+
+def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: SearchSetting) -> ActionKind:
+    """Refuse what an action stands for where the search has no use for it.
+
+    Args:
+        action: `importance`, `rank`, or None for `importance` with a budget and `rank` without.
+        per_bond: One action component a bond.
+        setting: The search, as far as it is known.
+
+    Returns:
+        The action that is meant.
+
+    Raises:
+        ConfigError: An option is unknown, or they contradict one another or the search.
+    """
     if action is None:
-        action = "rank" if per_bond or problem.budget is None else "importance"
+        action = "rank" if per_bond or not setting.measures else "importance"
     if action not in get_args(ActionKind):
         raise ConfigError(f"selector.action must be one of {', '.join(get_args(ActionKind))}, got {action!r}")
     if action == "importance":
+        if not setting.measures:
+            raise ConfigError(
+                "selector.action=importance spends a budget and there is none; set budget.params or "
+                "budget.macs, or use selector.action=rank"
+            )
         if per_bond:
             raise ConfigError(
                 "selector.per_bond=true gives every bond its rank, selector.action=importance every layer "
                 "its share of the budget; use selector.action=rank with per_bond"
             )
-        return ImportanceMap(problem, scale=scale)
-    return BondMap(problem) if per_bond else RankMap(problem)
+        return action
+    if len(setting.measures) > 1:
+        raise ConfigError(
+            "selector.action=rank keeps one budget, and "
+            f"{' and '.join(f'budget.{each}' for each in setting.measures)} are set; use "
+            "selector.action=importance"
+        )
+    if setting.measures and setting.narrows:
+        raise ConfigError(
+            "selector.action=rank counts every layer by itself, and with decomposition.channels what a "
+            "layer costs depends on the next one; use selector.action=importance"
+        )
+    if per_bond and setting.several_formats:
+        raise ConfigError("selector.per_bond=true needs candidates of one format; use one, or per_bond=false")
+    return action
 
 
 def check_importance_scale(scale: float) -> None:

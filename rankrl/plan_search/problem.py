@@ -23,6 +23,7 @@ from decomposition.operations.base import FLOAT_BYTES
 from decomposition.plan import CompressionPlan, fingerprint
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
+from rankrl.plan_search.setting import SearchSetting
 
 Measure = Literal["params", "macs", "bytes", "latency"]
 Choices = tuple[int, ...]
@@ -142,6 +143,15 @@ class SearchProblem:
             count_macs(model, input_shape),
             budget,
             library,
+        )
+
+    @property
+    def setting(self) -> SearchSetting:
+        """What a selector's options may contradict."""
+        return SearchSetting(
+            () if self.budget is None else self.budget.measures,
+            any(site.mixed for site in self.sites),
+            any(site.narrows for site in self.sites),
         )
 
     @property

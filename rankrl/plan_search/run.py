@@ -118,7 +118,7 @@ def run_search(
         StorageError: The state cannot be written; the one of the step before is still there.
         NonFiniteError: A plan's class scores or reward are NaN or infinite.
     """
-    _check_limits(episodes, seconds, patience)
+    check_limits(episodes, seconds, patience)
     reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward
     identity = _identity(problem, evaluator, selector, reward, episodes)
     rows: list[EpisodeRow] = []
@@ -219,10 +219,16 @@ def _set_aside(folder: Path) -> None:
     )
 
 
-def _check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:
+def check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:
+    """Refuse limits of a search that leave no plan to score.
+
+    Raises:
+        ConfigError: A limit is not positive.
+    """
     for name, value in (("episodes", episodes), ("seconds", seconds), ("patience", patience)):
         if value is not None and not value > 0:
-            raise ConfigError(f"search.{name} must be positive, got {value}; null means no limit")
+            advice = "" if name == "episodes" else "; null means no limit"
+            raise ConfigError(f"search.{name} must be positive, got {value}{advice}")
 
 
 def _limit(

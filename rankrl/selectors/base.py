@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankrl.option_types import parameter_defaults, parameter_types
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 
 # What every selector is given beside its own options.
 _GIVEN = ("problem", "seed", "episodes")
@@ -91,6 +92,18 @@ class Selector(ABC):
 
         Raises:
             ConfigError: An option is out of its range.
+        """
+
+    @classmethod  # noqa: B027 (some go with every search)
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse options that a search could not go with, before there is a problem.
+
+        Args:
+            options: All options, defaults too, in their ranges.
+            setting: What is known of the search.
+
+        Raises:
+            ConfigError: An option contradicts it.
         """
 
     def use_folder(self, folder: Path) -> None:  # noqa: B027 (most selectors have nothing to keep)

@@ -8,9 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, check_importance_scale, create_action_map
+from rankrl.envs.actions import (
+    IMPORTANCE_SCALE,
+    ActionKind,
+    check_action,
+    check_importance_scale,
+    create_action_map,
+)
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import (
     Proposal,
     Selector,
@@ -104,6 +111,11 @@ class BayesSelector(Selector):
                 raise ConfigError(f"selector.{name} must be at least {bound}, got {options[name]}")
         check_importance_scale(options["importance_scale"])
         check_plans_per_step(options["plans_per_step"])
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse an action that the search has no use for."""
+        check_action(options["action"], setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Choose plans; none that was proposed before if another can be found."""

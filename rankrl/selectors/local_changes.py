@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankrl.envs.actions import ImportanceMap, check_importance_scale
+from rankrl.envs.actions import ImportanceMap, check_action, check_importance_scale
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import (
     Proposal,
     Selector,
@@ -71,6 +72,11 @@ class LocalSelector(Selector):
             )
         check_importance_scale(options["importance_scale"])
         check_plans_per_step(options["plans_per_step"])
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse a search without a budget."""
+        check_action("importance", setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Change the best plan so far."""

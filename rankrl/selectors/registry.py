@@ -10,6 +10,7 @@ from decomposition.registry import Registry
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import Selector
 from rankrl.selectors.one_shot import heuristic_selector
 
@@ -69,14 +70,22 @@ def selector_option_types(name: str) -> dict[str, Any]:
     return selector_class(name).option_types()
 
 
-def check_selector(name: str, options: Mapping[str, Any]) -> None:
+def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting | None = None) -> None:
     """Refuse a selector's options as far as that can be told without a problem.
+
+    Args:
+        name: A registered name.
+        options: Some or all of its options.
+        setting: What is known of the search, or None.
 
     Raises:
         ConfigError: The name or an option is unknown, of another type or out of range.
     """
     check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
-    selector_class(name).check_ranges({**selector_options(name), **options})
+    every = {**selector_options(name), **options}
+    selector_class(name).check_ranges(every)
+    if setting is not None:
+        selector_class(name).check_setting(every, setting)
 
 
 def create_selector(

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from rankrl.agents import AgentOptions
+from rankrl.envs.actions import check_action
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import (
     Proposal,
     Selector,
@@ -44,6 +46,11 @@ class ReinforcementSelector(Selector):
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse hyper-parameters out of their ranges."""
         agent_options(options)
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse an action that the search has no use for."""
+        check_action(options["action"], per_bond=options["per_bond"], setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankrl.envs.actions import ImportanceMap, check_importance_scale
+from rankrl.envs.actions import ImportanceMap, check_action, check_importance_scale
 from rankrl.errors import ConfigError, StorageError
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.random_plans import check_plans_per_step
 from rankrl.selectors.registry import register_selector
@@ -57,13 +58,7 @@ class TPESelector(Selector):
         plans_per_step: int = 1,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        try:
-            self._optuna = importlib.import_module("optuna")
-        except ImportError as error:
-            raise ConfigError(
-                "selector=tpe needs Optuna, which is not installed; `pip install optuna`, or choose another "
-                "selector"
-            ) from error
+        self._optuna = _optuna()
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self.plans_per_step = plans_per_step
         self.startup_trials, self.multivariate = startup_trials, multivariate
@@ -84,6 +79,12 @@ class TPESelector(Selector):
             raise ConfigError(
                 f"selector.startup_trials must not be negative, got {options['startup_trials']}"
             )
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse a search without a budget, or without Optuna."""
+        _optuna()
+        check_action("importance", setting=setting)
 
     def use_folder(self, folder: Path) -> None:
         """Keep a copy of the study in the folder, an SQLite file for Optuna's own tools."""
@@ -164,3 +165,18 @@ class TPESelector(Selector):
             distributions=dict.fromkeys(self._names, distribution),
             value=reward,
         )
+
+
+def _optuna() -> Any:
+    """Return Optuna.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ConfigError(
+            "selector=tpe needs Optuna, which is not installed; `pip install optuna`, or choose another "
+            "selector"
+        ) from error

@@ -31,6 +31,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     options.check(config, finetuning=config.finetune.epochs > 0)
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
+    steps.check_budget(config, data)
     recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)

@@ -27,6 +27,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     options.check(config)
     data = options.dataset(config)
+    steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)
     export_options = options.export_options(config)
     baseline = export_dense(dense, data, folder.state, export_options)

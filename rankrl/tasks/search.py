@@ -15,6 +15,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     """Search and write the plan; no test image is read."""
     options.check(config)
     data = options.dataset(config)
+    steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)
     problem, result = steps.chosen_plan(config, data, dense, images, folder)

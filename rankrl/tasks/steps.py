@@ -39,7 +39,7 @@ from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.measure import with_preprocessing
 from rankrl.workflow.network import build_network, guessing_warning, model_title, run_training
 from rankrl.workflow.run_folder import RunFolder, cache_folder
-from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library
+from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library, check_reachable
 from rankrl.workflow.training_step import write_training_step
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,21 @@ def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.M
             "dataset, with its classes in this order and with its normalisation."
         )
     return network
+
+
+def check_budget(config: AppConfig, data: ImageData) -> None:
+    """Refuse a budget that the network cannot be brought to, before it is trained for that.
+
+    Raises:
+        RankrlError: The network cannot be built.
+        DecompositionError: No plan can reach the budget.
+    """
+    if config.model.get("checkpoint"):  # nothing is trained, and the search itself looks before it fits
+        return
+    network = build_network(config.model, data, seed=config.seed)
+    check_reachable(
+        network, data.input_shape, options.candidate_options(config), options.search_options(config)
+    )
 
 
 def heldout_is_new(config: AppConfig, data: ImageData) -> bool:

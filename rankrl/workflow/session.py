@@ -21,7 +21,8 @@ from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem, check_number_of_budgets
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
-from rankrl.plan_search.run import SearchResult, choosing, run_search
+from rankrl.plan_search.run import SearchResult, check_limits, choosing, run_search
+from rankrl.plan_search.setting import SearchSetting
 from rankrl.plan_search.workers import Cluster, check_workers
 from rankrl.progress import progress_bar
 from rankrl.selectors import create_selector
@@ -105,6 +106,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         check_workers(self.workers, self.cluster)
+        check_limits(self.episodes, self.seconds, self.patience)
         given = {name: getattr(self, name) for name in ("params", "macs", "bytes", "latency")}
         for name, value in given.items():
             if value is not None and not 0 < value <= 1:
@@ -121,6 +123,13 @@ class SearchOptions:
         """Whether there is no budget although the reward ignores size."""
         given = (self.params, self.macs, self.bytes, self.latency)
         return all(fraction is None for fraction in given) and reward_source(self.reward).needs_budget
+
+    def setting(self, candidates: CandidateOptions) -> SearchSetting:
+        """Return what is known of the search before there is a problem."""
+        given = ("params", "macs", "bytes", "latency")
+        measures = tuple(name for name in given if getattr(self, name) is not None)
+        measures = ("params",) if self.needs_budget else measures
+        return SearchSetting(measures, len(candidates.formats) > 1, bool(candidates.channels))
 
     @property
     def kept_params(self) -> float | None:
@@ -165,6 +174,44 @@ def calibrated_library(
         options=replace(CHOOSING, iterations=options.iterations),
         folder=cache,
         seed=seed,
+    )
+
+
+def check_reachable(
+    model: nn.Module, input_shape: Sequence[int], candidates: CandidateOptions, search: SearchOptions
+) -> None:
+    """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
+
+    Args:
+        model: The network, trained or not.
+        input_shape: Shape of one input without the batch axis.
+        candidates: What may become of its layers.
+        search: The budgets.
+
+    Raises:
+        ConfigError: The network has nothing to search over.
+        DecompositionError: No plan can reach a budget, or no layer can be decomposed.
+    """
+    narrowings = {}
+    if candidates.channels:
+        narrowings = channel_narrowings(model, input_shape, candidates.channels, candidates.multiple)
+    library = FitLibrary.calibrated(
+        model,
+        input_shape,
+        candidates.formats,
+        None,
+        precisions=candidates.precisions,
+        tensorised=candidates.tensorised,
+        multiple=candidates.multiple,
+        narrowings=narrowings,
+    )
+    SearchProblem.from_model(
+        model,
+        [library.unfitted(name, limit=candidates.candidates) for name in library.specs],
+        input_shape,
+        params=search.kept_params,
+        macs=search.macs,
+        bytes=search.bytes,
     )
 
 

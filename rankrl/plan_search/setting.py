@@ -1,0 +1,20 @@
+"""What is known of a search before anything is trained, calibrated or fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchSetting:
+    """What a selector's options may contradict, known from the options of the search alone.
+
+    Attributes:
+        measures: What the budgets count, such as `params`; empty without a budget.
+        several_formats: Whether layers choose among tensor formats.
+        narrows: Whether channels between layers may be removed.
+    """
+
+    measures: tuple[str, ...]
+    several_formats: bool = False
+    narrows: bool = False

@@ -1,0 +1,96 @@
+"""What can be refused is refused before work begins: before data are read, or before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rankrl
+from decomposition import DecompositionError
+from rankrl.errors import ConfigError
+
+Refused = Callable[..., str]
+
+
+def _begun(*_: object, **__: object) -> Any:
+    raise AssertionError("work has begun")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("search.episodes=0",), "search.episodes must be positive, got 0"),
+        (("search.seconds=0",), "search.seconds must be positive, got 0.0; null means no limit"),
+        (("search.patience=-1",), "search.patience must be positive"),
+        (("search.finalists=0",), "search.finalists must be at least 1"),
+        (("search.workers=0",), "search.workers"),
+        (("decomposition.format=foo",), "there is no tensor format 'foo'; choose from cp, "),
+        (("decomposition.format=tuker",), "Did you mean 'tucker'?"),
+        (("decomposition=auto", "decomposition.formats=[cp,tt]"), "there is no tensor format 'tt'"),
+        (("decomposition.candidates=0",), "decomposition.candidates must be at least 1"),
+        (("budget.params=0.5", "budget.macs=0.5", "budget.bytes=0.5"), "at most two budgets"),
+        (
+            ("budget.params=0.5", "budget.macs=0.5", "selector=ddpg", "selector.action=rank"),
+            "selector.action=rank keeps one budget, and budget.params and budget.macs are set",
+        ),
+        (
+            ("selector=bayes", "selector.action=rank", "decomposition.channels=[0.5]"),
+            "with decomposition.channels what a layer costs depends on the next one",
+        ),
+        (("selector=tpe", "reward=weighted"), "spends a budget and there is none"),
+        (("selector=local", "reward=weighted"), "spends a budget and there is none"),
+        (("selector=bayes", "selector.action=importance", "reward=amc"), "spends a budget and there is none"),
+        (
+            ("decomposition=auto", "selector=ddpg", "selector.per_bond=true"),
+            "selector.per_bond=true needs candidates of one format",
+        ),
+        (("selector=td3", "selector.per_bond=true", "selector.action=importance"), "with per_bond"),
+        (
+            ("task=compare", "compare.selectors=[local,random]", "reward=weighted"),
+            "spends a budget and there is none",
+        ),
+    ],
+)
+def test_options_are_refused_before_data_are_read(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr("rankrl.config.options.load_dataset", _begun)
+    assert expected in refused(*arguments)
+
+
+@pytest.mark.parametrize("budget", ["budget.params=0.0001", "budget.macs=0.0001", "budget.bytes=0.0001"])
+def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, budget: str
+) -> None:
+    monkeypatch.setattr("rankrl.tasks.steps.run_training", _begun)
+    assert "the least is 0." in refused("model=conv4", budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"selector": "ddgp"}, "Did you mean 'ddpg'?"),
+        ({"episodes": 0}, "search.episodes must be positive"),
+        ({"macs": 0.5, "selector": "ddpg", "selector_options": {"action": "rank"}}, "keeps one budget"),
+        ({"decomposition": "tt"}, "there is no format 'tt'"),
+        ({"params": 1e-5}, "the least is 0."),
+        ({"selector": "bayes", "selector_options": {"optimizm": 1}}, "Did you mean 'optimism'?"),
+    ],
+)
+def test_a_search_from_python_is_refused_before_it_calibrates(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.setattr("decomposition.library.collect_moments", _begun)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    with pytest.raises((ConfigError, DecompositionError)) as refusal:
+        rankrl.search(
+            model,
+            score=lambda network: 0.0,
+            calibration=torch.zeros(4, 3, 8, 8),
+            **{"params": 0.5, **options},
+        )
+    assert expected in str(refusal.value)
