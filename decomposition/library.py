@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -422,8 +423,14 @@ class FitLibrary:
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
         )
 
-    def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
+    def unfitted(self, name: str, *, limit: int = 16, by_weight: bool = True) -> CandidateSet:
         """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0.
+
+        Args:
+            name: The layer.
+            limit: Candidate ranks a format at most.
+            by_weight: Let formats that can choose a rank for every bond, by the weight's spectra, which takes
+                seconds in large networks; otherwise bonds share one. The smallest candidate is the same.
 
         Raises:
             DecompositionError: If the layer's weight is not finite.
@@ -434,9 +441,13 @@ class FitLibrary:
                 f"layer {name!r}: the weight holds NaN or infinite values; repair the checkpoint first"
             )
         root = None
-        if spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
+        if by_weight and spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
             root = self._root(name)
-        choices = [choice for each in self.formats for choice in self._choices(name, each, limit, root)]
+        choices = [
+            choice
+            for each in self.formats
+            for choice in self._choices(name, each, limit, root, by_weight=by_weight)
+        ]
         choices = [rounded for each in choices for rounded in self._rounded(name, each)]
         choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
         choices += self._narrowed(name)
@@ -480,11 +491,19 @@ class FitLibrary:
         return self._modes[name, tensor_format.name]
 
     def _choices(
-        self, name: str, tensor_format: TensorFormat, limit: int, root: torch.Tensor | None
+        self,
+        name: str,
+        tensor_format: TensorFormat,
+        limit: int,
+        root: torch.Tensor | None,
+        *,
+        by_weight: bool,
     ) -> list[Candidate]:
         """Return the candidates of one format, not fitted."""
         spec, modes = self.specs[name], self.modes(name, tensor_format)
-        spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], root)
+        spectra: Sequence[np.ndarray] = ()
+        if by_weight:
+            spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], root)
         # Of a ring's bonds, two of 4 make 16 channels.
         side = self.multiple ** (1 / tensor_format.bonds_in_channels)
         multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))

@@ -43,8 +43,6 @@ def dataset(config: AppConfig) -> ImageData:
 def candidate_options(config: AppConfig) -> CandidateOptions:
     """Return which candidates are fitted, and how."""
     chosen = config.decomposition
-    if chosen.candidates < 1:
-        raise ConfigError(f"decomposition.candidates must be at least 1, got {chosen.candidates}")
     multiple = chosen.rank_multiple
     if multiple is not None and multiple < 1:
         raise ConfigError(f"decomposition.rank_multiple must be at least 1, got {multiple}")

@@ -66,6 +66,10 @@ class CandidateOptions:
     weigh_outputs: bool = True
     channels: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.candidates < 1:
+            raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -182,6 +186,8 @@ def check_reachable(
 ) -> None:
     """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
 
+    Ranks are not rounded up to multiples here, so a budget that is passed may still be refused later.
+
     Args:
         model: The network, trained or not.
         input_shape: Shape of one input without the batch axis.
@@ -202,12 +208,11 @@ def check_reachable(
         None,
         precisions=candidates.precisions,
         tensorised=candidates.tensorised,
-        multiple=candidates.multiple,
         narrowings=narrowings,
     )
     SearchProblem.from_model(
         model,
-        [library.unfitted(name, limit=candidates.candidates) for name in library.specs],
+        [library.unfitted(name, limit=candidates.candidates, by_weight=False) for name in library.specs],
         input_shape,
         params=search.kept_params,
         macs=search.macs,
