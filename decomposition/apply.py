@@ -30,6 +30,7 @@ from decomposition.operations import (
 )
 from decomposition.operations.base import FINAL
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
+from decomposition.progress import Progress, ProgressBar, progress_bar
 from decomposition.rounding import calibrate_ranges, without_rounding
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.surgery import copied, replace_module
@@ -49,6 +50,7 @@ def apply_plan(
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
     statistics: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    progress: Progress = None,
 ) -> nn.Module:
     """Return a compressed copy of `model`.
 
@@ -68,6 +70,8 @@ def apply_plan(
         seed: Seed of the patch positions.
         statistics: Inputs to re-estimate running statistics on, as the model was trained on them: with the
             same augmentation. `None` takes the calibration inputs.
+        progress: Where progress goes: `None` draws a bar on a terminal, `False` shows nothing; a function is
+            called with "apply plan", the number of layers that are done and the number of all.
 
     Returns:
         The compressed model in the mode (train or eval) of `model`. Its factorised layers carry the relative
@@ -92,7 +96,9 @@ def apply_plan(
     entries = {
         layer.name: (without_growth(layer, spec), spec) for layer, spec in zip(rest, specs, strict=True)
     }
-    return _apply_to_layers(model, entries, images, chosen)
+    changed = sum(bool(entry.layer_operations) for entry, _ in entries.values())
+    with progress_bar("apply plan", changed, progress=progress) as bar:
+        return _apply_to_layers(model, entries, images, chosen, bar)
 
 
 def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
@@ -228,7 +234,11 @@ def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tens
 
 
 def _apply_to_layers(
-    model: nn.Module, entries: _Entries, images: torch.Tensor | None, options: ApplyOptions
+    model: nn.Module,
+    entries: _Entries,
+    images: torch.Tensor | None,
+    options: ApplyOptions,
+    bar: ProgressBar,
 ) -> nn.Module:
     """Return a copy of `model` with the operations of single layers applied."""
     changed = {name: pair for name, pair in entries.items() if pair[0].layer_operations}
@@ -244,9 +254,9 @@ def _apply_to_layers(
         watched = [spec for _, spec in changed.values()]
         sensitivities = collect_sensitivities(model, watched, images, seed=options.seed)
     if images is not None and options.sequential and changed:
-        _apply_sequentially(compressed, entries, images, sensitivities, options)
+        _apply_sequentially(compressed, entries, images, sensitivities, options, bar)
     else:
-        _apply_apart(compressed, changed, images, sensitivities, options)
+        _apply_apart(compressed, changed, images, sensitivities, options, bar)
     if options.batch_norm == "reestimate" and options.statistics is not None:
         reestimate_batch_norm(compressed, options.statistics.split(256))
     if images is not None:
@@ -261,6 +271,7 @@ def _apply_sequentially(
     images: torch.Tensor,
     sensitivities: dict[str, torch.Tensor],
     options: ApplyOptions,
+    bar: ProgressBar,
 ) -> None:
     """Fit every layer to the inputs that reach it in the compressed network; those that stay, too."""
     modules = dict(model.named_modules())
@@ -274,6 +285,7 @@ def _apply_sequentially(
 
         def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
             fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
+            bar.advance()
             return fitted.module, fitted.weight
 
         return fit
@@ -302,6 +314,7 @@ def _apply_apart(
     images: torch.Tensor | None,
     sensitivities: dict[str, torch.Tensor],
     options: ApplyOptions,
+    bar: ProgressBar,
 ) -> None:
     """Fit every layer to the inputs of the dense network, or to its weight."""
     modules = dict(model.named_modules())
@@ -318,6 +331,7 @@ def _apply_apart(
         problem = RefitProblem(weight_of(dense), metric)
         fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
         replace_module(model, dense, fitted.module)
+        bar.advance()
         if moment is not None and absorbed:
             difference = weight_of(dense) - fitted.weight
             _absorb(fitted.module, modules.get(spec.batch_norm or ""), difference.flatten(1) @ moment.mean)

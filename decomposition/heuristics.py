@@ -24,6 +24,7 @@ from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
 from decomposition.operations import Factorise
 from decomposition.plan import CompressionPlan
+from decomposition.progress import Progress, progress_bar
 from decomposition.registry import Registry
 from decomposition.vbmf import matrix_rank
 
@@ -187,7 +188,7 @@ def plan_by_heuristic(
     multiple: int = 1,
     options: FitOptions = CHOOSING,
     folder: Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = None,
     workers: int | None = None,
 ) -> CompressionPlan:
     """Choose ranks for a whole model under a budget: calibrate, fit all candidates, apply the heuristic.
@@ -210,7 +211,8 @@ def plan_by_heuristic(
         multiple: They are multiples of it; 8 suits budgets in time.
         options: How much work each fit may do.
         folder: Where fits are cached for the next call; `None` keeps them in memory.
-        progress: Called with each layer's name when its fits are done.
+        progress: Where progress goes: `None` draws a bar on a terminal, `False` shows nothing; a function is
+            called with "fit layers", the number of layers that are done and the number of all.
         workers: Processes that fit layers side by side (`FitLibrary.all_candidates`); `None` takes none.
 
     Returns:
@@ -240,7 +242,8 @@ def plan_by_heuristic(
         options=options,
         folder=folder,
     )
-    sites = library.all_candidates(limit=candidates, progress=progress, workers=workers)
+    with progress_bar("fit layers", len(library.specs), progress=progress) as bar:
+        sites = library.all_candidates(limit=candidates, progress=lambda _: bar.advance(), workers=workers)
     if latency is not None:
         table = latency(sites)
         sites = table.attach(sites)

@@ -14,6 +14,7 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
+from rankrl.progress import Progress
 from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.scoring import FunctionScoring
@@ -57,6 +58,7 @@ def search(
     cache: str | Path | None = None,
     workers: int | None = None,
     cluster: Cluster = "local",
+    progress: Progress = None,
 ) -> SearchResult:
     """Choose what becomes of every layer so that a score is best within a budget.
 
@@ -97,6 +99,8 @@ def search(
             has. `model` and `score` must be importable by name, and the call stand under
             `if __name__ == "__main__":`.
         cluster: Where the processes that score are: `local`, or `ray` for a Ray cluster.
+        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
+            called with the stage (`fit layers`, `search`), the number of its steps that are done and of all.
 
     Returns:
         The best plan, for `decomposition.apply_plan`, and the record of the search.
@@ -148,7 +152,7 @@ def search(
     )
 
     def applied(plan: CompressionPlan) -> nn.Module:
-        return apply_plan(model, plan, batches, weigh_outputs=weigh_outputs, seed=seed)
+        return apply_plan(model, plan, batches, weigh_outputs=weigh_outputs, seed=seed, progress=progress)
 
     session = SearchSession(
         model,
@@ -158,6 +162,7 @@ def search(
         candidates=candidates,
         input_shape=batches[0].shape[1:],
         apply=applied,
+        progress=progress,
     )
     with session:
         return session.search(

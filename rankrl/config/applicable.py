@@ -139,6 +139,18 @@ RULES = (
         "set selector and seed, or choose task=compare",
     ),
     Rule(
+        "inspect.",
+        _other_task("inspect"),
+        "task={task} lists no layers",
+        "leave it out, or choose task=inspect",
+    ),
+    Rule(
+        "calibration.",
+        lambda config: config["task"] == "inspect" and not config["inspect"]["errors"],
+        "layers are listed without being fitted",
+        "leave it out, or set inspect.errors=true",
+    ),
+    Rule(
         "plan",
         _other_task("apply"),
         "task={task} applies no plan of another run",

@@ -67,7 +67,7 @@ TASKS: dict[str, str] = {
     "evaluate": "test accuracy, parameters and MACs of model.checkpoint or weights=PATH",
     "export": "write the compressed network weights=PATH as a verified ONNX file",
     "finetune": "train the compressed network weights=PATH further, the dense one as teacher",
-    "inspect": "list the layers: shape, cost, feasible ranks and their errors, or why not",
+    "inspect": "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
     "pipeline": "choose ranks, rewrite, fine-tune, export and report",
     "prune": "remove channels to a target, fine-tune, export and report",
     "report": "gather all runs below runs=FOLDER in one page and one CSV file",

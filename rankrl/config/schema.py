@@ -148,6 +148,17 @@ class SearchConfig:
 
 
 @dataclass
+class InspectConfig:
+    """What task=inspect shows beside every layer's shape, cost and feasible ranks.
+
+    Attributes:
+        errors: Fit every layer at a few ranks on the calibration images and show what they cost and lose.
+    """
+
+    errors: bool = False
+
+
+@dataclass
 class CompareConfig:
     """What task=compare runs on the same evaluator, with search.episodes evaluations each.
 
@@ -318,6 +329,7 @@ class AppConfig:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    inspect: InspectConfig = field(default_factory=InspectConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     constrain: ConstrainConfig = field(default_factory=ConstrainConfig)
     finetune: FineTuneConfig = field(default_factory=FineTuneConfig)

@@ -106,7 +106,7 @@ def measure_layer_latencies(
             if progress is not None:
                 progress(site.name)
         dense = scratch / "network.onnx"
-        export_onnx(model, dense, tuple(input_shape))
+        export_onnx(model, dense, tuple(input_shape), progress=False)
         whole = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
         in_integers = None
         if integers:

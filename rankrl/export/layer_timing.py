@@ -120,7 +120,7 @@ class LayerTimer:
         weights = {f"{name}.weight" for name in integer_layers(beside)}
         without_rounding(beside)
         path = self.folder / "layers.onnx"
-        export_onnx(beside, path, shape[1:], sample=torch.zeros(shape), dynamic_batch=False)
+        export_onnx(beside, path, shape[1:], sample=torch.zeros(shape), dynamic_batch=False, progress=False)
         inputs = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
         if weights:
             quantise_onnx(path, path, [inputs], weights=weights)

@@ -59,7 +59,7 @@ def export_network(
             raise ExportError(f"opset is {opset}; weights of 4 bits need {_INT4_OPSET} or newer (or null).")
         opset = max(opset or 0, _INT4_OPSET)
     plain = without_rounding(copied(network)) if computing or stored else network
-    written = export_onnx(plain, path, input_shape, opset=opset, **options)
+    written = export_onnx(plain, path, input_shape, opset=opset, progress=False, **options)
     if stored:
         store_integers(path, stored)
     if computing:

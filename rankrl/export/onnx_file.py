@@ -17,9 +17,11 @@ from rankrl.export.errors import ExportError
 from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
 from rankrl.export.tracing import convert, inference_copy, trace
 from rankrl.files import write_atomically
+from rankrl.progress import Progress, progress_bar
 
 OLDEST_OPSET = 18
 """The oldest operator set that torch's exporter translates to without a down-conversion."""
+_STEPS = 4  # tracing, translation, simplification, the file
 PREPROCESSING_KEY = "preprocessing"
 """The metadata that says what goes into the file, as JSON (`Preprocessing.to_dict`)."""
 
@@ -52,6 +54,7 @@ def export_onnx(
     fold_batchnorm: bool = True,
     dynamic_batch: bool = True,
     preprocessing: Preprocessing | None = None,
+    progress: Progress = None,
 ) -> ExportResult:
     """Write a model as one self-contained ONNX file that has passed `onnx.checker`.
 
@@ -71,6 +74,8 @@ def export_onnx(
         preprocessing: What is done to images of bytes before the model. With it the file does that itself:
             it takes uint8 of shape (N, height, width, channels), and its metadata says so under
             `preprocessing`. Without it the file takes what the model takes.
+        progress: Where progress goes: None draws a bar on a terminal, False shows nothing; a function is
+            called with "export", the number of steps that are done and the number of all.
 
     Returns:
         Where the file is, how large it is, and what it is made of.
@@ -94,18 +99,23 @@ def export_onnx(
                 f"preprocessing is for inputs of shape {preprocessing.input_shape}, the model's is "
                 f"{tuple(input_shape)}; give the preprocessing of the images that the model was trained on."
             )
-    duplicate = inference_copy(model)
-    program = trace(duplicate, _sample_batch(sample, input_shape, dynamic_batch), dynamic_batch=dynamic_batch)
-    name = type(model).__name__
-    proto = simplify(convert(program, name, opset), fold_batchnorm=fold_batchnorm)
-    name_batch_axis(proto.graph)
-    notes = dict(metadata or {})
-    if preprocessing is not None:
-        take_bytes(proto.graph, preprocessing)
-        notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
-    set_metadata(proto, notes)
-    data = _checked_bytes(proto, name)
-    write_atomically(path, data)
+    name, batch = type(model).__name__, _sample_batch(sample, input_shape, dynamic_batch)
+    with progress_bar("export", _STEPS, progress=progress) as bar:
+        program = trace(inference_copy(model), batch, dynamic_batch=dynamic_batch)
+        bar.advance()
+        graph = convert(program, name, opset)
+        bar.advance()
+        proto = simplify(graph, fold_batchnorm=fold_batchnorm)
+        bar.advance()
+        name_batch_axis(proto.graph)
+        notes = dict(metadata or {})
+        if preprocessing is not None:
+            take_bytes(proto.graph, preprocessing)
+            notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
+        set_metadata(proto, notes)
+        data = _checked_bytes(proto, name)
+        write_atomically(path, data)
+        bar.advance()
     return ExportResult(
         path=Path(path),
         file_bytes=len(data),

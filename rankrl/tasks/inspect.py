@@ -2,56 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from decomposition import CandidateSet, Factorise, FitLibrary, LayerSpec, inspect_layers
+from decomposition import CandidateSet, Factorise, LayerSpec, get_format, inspect_layers
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
+from rankrl.data import ImageData
+from rankrl.progress import progress_bar
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.network import build_network, model_title
 from rankrl.workflow.run_folder import RunFolder
 
-_SHOWN_RANKS = 3
+_FITTED_RANKS = 3
 _WIDTH = 160
 
 
-@register_task("inspect", "list the layers: shape, cost, feasible ranks and their errors, or why not")
+@register_task("inspect", "list the layers: shape, cost and feasible ranks, or why not; errors if asked")
 def inspect(config: AppConfig, folder: RunFolder) -> None:
-    """Print one row a layer; errors are relative output errors on training images."""
+    """Print one row a layer; errors, with `inspect.errors`, are relative output errors on training images."""
+    chosen = options.candidate_options(config)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    library = steps.candidate_fits(config, network, steps.calibration(config, data, network))
     specs = inspect_layers(network, data.input_shape)
+    fitted = _fitted(config, data, network, specs) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{model_title(config.model, network)} as {options.decomposition_name(config)}")
     table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
     table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share", "ranks"):
         table.add_column(column, justify="right")
-    table.add_column("rank: params, error")
+    table.add_column("stays as it is because" if fitted is None else "rank: params, error")
     for spec in specs:
-        site = library.candidates(spec.name, limit=_SHOWN_RANKS) if spec.refusal is None else None
         table.add_row(
             spec.name,
             "x".join(map(str, spec.weight_shape)),
             f"{spec.params:,}",
-            f"{spec.params / params:.1%}",
+            f"{spec.params / max(params, 1):.1%}",
             f"{spec.macs:,}",
-            f"{spec.macs / macs:.1%}",
-            "" if site is None else _range(library, spec),
-            spec.refusal if site is None else _examples(site),
+            f"{spec.macs / max(macs, 1):.1%}",
+            "" if spec.refusal is not None else _ranks(spec, chosen.formats, tensorised=chosen.tensorised),
+            spec.refusal or ("" if fitted is None else _examples(fitted[spec.name])),
         )
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width
         console.width = _WIDTH
     console.print(table)
+    if fitted is None:
+        console.print("inspect.errors=true fits every layer at a few ranks and shows what they lose.")
 
 
-def _range(library: FitLibrary, spec: LayerSpec) -> str:
+def _fitted(
+    config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec]
+) -> Mapping[str, CandidateSet]:
+    """Return a few fitted candidates of every layer that can be decomposed."""
+    library = steps.candidate_fits(config, network, steps.calibration(config, data, network))
+    found = {}
+    with progress_bar("fit layers", len(library.specs)) as bar:
+        for spec in specs:
+            if spec.refusal is None:
+                found[spec.name] = library.candidates(spec.name, limit=_FITTED_RANKS)
+                bar.advance()
+    return found
+
+
+def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
     """Return the feasible ranks, of each format where there are several."""
-    ranges = {each.name: f"1-{each.max_rank(library.modes(spec.name, each))}" for each in library.formats}
+    ranges = {}
+    for name in formats:
+        tensor_format = get_format(name)
+        ranges[name] = f"1-{tensor_format.max_rank(tensor_format.modes(spec, tensorised=tensorised))}"
     if len(ranges) == 1:
         return next(iter(ranges.values()))
     return "; ".join(f"{name} {span}" for name, span in ranges.items())

@@ -24,7 +24,7 @@ from rankrl.plan_search.rewards import Reward, check_reward, create_reward, rewa
 from rankrl.plan_search.run import SearchResult, check_limits, choosing, run_search
 from rankrl.plan_search.setting import SearchSetting
 from rankrl.plan_search.workers import Cluster, check_workers
-from rankrl.progress import progress_bar
+from rankrl.progress import Progress, progress_bar
 from rankrl.selectors import create_selector
 from rankrl.workflow.channels import channel_narrowings
 from rankrl.workflow.finalists import best_finalist, finalists
@@ -236,6 +236,8 @@ class SearchSession:
         apply: From a plan to the compressed network, for finalists.
         preprocessing: What the network's images go through, for a budget in time of files that do it
             themselves.
+        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
+            called with the stage, the number of its steps that are done and the number of all.
 
     Attributes:
         problem: What is searched over; set within the block, like the following.
@@ -264,7 +266,9 @@ class SearchSession:
         input_shape: Sequence[int],
         apply: Apply,
         preprocessing: Preprocessing | None = None,
+        progress: Progress = None,
     ) -> None:
+        self.progress = progress
         self.model, self.library, self.scoring, self.options = model, library, scoring, options
         self.candidates, self.input_shape, self.apply = candidates, tuple(input_shape), apply
         self.preprocessing = preprocessing
@@ -348,7 +352,7 @@ class SearchSession:
         chosen = create_selector(
             selector, self.problem, seed=seed, episodes=options.episodes, **selector_options
         )
-        with progress_bar("search", total=options.episodes) as bar:
+        with progress_bar("search", total=options.episodes, progress=self.progress) as bar:
 
             def show(row: EpisodeRow) -> None:
                 bar.update(row.episode, best=row.best_reward)
@@ -399,7 +403,7 @@ class SearchSession:
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
         sites: dict[str, CandidateSet] = {}
-        with progress_bar("fit layers", total=len(unfitted)) as bar:
+        with progress_bar("fit layers", total=len(unfitted), progress=self.progress) as bar:
 
             def finish(site: CandidateSet) -> None:
                 sites[site.name] = site

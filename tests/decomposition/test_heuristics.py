@@ -283,7 +283,7 @@ def kept_fraction(model: nn.Module, shape: tuple[int, ...], plan: CompressionPla
 def test_a_plan_in_one_call_keeps_the_budget(small_net: nn.Module, heuristic: str, measure: str) -> None:
     shape = (3, 10, 10)
     images = torch.randn(8, *shape, generator=torch.Generator().manual_seed(0))
-    told: list[str] = []
+    told: list[tuple[str, int, int]] = []
     plan = plan_by_heuristic(
         small_net,
         shape,
@@ -294,11 +294,12 @@ def test_a_plan_in_one_call_keeps_the_budget(small_net: nn.Module, heuristic: st
         calibration=images.split(4),
         candidates=4,
         options=QUICK,
-        progress=told.append,
+        progress=lambda *step: told.append(step),
     )
     assert kept_fraction(small_net, shape, plan, measure) <= 0.6
     assert plan.chosen_by == heuristic
-    assert [layer.name for layer in plan] == told == ["0", "3", "7"]
+    assert [layer.name for layer in plan] == ["0", "3", "7"]
+    assert told == [("fit layers", done, 3) for done in (1, 2, 3)]
     assert {each.format for each in plan.chosen(Factorise).values()} == {"tucker"}
     assert CompressionPlan.from_json(plan.to_json()) == plan
 

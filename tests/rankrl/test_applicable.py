@@ -34,6 +34,12 @@ IDLE = [
     ("pruner.", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
     ("prune.", ("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* task=pipeline prunes nothing"),
     ("compare.", ("task=search", "compare.seeds=[4]"), r"compare\.seeds=\[4\] .* choose task=compare"),
+    ("inspect.", ("inspect.errors=true",), r"errors=true .* task=pipeline lists no layers"),
+    (
+        "calibration.",
+        ("task=inspect", "calibration.images=9"),
+        r"images=9 .* without being fitted; .* set inspect\.errors=true",
+    ),
     ("plan", ("task=pipeline", "plan=runs/a/plan.json"), r"plan=runs/a/plan\.json .* task=apply"),
     ("weights", ("task=apply", "weights=a.safetensors"), r"weights=a\.safetensors .* model\.checkpoint=PATH"),
     ("runs", ("task=train", "runs=multirun/a"), r"runs=multirun/a .* task=report"),

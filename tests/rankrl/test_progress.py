@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rankrl.progress import progress_bar
+from rankrl.progress import in_words, progress_bar
 
 
 def test_on_a_terminal_description_count_and_best_value_are_shown() -> None:
@@ -26,6 +26,65 @@ def test_a_bar_can_be_set_to_a_count() -> None:
     with progress_bar("train", 10, console=Console(file=output, force_terminal=True, width=100)) as bar:
         bar.update(4)
     assert " 4/10" in output.getvalue()
+
+
+def test_a_bar_within_another_is_not_drawn() -> None:
+    outer, inner = io.StringIO(), io.StringIO()
+    with (
+        progress_bar("search", 2, console=Console(file=outer, force_terminal=True)),
+        progress_bar("apply", 2, console=Console(file=inner, force_terminal=True)) as bar,
+    ):
+        bar.advance()
+    assert "search" in outer.getvalue()
+    assert inner.getvalue() == ""
+    with progress_bar("apply", 2, console=Console(file=inner, force_terminal=True)) as bar:
+        bar.advance()
+    assert "apply" in inner.getvalue()
+
+
+def test_a_function_is_told_instead() -> None:
+    told: list[tuple[str, int, int]] = []
+    output = Console(file=io.StringIO(), force_terminal=True)
+    with progress_bar("fit", 5, progress=lambda *step: told.append(step), console=output) as bar:
+        bar.advance(2)
+        bar.update(5, best=0.5)
+    assert told == [("fit", 2, 5), ("fit", 5, 5)]
+    with progress_bar("fit", 5, progress=False, console=output) as bar:
+        bar.advance(2)
+    assert isinstance(output.file, io.StringIO)
+    assert output.file.getvalue() == ""
+
+
+def test_without_a_terminal_the_log_says_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: now[0])
+    with caplog.at_level("INFO"), progress_bar("prune", 1000) as bar:
+        bar.advance(100)  # a resumed stage: these took no time here
+        for now[0] in (5.0, 12.0, 20.0, 30.0):
+            bar.advance(10)
+    assert caplog.messages == [
+        "prune: 120 of 1000, about 9 min left",
+        "prune: 140 of 1000, about 11 min left",
+    ]
+
+
+def test_short_stages_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: now[0])
+    with caplog.at_level("INFO"), progress_bar("fit", 10) as bar:
+        for now[0] in (6.0, 12.0, 18.0):
+            bar.advance()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(4.4, "4 s"), (29, "29 s"), (90.1, "2 min"), (3540, "59 min"), (9000, "2 h 30 min")],
+)
+def test_durations_are_said_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
 
 
 def test_without_a_terminal_it_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,154 @@
+"""Progress of long work: a bar on a terminal, estimates in the log elsewhere, or the caller's function."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None] | Literal[False] | None
+"""Where progress goes: None draws a bar on a terminal, False shows nothing, and a function is called with
+what is being done, the number of finished steps and the number of all steps."""
+
+# Without a terminal: seconds before the first estimate, which is doubled for each further one, and seconds of
+# work left below which none is worth a line.
+_FIRST_ESTIMATE = 10.0
+_WORTH_SAYING = 60.0
+_drawing = False
+
+
+class ProgressBar:
+    """One running bar; made by `progress_bar`.
+
+    Args:
+        total: Number of steps until done.
+        show: Called with the finished steps and the best value so far, or None, after every change.
+    """
+
+    def __init__(self, total: int, show: Callable[[int, float | None], None]) -> None:
+        self.total = total
+        self.completed = 0
+        self._show = show
+
+    def advance(self, steps: int = 1, *, best: float | None = None) -> None:
+        """Move on by `steps`, and show `best` as the best value so far when it is given."""
+        self.update(self.completed + steps, best=best)
+
+    def update(self, completed: int, *, best: float | None = None) -> None:
+        """Set the number of finished steps, for callers that know the total and not the difference."""
+        self.completed = completed
+        self._show(completed, best)
+
+
+@contextmanager
+def progress_bar(
+    description: str, total: int, *, progress: Progress = None, console: Console | None = None
+) -> Iterator[ProgressBar]:
+    """Show progress while the block runs.
+
+    On a terminal that is a bar; without one a line of the log says after the first steps how long the rest
+    will take, where that is more than a minute. A bar within another one's block is not drawn.
+
+    Example:
+        with progress_bar("search", total=100) as bar:
+            bar.advance(best=0.9)
+
+    Args:
+        description: What is being done, one or two words.
+        total: Number of steps until done.
+        progress: Where it goes instead.
+        console: Where to draw, for tests and embedding; it decides by itself whether it is a terminal.
+
+    Yields:
+        The bar to advance.
+    """
+    global _drawing
+    if progress is not None:
+        tell = progress or (lambda *_: None)
+        yield ProgressBar(total, lambda completed, best: tell(description, completed, total))
+        return
+    alone = multiprocessing.current_process().name == "MainProcess"  # bars of parallel jobs overwrite another
+    visible = alone and sys.stdout.isatty() if console is None else console.is_terminal
+    if not visible:
+        yield ProgressBar(total, _Estimates(description, total).show)
+    elif _drawing:
+        yield ProgressBar(total, lambda completed, best: None)
+    else:
+        _drawing = True
+        try:
+            with _drawn(description, total, console) as bar:
+                yield bar
+        finally:
+            _drawing = False
+
+
+@contextmanager
+def _drawn(description: str, total: int, console: Console | None) -> Iterator[ProgressBar]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    drawn = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[best]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    with drawn:
+        task = drawn.add_task(description, total=total, best="")
+
+        def show(completed: int, best: float | None) -> None:
+            drawn.update(task, completed=completed)
+            if best is not None:
+                drawn.update(task, best=f"best {best:.4f}")
+
+        yield ProgressBar(total, show)
+
+
+class _Estimates:
+    """Says in the log now and then how much of the work is done and about how long the rest will take."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self.description, self.total = description, total
+        self.start, self.due = time.monotonic(), _FIRST_ESTIMATE
+        self.before: int | None = None
+
+    def show(self, completed: int, best: float | None) -> None:
+        del best
+        spent = time.monotonic() - self.start
+        if self.before is None:
+            # A resumed stage sets off with what was done before, at once.
+            self.before = completed if spent < 1e-3 * _FIRST_ESTIMATE and completed > 1 else 0
+        done = completed - self.before
+        if spent < self.due or done < 1:
+            return
+        left = spent / done * (self.total - completed)
+        self.due = 2 * spent
+        if left >= _WORTH_SAYING:
+            log.info("%s: %d of %d, about %s left", self.description, completed, self.total, in_words(left))
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration as "40 s", "12 min" or "2 h 30 min"."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
