@@ -17,7 +17,7 @@ from decomposition.errors import DecompositionError
 from rankrl.config.choices import check_catalogue, store_groups
 from rankrl.config.folder import config_folder
 from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
-from rankrl.config.overrides import check_overrides, overrides_first, resumed_arguments
+from rankrl.config.overrides import check_overrides, finished_run, overrides_first, resumed_arguments
 from rankrl.config.run_folders import check_folders, refuse_used_folder
 from rankrl.config.schema import AppConfig
 from rankrl.config.sweep_arguments import sweep_arguments
@@ -70,6 +70,8 @@ def _run(config: DictConfig) -> None:
         explained = _for_users(error, folder)
         if explained is None:
             raise
+        if hydra_config.mode != RunMode.MULTIRUN and settings.resume is None:
+            folder.discard()
         _leave(explained, USER_ERROR)
 
 
@@ -120,7 +122,12 @@ def main() -> None:
         return
     try:
         if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
-            sys.argv[1:] = resumed_arguments(overrides_first(sys.argv[1:]))
+            sys.argv[1:] = overrides_first(sys.argv[1:])
+            finished = finished_run(sys.argv[1:])
+            if finished is not None:
+                print(f"rankrl: {finished} is finished already; its report is {finished / 'report.html'}")
+                return
+            sys.argv[1:] = resumed_arguments(sys.argv[1:])
             check_overrides(sys.argv[1:])
             if given & HELP_FLAGS:
                 print(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))

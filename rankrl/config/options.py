@@ -18,6 +18,7 @@ from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.selectors import check_selector, list_selectors, selector_options
 from rankrl.training import TrainingRecipe
+from rankrl.workflow.calibration import check_calibration
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
 from rankrl.workflow.pruner_options import PruningOptions, pruning_options
@@ -111,6 +112,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     Raises:
         RankrlError: If an option is out of its range.
     """
+    check_calibration(config.calibration.images)
     final_fit(config)
     batch_norm_correction(config)
     evaluator_options(config)
@@ -118,6 +120,11 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     compared = compared_selectors(config) if config.task == "compare" else dict([selector(config)])
     for name, given in compared.items():
         check_selector(name, given, setting)
+    if config.finetune.epochs < 0:
+        raise ConfigError(
+            f"finetune.epochs must be a whole number >= 0, got {config.finetune.epochs}; 0 leaves "
+            "fine-tuning out"
+        )
     if finetuning:
         finetuning_recipe(config)
     constraining_recipe(config)
@@ -235,10 +242,11 @@ def constraining_recipe(config: AppConfig) -> TrainingRecipe | None:
     chosen = config.constrain
     if chosen.epochs == 0:
         return None
-    recipe = finetuning_recipe(config)
+    finetune = dataclasses.replace(config.finetune, epochs=chosen.epochs)  # which may have none of its own
+    recipe = finetuning_recipe(dataclasses.replace(config, finetune=finetune))
     lr = recipe.lr if chosen.lr is None else chosen.lr
     # The last epoch is the one that is nearest to the plan; the best one would be one of the first.
-    return dataclasses.replace(recipe, epochs=chosen.epochs, lr=lr, restore_best=False, product_decay=0.0)
+    return dataclasses.replace(recipe, lr=lr, restore_best=False, product_decay=0.0)
 
 
 def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRecipe:

@@ -67,6 +67,17 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
 
 
+def finished_run(arguments: Sequence[str]) -> Path | None:
+    """Return the folder that `resume=RUN` names if its run has ended, and nothing else is asked for."""
+    folder = Path(arguments[0].removeprefix("resume=")) if len(arguments) == 1 else Path()
+    if not arguments or not arguments[0].startswith("resume=") or folder == Path():
+        return None
+    try:
+        return folder if RunFolder(folder).finished else None
+    except OSError:  # which the checks of the folder explain
+        return None
+
+
 def quoted(key: str, value: str) -> str:
     """Return an override whose value Hydra takes as it is, whatever characters it has."""
     text = value.replace("\\", "\\\\").replace("'", "\\'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,25 @@ def read_published(
             f"dataset {name!r} is not in {root}, and torchvision fails ({error}). {help_text}."
         ) from error
     source: Callable[..., Any] = getattr(datasets, torchvision_class)
+    there = root.exists()
     try:
         # Files that are there already are verified and used; only missing ones are downloaded.
         parts = [source(root=str(root), train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, EOFError) as error:
+        if not there:  # torchvision makes its folders before it downloads
+            _remove_if_empty(root)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"dataset {name!r} is not in {root} and could not be downloaded ({reason}). {help_text}."
         ) from error
     train, test = (_images(part, name) for part in parts)
     return SourceFiles(train, test, len(names), names, colours=colours)
+
+
+def _remove_if_empty(root: Path) -> None:
+    """Remove a folder in which there are nothing but folders."""
+    if not any(path.is_file() for path in root.rglob("*")):
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _images(dataset: Any, name: str) -> Images:

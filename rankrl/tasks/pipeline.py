@@ -25,7 +25,7 @@ from rankrl.workflow.runtimes import runtime_numbers
 @register_task("pipeline", "choose ranks, rewrite, fine-tune, export and report")
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
-    options.check(config)
+    options.check(config, finetuning=config.finetune.epochs > 0)
     data = options.dataset(config)
     steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)

@@ -41,7 +41,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     chosen = options.pruning(config)
     decomposing = options.decomposition_after_pruning(config)
-    options.check(config if decomposing is None else decomposing)
+    options.check(config if decomposing is None else decomposing, finetuning=config.finetune.epochs > 0)
     export_options = options.export_options(config)
     data = options.dataset(config)
     with _refusals():

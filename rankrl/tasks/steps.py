@@ -217,7 +217,12 @@ def finetuned(
     stage: str = "finetune",
     after_removal: bool = False,
 ) -> Sequence[EpochRow]:
-    """Fine-tune a compressed network in place with the dense one as teacher; return the epochs."""
+    """Fine-tune a compressed network in place with the dense one as teacher; return the epochs.
+
+    With finetune.epochs=0 it stays as it is.
+    """
+    if config.finetune.epochs == 0:
+        return []
     new = heldout_is_new(config, data)
     recipe = options.finetuning_recipe(config, after_removal=after_removal, heldout_is_new=new)
     result = _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=dense)
@@ -308,7 +313,10 @@ def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
     """Write the optimizer's step as ONNX if the configuration asks for it."""
     if config.export.training:
-        write_training_step(network, options.finetuning_recipe(config), folder.optimizer_step)
+        epochs = max(1, config.finetune.epochs)  # a step does not depend on how many would follow
+        finetune = dataclasses.replace(config.finetune, epochs=epochs)
+        recipe = options.finetuning_recipe(dataclasses.replace(config, finetune=finetune))
+        write_training_step(network, recipe, folder.optimizer_step)
 
 
 def head(config: AppConfig, data: ImageData, network: nn.Module) -> dict[str, Any]:

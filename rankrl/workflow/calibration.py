@@ -11,6 +11,16 @@ from rankrl.errors import ConfigError
 from rankrl.workflow.session import CALIBRATION_BATCH
 
 
+def check_calibration(count: int) -> None:
+    """Refuse a number of calibration images.
+
+    Raises:
+        ConfigError: It is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"calibration.images must be at least 1, got {count}")
+
+
 def calibration_images(data: ImageData, count: int, *, seed: int, augmented: bool = False) -> Tensor:
     """Draw normalised training images (count, C, H, W), float32, for fitting layers.
 
@@ -23,8 +33,7 @@ def calibration_images(data: ImageData, count: int, *, seed: int, augmented: boo
     Raises:
         ConfigError: If `count` is not positive.
     """
-    if count < 1:
-        raise ConfigError(f"calibration.images must be at least 1, got {count}")
+    check_calibration(count)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
     chosen: Images = data.train.subset(order[:count])
     if augmented and data.augmentation is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder
 _MISSING = "not set"
 _LONGEST_SHOWN = 60
 _LONGEST_NAME = 200
+# What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
+_WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb")
 
 
 @dataclass
@@ -153,6 +156,26 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return config if isinstance(config, dict) else None
+
+    def discard(self) -> None:
+        """Remove the folder of a run that was refused, unless it holds results or anything of someone else's.
+
+        Folders above it that are empty then go with it.
+        """
+        if self.holds_results or not self.path.is_dir():
+            return
+        for path in self.path.rglob("*"):
+            inside = path.relative_to(self.path)
+            if path.is_file() and inside.parts[0] not in _WRITTEN_BEFORE and inside.suffix != ".log":
+                return
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self.path.parents:
+            if folder == Path.cwd() or folder == Path():
+                break
+            try:
+                folder.rmdir()
+            except OSError:  # other runs are in it
+                break
 
     def prepare(self) -> None:
         """Create the folder and make sure that it can be written.

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import BUDGET, QUICK, call, workplace
 
+from rankrl.workflow.run_folder import RunFolder
+
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path) -> Iterator[None]:
@@ -76,6 +78,8 @@ def refused(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> Callable[...,
         assert "Traceback" not in message
         assert message.startswith("rankrl: ")
         assert "\n" not in message
+        assert all(RunFolder(path).holds_results for path in Path("runs").glob("*"))
+        assert not Path("data").exists()
         return message
 
     return run

@@ -44,7 +44,8 @@ def test_options_are_refused_with_the_nearest_one(
         (("budget.params=0",), r"budget.params=0.0 is outside (0, 1]"),
         (("budget.params=1.5",), r"outside (0, 1]"),
         (("budget.macs=-1",), r"outside (0, 1]"),
-        (("finetune.epochs=0",), "epochs must be a whole number >= 1"),
+        (("finetune.epochs=-1",), "epochs must be a whole number >= 0"),
+        (("task=finetune", "weights=missing.safetensors", "finetune.epochs=0"), "whole number >= 1"),
         (("finetune.schedule=cosin",), "Did you mean 'cosine'"),
         (("optim.lr=-1",), "lr must be positive"),
         (("search.term=acuracy",), "term must be one of"),
@@ -73,6 +74,15 @@ def test_values_are_refused(
     quick = ("train.epochs=2", "model=conv4") if "=cifar10" not in str(arguments) else ()
     assert expected in refused(*quick, *arguments)
     assert not list(tmp_path.rglob("metrics.json"))
+
+
+def test_what_was_in_a_refused_runs_folder_stays(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    refused("task=evaluate", "hydra.run.dir=mine")
+    assert (tmp_path / "mine" / "notes.txt").exists()
+    refused("task=evaluate", "hydra.run.dir=deep/er/run")
+    assert not (tmp_path / "deep").exists()
 
 
 def _no_network(*_: object, **__: object) -> None:

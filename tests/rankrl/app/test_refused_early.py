@@ -32,6 +32,7 @@ def _begun(*_: object, **__: object) -> Any:
         (("decomposition.format=tuker",), "Did you mean 'tucker'?"),
         (("decomposition=auto", "decomposition.formats=[cp,tt]"), "there is no tensor format 'tt'"),
         (("decomposition.candidates=0",), "decomposition.candidates must be at least 1"),
+        (("calibration.images=0",), "calibration.images must be at least 1"),
         (("budget.params=0.5", "budget.macs=0.5", "budget.bytes=0.5"), "at most two budgets"),
         (
             ("budget.params=0.5", "budget.macs=0.5", "selector=ddpg", "selector.action=rank"),

@@ -228,8 +228,31 @@ def test_train_and_inspect(
     learning = ("train.epochs=6", "train.batch_size=32", "train.optim.lr=0.1")
     folder = run("train", "task=train", *network, *learning)
     assert 0.5 < read_json(folder / "metrics.json")["baseline"]["accuracy"] <= 1
-    run("inspect", "task=inspect", *network, f"model.checkpoint={folder / 'dense.safetensors'}")
-    assert "conv1" in capsys.readouterr().out
+    given = ("task=inspect", *network, f"model.checkpoint={folder / 'dense.safetensors'}")
+    run("inspect", *given, "inspect.errors=true")
+    shown = capsys.readouterr().out
+    assert "rank: params, error" in shown
+    rows = {line.split()[1]: line for line in shown.splitlines() if line.count("│") == 9}
+    assert set(rows) == {"conv1", "conv2", "fc1", "fc2"}
+    assert rows["conv2"].count("%") == 2 + 3  # the shares and the errors of all that were fitted
+
+
+def test_inspect_lists_the_layers_without_fitting_any(
+    run: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fit(*_: Any, **__: Any) -> None:
+        raise AssertionError("a layer was fitted")
+
+    monkeypatch.setattr("decomposition.library.FitLibrary.fit", fit)
+    monkeypatch.setattr("decomposition.library.collect_moments", fit)
+    run("inspect", "task=inspect", *small_network(tmp_path), "decomposition=auto")
+    shown = capsys.readouterr().out
+    assert "16x1x3x3" in shown
+    assert "cp 1-" in shown
+    assert "inspect.errors=true" in shown
 
 
 @pytest.mark.slow
@@ -319,6 +342,26 @@ def test_a_run_in_a_folder_with_unusual_characters_can_be_resumed(
     (folder / "metrics.json").unlink()
     rankrl(f"resume={folder}")
     assert (folder / "metrics.json").exists()
+
+
+def test_a_finished_run_says_so_when_it_is_to_be_resumed(
+    rankrl: Command, training: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in training.rglob("*")}
+    rankrl(f"resume={training}")
+    assert f"{training} is finished already; its report is" in capfd.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in training.rglob("*")} == before
+
+
+def test_a_pipeline_without_fine_tuning(run: Callable[..., Path], tmp_path: Path) -> None:
+    network = small_network(tmp_path)
+    given = (BUDGET, "finetune.epochs=0", "export.int8=false", "export.training=true")
+    folder = run("pipeline", *network, *given)
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["finetuned"]["accuracy"] == metrics["compressed"]["accuracy"]
+    assert "finetune" not in metrics.get("trainings", {})
+    assert (folder / "report.html").exists()
+    assert (folder / "optimizer_step.onnx").exists()
 
 
 def test_overrides_may_stand_around_flags(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
