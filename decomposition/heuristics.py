@@ -183,6 +183,7 @@ def plan_by_heuristic(
     calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
     weigh_outputs: bool = True,
     precisions: Sequence[str] = ("float32",),
+    skip: Sequence[str] = (),
     tensorised: bool = False,
     candidates: int = 16,
     multiple: int = 1,
@@ -206,6 +207,8 @@ def plan_by_heuristic(
             to the weights alone.
         weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
         precisions: What layers may compute with or be stored in (`PRECISIONS`).
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
+            (`layer1`, `*.downsample.*`).
         tensorised: Split channel counts into small factors (tensor ring and tensor train).
         candidates: Ranks to fit a layer at most.
         multiple: They are multiples of it; 8 suits budgets in time.
@@ -236,6 +239,7 @@ def plan_by_heuristic(
         tensor_format,
         calibration,
         weigh_outputs=weigh_outputs,
+        skip=skip,
         precisions=precisions,
         tensorised=tensorised,
         multiple=multiple,

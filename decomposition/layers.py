@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from decomposition.cost import evaluation_mode, example_batch
 from decomposition.errors import DecompositionError
+from decomposition.registry import did_you_mean
 
 Kind = Literal[
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
@@ -160,6 +162,36 @@ def compressible_layers(model: nn.Module, input_shape: Sequence[int]) -> list[La
         The specs without a `refusal` of `inspect_layers`; `index` counts among all layers.
     """
     return [spec for spec in inspect_layers(model, input_shape) if spec.refusal is None]
+
+
+def skipping(specs: Sequence[LayerSpec], skip: Sequence[str]) -> list[LayerSpec]:
+    """Return layers of which some are refused because they are to stay as they are.
+
+    Args:
+        specs: All layers of a model, from `inspect_layers`.
+        skip: Names of layers or of modules that hold some, or shell-style patterns of such names: `fc`,
+            `layer1`, `*.downsample.*`.
+
+    Raises:
+        DecompositionError: If an entry matches no layer.
+    """
+
+    def matches(spec: LayerSpec, pattern: str) -> bool:
+        return fnmatchcase(spec.name, pattern) or fnmatchcase(spec.name, f"{pattern}.*")
+
+    for pattern in skip:
+        if not any(matches(spec, pattern) for spec in specs):
+            names = [spec.name for spec in specs]
+            raise DecompositionError(
+                f"skip: no layer matches {pattern!r}; the layers are {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''}.{did_you_mean(pattern, names)}"
+            )
+    return [
+        replace(spec, refusal="stays as it is, as asked (skip)")
+        if spec.refusal is None and any(matches(spec, pattern) for pattern in skip)
+        else spec
+        for spec in specs
+    ]
 
 
 class _Trace:

@@ -23,7 +23,7 @@ from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.geometry import Geometry
 from decomposition.input_selection import Narrowing, Selection, select_inputs
 from decomposition.layer_plan import total_cost
-from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, weight_of
+from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, skipping, weight_of
 from decomposition.lockstep import RefitProblem
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
@@ -142,6 +142,7 @@ class FitLibrary:
         calibration: torch.Tensor | Iterable[torch.Tensor] | None,
         *,
         weigh_outputs: bool = True,
+        skip: Sequence[str] = (),
         seed: int = 0,
         **options: Any,
     ) -> FitLibrary:
@@ -154,13 +155,14 @@ class FitLibrary:
             calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None`
                 fits to the weights alone.
             weigh_outputs: Weigh channels and layers by what the network's output makes of them.
+            skip: Layers that stay as they are (`decomposition.layers.skipping`).
             seed: Seed of the sampled patches and of the directions that measure sensitivities.
             **options: Those of `FitLibrary`.
 
         Raises:
             DecompositionError: If the model has no layer to decompose or the calibration set cannot be used.
         """
-        every = inspect_layers(model, input_shape)
+        every = skipping(inspect_layers(model, input_shape), skip)
         specs = [spec for spec in every if spec.refusal is None]
         if not specs:
             reasons = "; ".join(f"{spec.name}: {spec.refusal}" for spec in every[:5])
@@ -168,6 +170,12 @@ class FitLibrary:
                 "the network has no layer that can be decomposed "
                 f"({reasons or 'no convolution or linear layer'})"
             )
+        changing = {spec.name for spec in specs}
+        options["narrowings"] = {
+            name: each
+            for name, each in (options.get("narrowings") or {}).items()
+            if {name, each.producer} <= changing
+        }
         if calibration is not None:
             batches = calibration_batches(calibration)
             options["moments"] = collect_moments(model, specs, batches, seed=seed)

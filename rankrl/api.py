@@ -38,6 +38,7 @@ def search(
     decomposition: str | Sequence[str] = "tensor_ring",
     precisions: Sequence[str] = ("float32",),
     channels: Sequence[float] = (),
+    skip: Sequence[str] = (),
     params: float | None = None,
     macs: float | None = None,
     bytes: float | None = None,
@@ -72,6 +73,8 @@ def search(
             `int4_weights`.
         channels: Fractions of the channels between two layers that may be kept, for example (0.75, 0.5); the
             others are removed. Empty keeps all.
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
+            (`layer1`, `*.downsample.*`).
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
@@ -144,6 +147,7 @@ def search(
         candidates=candidates,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
+        skip=tuple(skip),
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
     check_reachable(model, batches[0].shape[1:], chosen, options)

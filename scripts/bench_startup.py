@@ -176,7 +176,7 @@ def main() -> None:
             f"{hardware_line()}. Seconds, medians; load {os.getloadavg()[0]:.1f} before.",
             startup_table(checkouts, options.runs),
             "Until the message of a mistake, from a command that otherwise works:",
-            mistakes_table(checkouts, options.mistake_runs),
+            mistakes_table({"seconds": HERE}, options.mistake_runs),
         ]
     )
     print(text)

@@ -52,6 +52,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     return CandidateOptions(
         precisions=_precisions(config),
         channels=tuple(chosen.channels),
+        skip=tuple(chosen.skip),
         formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,

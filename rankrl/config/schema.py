@@ -52,6 +52,8 @@ class DecompositionConfig:
             and int8_weights for budget.bytes, else float32.
         channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
             first layer loses the others, where the second alone reads them. Empty keeps all of them.
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
+            names, for example [fc, layer1, "*.downsample.*"].
         rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
             a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
@@ -62,6 +64,7 @@ class DecompositionConfig:
     formats: list[str] | None = None
     precisions: list[str] | None = None
     channels: list[float] = field(default_factory=list)
+    skip: list[str] = field(default_factory=list)
     tensorised: bool = owned(_CANDIDATES, "tensorised")
     candidates: int = owned(_CANDIDATES, "candidates")
     rank_multiple: int | None = None

@@ -16,15 +16,20 @@ from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
 
 _HELDOUT = "heldout"
-_PREFIX = "module."  # DataParallel's, on the keys of many published checkpoints
+# What keys begin with in files of DataParallel, of a Lightning module's `model` and of torch.compile.
+_PREFIXES = ("module.", "model.", "_orig_mod.")
+_STATE_DICTS = ("state_dict", "model_state_dict")
+_LIGHTNING = "pytorch-lightning_version"
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """Load the weights of a network, all of them or none.
 
     Reads PyTorch files (.th, .pt, .pth, ...) with `weights_only=True`, holding a state_dict or a dict with a
-    "state_dict", and .safetensors. A `module.` prefix on every key is removed. `num_batches_tracked` may be
-    missing, as old files lack it. Floating-point types are converted to the model's own.
+    "state_dict" or "model_state_dict", and .safetensors. A prefix `module.`, `model.` or `_orig_mod.` on
+    every key is removed, where the model's own names have none; of a Lightning checkpoint what lies beside
+    `model.` (a loss, metrics) is left out. `num_batches_tracked` may be missing, as old files lack it.
+    Floating-point types are converted to the model's own.
 
     Args:
         model: The network to fill; untouched when an error is raised.
@@ -37,8 +42,8 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint file {path}")
-    tensors = _strip_prefix(_state_dict(_read(path), path))
     expected: dict[str, Tensor] = model.state_dict()
+    tensors = _without_prefixes(_state_dict(_read(path), path), expected)
     _check_fit(tensors, expected, path)
     _check_values(tensors, expected, path)
     model.load_state_dict(tensors, strict=False)
@@ -96,8 +101,12 @@ def _read(path: Path) -> object:
 
 
 def _state_dict(content: object, path: Path) -> dict[str, Tensor]:
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
+    lightning = isinstance(content, Mapping) and _LIGHTNING in content
+    if isinstance(content, Mapping):
+        content = next((content[k] for k in _STATE_DICTS if isinstance(content.get(k), Mapping)), content)
+    if lightning and isinstance(content, Mapping):
+        of_model = {key: value for key, value in content.items() if str(key).startswith("model.")}
+        content = of_model or content
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}, not a state_dict (a dict of tensors)"
@@ -107,15 +116,20 @@ def _state_dict(content: object, path: Path) -> dict[str, Tensor]:
     ]
     if others or not content:
         raise CheckpointError(
-            f"{path} holds no state_dict: a dict of names and tensors, alone or under the key 'state_dict'; "
+            f"{path} holds no state_dict: a dict of names and tensors, alone or under the key 'state_dict' "
+            "or 'model_state_dict'; "
             f"it holds {', '.join(repr(key) for key in list(content)[:5]) or 'nothing'}"
         )
     return dict(content)
 
 
-def _strip_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if all(key.startswith(_PREFIX) for key in tensors):
-        return {key.removeprefix(_PREFIX): value for key, value in tensors.items()}
+def _without_prefixes(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without what wrappers put in front of every name."""
+    for _ in _PREFIXES:  # one wrapper may lie in another
+        for prefix in _PREFIXES:
+            wrapped = all(key.startswith(prefix) for key in tensors)
+            if wrapped and not all(key.startswith(prefix) for key in expected):
+                tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
     return tensors
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from decomposition import CandidateSet, Factorise, LayerSpec, get_format, inspect_layers
+from decomposition.layers import skipping
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -28,7 +29,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     chosen = options.candidate_options(config)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    specs = inspect_layers(network, data.input_shape)
+    specs = skipping(inspect_layers(network, data.input_shape), chosen.skip)
     fitted = _fitted(config, data, network, specs) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{model_title(config.model, network)} as {options.decomposition_name(config)}")

@@ -55,6 +55,8 @@ class CandidateOptions:
         weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
             backward pass, no labels).
         channels: Fractions of the channels between two layers that may be kept; empty keeps all.
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
+            names, for example [fc, layer1, "*.downsample.*"].
     """
 
     formats: tuple[str, ...]
@@ -65,6 +67,7 @@ class CandidateOptions:
     iterations: int = FitOptions.iterations
     weigh_outputs: bool = True
     channels: tuple[float, ...] = ()
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.candidates < 1:
@@ -171,6 +174,7 @@ def calibrated_library(
         options.formats,
         inputs,
         weigh_outputs=options.weigh_outputs,
+        skip=options.skip,
         precisions=options.precisions,
         tensorised=options.tensorised,
         multiple=options.multiple,
@@ -206,6 +210,7 @@ def check_reachable(
         input_shape,
         candidates.formats,
         None,
+        skip=candidates.skip,
         precisions=candidates.precisions,
         tensorised=candidates.tensorised,
         narrowings=narrowings,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,14 @@ from torch import nn
 
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
-from decomposition.layers import LayerSpec, compressible_layers, inspect_layers, is_decomposable_module
+from decomposition.heuristics import plan_by_heuristic
+from decomposition.layers import (
+    LayerSpec,
+    compressible_layers,
+    inspect_layers,
+    is_decomposable_module,
+    skipping,
+)
 
 
 class Forward(nn.Module):
@@ -252,6 +261,25 @@ def test_a_model_that_refuses_an_input_without_a_word_is_named_too() -> None:
 
     with pytest.raises(DecompositionError, match=r"input of shape \(3, 5\).*AssertionError|assert"):
         inspect_layers(Forward(forward), (3, 5))
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [(["body"], {"body.0", "body.1"}), (["*.1", "fc"], {"body.1", "fc"}), (["head?"], set()), ([], set())],
+)
+def test_layers_are_left_as_they_are_by_name_module_or_pattern(skip: list[str], left: set[str]) -> None:
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    model = nn.Sequential(OrderedDict(body=body, flat=nn.Flatten(), fc=nn.Linear(128, 4)))
+    specs = inspect_layers(model, (3, 8, 8))
+    if skip and not left:
+        with pytest.raises(DecompositionError, match=r"no layer matches 'head\?'; the layers are body\.0"):
+            skipping(specs, skip)
+        return
+    found = skipping(specs, skip)
+    assert {spec.name for spec in found if spec.refusal is not None} == left
+    assert [replace(spec, refusal=None) for spec in found] == [replace(s, refusal=None) for s in specs]
+    plan = plan_by_heuristic(model, (3, 8, 8), "tucker", "greedy", 0.9, skip=skip, progress=False)
+    assert all(not layer.operations for layer in plan if layer.name in left)
 
 
 def test_inspection_leaves_the_model_alone(small_net: nn.Module) -> None:

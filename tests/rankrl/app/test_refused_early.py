@@ -79,6 +79,8 @@ def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
         ({"macs": 0.5, "selector": "ddpg", "selector_options": {"action": "rank"}}, "keeps one budget"),
         ({"decomposition": "tt"}, "there is no format 'tt'"),
         ({"params": 1e-5}, "the least is 0."),
+        ({"skip": ["3"]}, "skip: no layer matches '3'; the layers are 0, 2."),
+        ({"skip": ["0"], "params": 0.2}, "the least is 0."),
         ({"selector": "bayes", "selector_options": {"optimizm": 1}}, "Did you mean 'optimism'?"),
     ],
 )

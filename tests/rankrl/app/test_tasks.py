@@ -248,8 +248,15 @@ def test_inspect_lists_the_layers_without_fitting_any(
 
     monkeypatch.setattr("decomposition.library.FitLibrary.fit", fit)
     monkeypatch.setattr("decomposition.library.collect_moments", fit)
-    run("inspect", "task=inspect", *small_network(tmp_path), "decomposition=auto")
+    run(
+        "inspect",
+        "task=inspect",
+        *small_network(tmp_path),
+        "decomposition=auto",
+        "decomposition.skip=['fc?']",
+    )
     shown = capsys.readouterr().out
+    assert shown.count("stays as it is, as asked (skip)") == 2
     assert "16x1x3x3" in shown
     assert "cp 1-" in shown
     assert "inspect.errors=true" in shown

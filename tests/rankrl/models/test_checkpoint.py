@@ -38,14 +38,36 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
         lambda state: {"state_dict": state, "best_prec1": 91.7, "epoch": 3},
         lambda state: {"state_dict": OrderedDict((f"module.{key}", value) for key, value in state.items())},
         lambda state: {key: value for key, value in state.items() if "num_batches_tracked" not in key},
+        lambda state: {"model_state_dict": state, "optimizer_state_dict": {"state": {}}, "epoch": 3},
+        lambda state: {
+            "pytorch-lightning_version": "2.5.0",
+            "state_dict": {f"model.{key}": value for key, value in state.items()}
+            | {"loss.weight": torch.ones(10)},
+        },
+        lambda state: {"model": 1, "state_dict": {f"model._orig_mod.{k}": v for k, v in state.items()}},
     ],
-    ids=["bare", "nested", "DataParallel", "without num_batches_tracked"],
+    ids=[
+        "bare",
+        "nested",
+        "DataParallel",
+        "without num_batches_tracked",
+        "model_state_dict",
+        "Lightning",
+        "compiled",
+    ],
 )
 @pytest.mark.parametrize("suffix", ["th", "pt", "pth"])
 def test_weights_arrive_whatever_way_they_were_saved(tmp_path: Path, wrap: Change, suffix: str) -> None:
     source, target = network(seed=1), network(seed=2)
     torch.save(wrap(dict(source.state_dict())), tmp_path / f"c.{suffix}")
     load_checkpoint(target, tmp_path / f"c.{suffix}")
+    assert equal(source, target)
+
+
+def test_a_network_whose_own_names_begin_like_a_wrappers_keeps_them(tmp_path: Path) -> None:
+    source, target = (nn.ModuleDict({"model": nn.Linear(2, 3)}) for _ in range(2))
+    torch.save({"state_dict": source.state_dict()}, tmp_path / "c.pt")
+    load_checkpoint(target, tmp_path / "c.pt")
     assert equal(source, target)
 
 
