@@ -34,7 +34,11 @@ def test_wheel_holds_packages_and_configuration(wheel: Path) -> None:
     for package in ("rankrl", "decomposition", "pruning", "optim"):
         assert f"{package}/py.typed" in names
         assert f"{package}/__init__.py" in names
-        sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        sources = {
+            str(path.relative_to(ROOT))
+            for path in (ROOT / package).rglob("*.py*")
+            if "pycache" not in str(path)
+        }
         assert sources <= names
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "rankrl/report/templates").iterdir()}
     assert "rankrl/report/templates/base.html.jinja" in templates
