@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder
 _MISSING = "not set"
 _LONGEST_SHOWN = 60
 _LONGEST_NAME = 200
+_BEGAN = time.time()  # when this process did, or a little later
 # What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
 _WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb")
 
@@ -160,17 +162,20 @@ class RunFolder:
     def discard(self) -> None:
         """Remove the folder of a run that was refused, unless it holds results or anything of someone else's.
 
-        Folders above it that are empty then go with it.
+        What was there before this process began is someone else's. Folders above it that are empty then go
+        with it, up to the current one.
         """
         if self.holds_results or not self.path.is_dir():
             return
         for path in self.path.rglob("*"):
             inside = path.relative_to(self.path)
-            if path.is_file() and inside.parts[0] not in _WRITTEN_BEFORE and inside.suffix != ".log":
+            known = inside.parts[0] in _WRITTEN_BEFORE or inside.suffix == ".log"
+            if path.is_file() and not (known and path.stat().st_mtime >= _BEGAN):
                 return
         shutil.rmtree(self.path, ignore_errors=True)
-        for folder in self.path.parents:
-            if folder == Path.cwd() or folder == Path():
+        here = Path.cwd()
+        for folder in self.path.absolute().parents:
+            if folder == here or here not in folder.parents:
                 break
             try:
                 folder.rmdir()
