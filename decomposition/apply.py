@@ -284,7 +284,7 @@ def _apply_sequentially(
             return solved(dense, weight_of(dense)[0].numel())
 
         def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-            fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
+            fitted = fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
             bar.advance()
             return fitted.module, fitted.weight
 
@@ -329,7 +329,7 @@ def _apply_apart(
         absorbed = moment is not None and absorbs_mean(spec, options.batch_norm == "mean")
         metric = None if moment is None else moment.metric(centred=absorbed)
         problem = RefitProblem(weight_of(dense), metric)
-        fitted = _fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
+        fitted = fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)
         replace_module(model, dense, fitted.module)
         bar.advance()
         if moment is not None and absorbed:
@@ -347,7 +347,7 @@ def _absorb(layer: nn.Module, norm: nn.Module | None, change: torch.Tensor) -> N
             norm.running_mean -= change.to(norm.running_mean)
 
 
-def _fitted_layer(
+def fitted_layer(
     dense: DecomposableModule,
     entry: LayerPlan,
     spec: LayerSpec,
@@ -355,7 +355,16 @@ def _fitted_layer(
     sensitivity: torch.Tensor | None,
     options: FitOptions,
 ) -> FittedLayer:
-    """Return the layer that an entry's operations, one after the other, make of a dense one."""
+    """Return the layer that an entry's operations, one after the other, make of a dense one.
+
+    Args:
+        dense: The dense layer; left untouched.
+        entry: The layer's entry in a plan.
+        spec: What it is.
+        problem: What it has to reproduce.
+        sensitivity: G (out, out) of the network's output to the layer's; `None` counts channels alike.
+        options: How much work to do.
+    """
     fitted = FittedLayer(dense, problem.target, 0.0)
     for operation in entry.layer_operations:
         fitted = operation.fit(fitted.module, spec, problem, sensitivity=sensitivity, options=options)

@@ -81,6 +81,59 @@ def solved(layer: DecomposableModule, inputs: int) -> Refit:
     return refit
 
 
+@dataclass(frozen=True)
+class Refitted:
+    """A layer fitted to what arrives.
+
+    Attributes:
+        module: The layer, its bias as the fit left it.
+        shift: What its mean output lacks, float64 (out,): for its bias, or for the batch norm behind it.
+        error: Relative output error, errors of the layers before included.
+    """
+
+    module: nn.Module
+    shift: torch.Tensor
+    error: float
+
+
+def refit_to_patches(
+    dense: DecomposableModule,
+    refit: Refit,
+    dense_patches: torch.Tensor,
+    arriving: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    mean_absorbed: bool,
+) -> Refitted:
+    """Fit a layer so that on the patches that arrive it does what the dense one does on its own.
+
+    Args:
+        dense: The dense layer, left untouched.
+        refit: How to fit it.
+        dense_patches: Input patches in the dense network, (n, in * kernel).
+        arriving: The same patches in the compressed network.
+        labels: Which input each patch is from, (n,), to shrink what few inputs do not determine; `None`
+            shrinks nothing.
+        mean_absorbed: Whether the shift is corrected, so that the layer is fitted around the mean.
+    """
+    weight = weight_of(dense)
+    matrix = weight.flatten(1)
+    dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
+    solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
+    target, metric = solve(matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed)
+    problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
+    fitted, new_weight = refit(problem)
+    shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
+    some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))
+    dense_patches, arriving = dense_patches[some], arriving[some]
+    outputs = dense_patches @ matrix.T.to(dense_patches)
+    rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
+    if mean_absorbed:
+        rest -= shift.to(rest)
+    error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
+    return Refitted(fitted, shift, error)
+
+
 def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
     """Whether a change of the layer's mean output can be corrected without new parameters."""
     return spec.bias or (correct_batch_norm and spec.batch_norm is not None)
@@ -238,28 +291,19 @@ class _LayerPair(_StandIn[DecomposableModule]):
         return torch.cat([self.dense(dense_input), passed])
 
     def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-        weight = weight_of(self.dense)
-        matrix = weight.flatten(1)
-        dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
-        solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
-        known = labels if self.shrink else None
-        target, metric = solve(
-            matrix, dense_patches, arriving, dense_mean, mean, known, centred=self.mean_absorbed
+        refitted = refit_to_patches(
+            self.dense,
+            self.refit,
+            dense_patches,
+            arriving,
+            labels if self.shrink else None,
+            mean_absorbed=self.mean_absorbed,
         )
-        problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
-        fitted, new_weight = self.refit(problem)
-        shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
-        bias: torch.Tensor | None = getattr(fitted, "bias", None)
+        bias: torch.Tensor | None = getattr(refitted.module, "bias", None)
         if bias is not None:
-            bias += shift.to(bias)
-        some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))
-        dense_patches, arriving = dense_patches[some], arriving[some]
-        outputs = dense_patches @ matrix.T.to(dense_patches)
-        rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
-        if self.mean_absorbed:
-            rest -= shift.to(rest)
-        self.error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
-        return fitted
+            bias += refitted.shift.to(bias)
+        self.error = refitted.error
+        return refitted.module
 
 
 def _many_patches(
