@@ -78,6 +78,21 @@ class Budget:
             total = count_macs(model, input_shape)
         else:
             total = count_parameters(model) * (FLOAT_BYTES if measure == "bytes" else 1)
+        return cls.of_total(total, sites, measure, fraction)
+
+    @classmethod
+    def of_total(cls, total: float, sites: Sequence[CandidateSet], measure: str, fraction: float) -> Budget:
+        """Return a budget of a whole model that is known to cost so much.
+
+        Args:
+            total: What the dense model costs.
+            sites: The candidates of its sites.
+            measure: `params`, `macs` or `bytes`.
+            fraction: Fraction of it to keep, in (0, 1].
+
+        Raises:
+            DecompositionError: If the fraction is outside (0, 1].
+        """
         covered = sum(int(site.cost(measure)[site.dense]) for site in sites)
         return cls(fraction, measure, total, total - covered)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,33 +78,25 @@ def measure_layer_latencies(
         ExportError: A layer or the network cannot be exported.
     """
     specs = {spec.name: spec for spec in inspect_layers(model, input_shape)}
-    conditions = _conditions(batch, threads)
+    conditions = measuring_conditions(batch, threads)
     path = None if folder is None else folder / f"{_key(sites, specs, conditions, runs)}.json"
     if path is not None and path.exists():
         try:
             return LatencyTable.load(path)
         except DecompositionError:
             log.warning("%s is damaged; latencies are measured anew", path)
-    modules = dict(model.named_modules())
-    known: dict[str, tuple[_SiteTimes, float]] = {}
-    times: dict[str, tuple[float, ...]] = {}
-    narrowed: dict[str, _Rows] = {}
-    borders: dict[str, float] = {}
     integers = any(each.integer for site in sites for each in site.candidates)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch)
-        for site in sites:
-            module = modules[site.name]
-            if not is_decomposable_module(module):
-                raise TypeError(f"layer {site.name!r} is a {type(module).__name__}")
-            geometry = _geometry(site)
-            if geometry not in known:
-                border = timer.border(site.spec) if integers else 0.0
-                known[geometry] = _site_times(timer, module, site), border
-            (times[site.name], narrowed[site.name]), borders[site.name] = known[geometry]
-            if progress is not None:
-                progress(site.name)
+        measured = time_sites(
+            dict(model.named_modules()),
+            sites,
+            batch=batch,
+            threads=threads,
+            runs=runs,
+            scratch=scratch,
+            progress=progress,
+        )
         dense = scratch / "network.onnx"
         export_onnx(model, dense, tuple(input_shape), progress=False)
         whole = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
@@ -113,12 +105,88 @@ def measure_layer_latencies(
             sample = np.random.default_rng(0).standard_normal((batch, *input_shape), dtype=np.float32)
             quantise_onnx(dense, dense, [sample], weights={f"{site.name}.weight" for site in sites})
             in_integers = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
-    narrowed = {site.name: narrowed[site.name] for site in sites if site.narrows}
-    table = _fitted(sites, times, narrowed, borders if integers else {}, whole, in_integers, conditions)
+    table = measured.table(sites, whole, in_integers, conditions)
     if path is not None and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         table.save(path)
     return table
+
+
+@dataclass(frozen=True)
+class SiteTimes:
+    """Times of sites on their own, in milliseconds.
+
+    Attributes:
+        times: Of every candidate, by the site's name.
+        narrowed: The same at every number of outputs that the next site may read, where it reads only some.
+        borders: Of the change of precision behind each site; empty where nothing computes in integers.
+    """
+
+    times: dict[str, tuple[float, ...]]
+    narrowed: dict[str, _Rows]
+    borders: dict[str, float]
+
+    def table(
+        self,
+        sites: Sequence[CandidateSet],
+        whole: float,
+        in_integers: float | None = None,
+        conditions: str = "",
+    ) -> LatencyTable:
+        """Return the table in which the dense layers and a rest add up to the time of the dense network.
+
+        Args:
+            sites: The candidates.
+            whole: Time of the dense network.
+            in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
+            conditions: Recorded in the table.
+        """
+        return _fitted(sites, self.times, self.narrowed, self.borders, whole, in_integers, conditions)
+
+
+def time_sites(
+    modules: Mapping[str, nn.Module],
+    sites: Sequence[CandidateSet],
+    *,
+    batch: int,
+    threads: int,
+    runs: int,
+    scratch: Path,
+    progress: Callable[[str], None] | None = None,
+) -> SiteTimes:
+    """Measure every candidate of every site.
+
+    Args:
+        modules: The dense layers by name.
+        sites: Their candidates.
+        batch: Inputs of a forward pass.
+        threads: Threads of onnxruntime.
+        runs: Timed passes of each candidate.
+        scratch: A folder for files that are of no use later.
+        progress: Called with each measured layer's name.
+
+    Raises:
+        ExportError: A layer cannot be exported.
+    """
+    known: dict[str, tuple[_SiteTimes, float]] = {}
+    times: dict[str, tuple[float, ...]] = {}
+    narrowed: dict[str, _Rows] = {}
+    borders: dict[str, float] = {}
+    integers = any(each.integer for site in sites for each in site.candidates)
+    timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch)
+    for site in sites:
+        module = modules[site.name]
+        if not is_decomposable_module(module):
+            raise TypeError(f"layer {site.name!r} is a {type(module).__name__}")
+        geometry = _geometry(site)
+        if geometry not in known:
+            border = timer.border(site.spec) if integers else 0.0
+            known[geometry] = _site_times(timer, module, site), border
+        (times[site.name], narrowed[site.name]), borders[site.name] = known[geometry]
+        if progress is not None:
+            progress(site.name)
+    narrowed = {site.name: narrowed[site.name] for site in sites if site.narrows}
+    return SiteTimes(times, narrowed, borders if integers else {})
 
 
 def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSet) -> _SiteTimes:
@@ -199,7 +267,8 @@ def _fitted(
     return LatencyTable(scaled, rest=rest, conditions=conditions, borders=borders, narrowed=narrower)
 
 
-def _conditions(batch: int, threads: int) -> str:
+def measuring_conditions(batch: int, threads: int) -> str:
+    """Return what measured times depend on beside the layers, for the reader and for files' names."""
     return (
         f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
         f"{clock_for(threads)} time"

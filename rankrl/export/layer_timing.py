@@ -95,8 +95,9 @@ class LayerTimer:
         self, spec: LayerSpec, size: tuple[int, ...], result: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of input and output, with the batch axis first."""
-        if spec.kind == "linear":
-            return (self.batch, *size, spec.in_channels), (self.batch, *result, spec.out_channels)
+        if spec.kind == "linear":  # all positions are rows of one matrix, whatever axes they lie on
+            rows, behind = self.batch * math.prod(size), self.batch * math.prod(result)
+            return (rows, spec.in_channels), (behind, spec.out_channels)
         pieces = len(size) - len(spec.kernel_size)  # one image may come as several pieces
         count = self.batch * math.prod(size[:pieces])
         return (count, spec.in_channels, *size[pieces:]), (count, spec.out_channels, *result[pieces:])

@@ -116,8 +116,51 @@ class SearchProblem:
                 there is no layer to decompose.
             DecompositionError: A budget is outside (0, 1], or no plan can reach it.
         """
-        given = {"params": params, "macs": macs, "bytes": bytes, "latency": latency}
-        check_number_of_budgets(given)
+        parameters = count_parameters(model)
+        totals = {
+            "params": parameters,
+            "macs": count_macs(model, input_shape),
+            "bytes": FLOAT_BYTES * parameters,
+        }
+        return cls.from_costs(
+            inspect_layers(model, input_shape),
+            sites,
+            input_shape,
+            totals,
+            {"params": params, "macs": macs, "bytes": bytes, "latency": latency},
+            latencies=latencies,
+            library=library,
+        )
+
+    @classmethod
+    def from_costs(
+        cls,
+        specs: Sequence[LayerSpec],
+        sites: Sequence[CandidateSet],
+        input_shape: Sequence[int],
+        totals: Mapping[str, int],
+        fractions: Mapping[str, float | None],
+        *,
+        latencies: LatencyTable | None = None,
+        library: FitLibrary | None = None,
+    ) -> SearchProblem:
+        """Describe the search over a network of which layers and costs are known.
+
+        Args:
+            specs: Every layer of the network in forward order.
+            sites: As for `from_model`.
+            input_shape: As for `from_model`.
+            totals: `params`, `macs` and `bytes` of the dense network.
+            fractions: Fractions that may be kept, by measure; `latency` is the last.
+            latencies: As for `from_model`.
+            library: As for `from_model`.
+
+        Raises:
+            ConfigError: As `from_model`.
+            DecompositionError: As `from_model`.
+        """
+        check_number_of_budgets(fractions)
+        latency = fractions.get("latency")
         if latency is not None and latencies is None:
             raise ConfigError(
                 f"budget.latency={latency} needs measured latencies; pass latencies= "
@@ -126,21 +169,21 @@ class SearchProblem:
         if latency is not None and latencies is not None:
             sites = latencies.attach(sites)
         budget: Budget | None = None
-        for measure, fraction in given.items():  # time is the last: the first of two budgets
+        for measure, fraction in fractions.items():  # time is the last: the first of two budgets
             if fraction is None:
                 continue
             if measure == "latency" and latencies is not None:
                 further = latencies.budget(fraction, sites)
             else:
-                further = Budget.of_model(model, sites, input_shape, measure, fraction)
+                further = Budget.of_total(totals[measure], sites, measure, fraction)
             budget = replace(further, also=budget)
         measures = ("params",) if budget is None else budget.measures
         return cls(
-            tuple(inspect_layers(model, input_shape)),
+            tuple(specs),
             tuple(site.efficient(*measures) for site in sites),
             tuple(input_shape),
-            count_parameters(model),
-            count_macs(model, input_shape),
+            totals["params"],
+            totals["macs"],
             budget,
             library,
         )

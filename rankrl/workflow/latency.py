@@ -20,6 +20,7 @@ from decomposition import (
     DecompositionError,
     FitLibrary,
     LatencyTable,
+    LayerSpec,
     build_structure,
     factorised_layers,
     inspect_layers,
@@ -207,7 +208,7 @@ class LatencyBudget:
             return []
         if path is not None and path.exists():
             return [Trial(tuple(parts), time) for parts, time in json.loads(path.read_text(encoding="utf-8"))]
-        specs = inspect_layers(self.model, self.shape)
+        specs = self._specs()
 
         def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
             return self.measured(
@@ -305,6 +306,9 @@ class LatencyBudget:
                 folder=self.options.folder,
                 progress=lambda _: bar.advance(),
             )
+
+    def _specs(self) -> Sequence[LayerSpec]:
+        return inspect_layers(self.model, self.shape)
 
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         return SearchProblem.from_model(
