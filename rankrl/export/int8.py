@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from rankrl.export.errors import ExportError
-from rankrl.export.runtimes import open_session
+from rankrl.export.runtimes import Batch, open_session
 from rankrl.files import write_atomically
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
@@ -36,18 +36,21 @@ _COMPUTING = frozenset(("Conv", "Gemm", "MatMul"))
 def quantise_onnx(
     path: str | Path,
     target: str | Path,
-    inputs: Iterable[np.ndarray[Any, Any]],
+    inputs: Iterable[Batch],
     *,
     weights: Collection[str] | None = None,
+    partly: bool = False,
 ) -> Path:
     """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
 
     Args:
-        path: A float32 file with one input.
+        path: A float32 file.
         target: The file to write.
-        inputs: Calibration batches, of the type and shape that the file takes; at least one.
+        inputs: Calibration batches, of the type and shape that the file takes, one array for each input by
+            name where there are several; at least one.
         weights: Names of the weights (initializers) whose nodes are quantised; what lies between integers is
             integer too. `None` quantises all that onnxruntime can.
+        partly: With weights: accept a file in which other nodes are in integers already; they stay.
 
     Returns:
         `target`.
@@ -59,17 +62,19 @@ def quantise_onnx(
     """
     path, target = Path(path), Path(target)
     session = open_session(path)
-    model = _checked_graph(path)
+    model = _checked_graph(path, partly=partly and weights is not None)
+    before = {node.name for node in model.graph.node}
     nodes = None if weights is None else integer_nodes(model.graph, weights)
     fixed = session.fixed_batch
-    batches = [batch for batch in inputs if fixed in (None, len(batch))]
+    feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
+    batches = [feed for feed in feeds if fixed in (None, len(feed[session.input_name]))]
     if not batches:
         wanted = "" if fixed is None else f" of {fixed}, the batch size of the file,"
         raise ExportError(
             f"{path} cannot be quantised without calibration batches{wanted}: give a few hundred inputs."
         )
     for output in session.run(batches[0]):
-        if not np.isfinite(output).all():
+        if output.dtype.kind == "f" and not np.isfinite(output).all():
             raise ExportError(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
@@ -79,7 +84,7 @@ def quantise_onnx(
             quantize_static(
                 path,
                 target,
-                _Reader(session.input_name, batches),
+                _Reader(batches),
                 quant_format=QuantFormat.QDQ,
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
@@ -91,7 +96,7 @@ def quantise_onnx(
         raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
     if nodes is not None:
         quantised = onnx.load(target)
-        _spare_floats(quantised.graph, set(nodes))
+        _spare_floats(quantised.graph, set(nodes), before)
         write_atomically(target, quantised.SerializeToString())
     return target
 
@@ -99,12 +104,12 @@ def quantise_onnx(
 class _Reader(CalibrationDataReader):
     """Hands batches to the quantiser."""
 
-    def __init__(self, name: str, batches: Iterable[np.ndarray[Any, Any]]) -> None:
-        self._name, self._batches = name, iter(batches)
+    def __init__(self, feeds: Iterable[Mapping[str, np.ndarray[Any, Any]]]) -> None:
+        self._feeds = iter(feeds)
 
     def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
-        batch = next(self._batches, None)
-        return None if batch is None else {self._name: np.ascontiguousarray(batch)}
+        feed = next(self._feeds, None)
+        return None if feed is None else {name: np.ascontiguousarray(each) for name, each in feed.items()}
 
 
 def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]:
@@ -146,7 +151,7 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     return [node.name for node in graph.node if node.name in chosen]
 
 
-def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
+def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str], before: Collection[str]) -> None:
     """Hand tensors that are computed in floating point to nodes that compute in it as they are.
 
     The quantiser rounds a tensor for all that take it as soon as one of them computes in integers.
@@ -154,10 +159,13 @@ def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
     Args:
         graph: The quantised graph; changed in place.
         nodes: Names of the nodes that compute in integers.
+        before: Names of the nodes that there were before; what they round stays rounded.
     """
     producers = {output: node for node in graph.node for output in node.output}
     unrounded = {}
     for node in graph.node:
+        if node.name in before:
+            continue
         if node.op_type == "DequantizeLinear" and node.input[0] in producers:
             source = producers[node.input[0]].input[0]  # what went into QuantizeLinear
             if source not in producers or producers[source].name not in nodes:
@@ -167,7 +175,7 @@ def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str]) -> None:
             node.input[:] = [unrounded.get(name, name) for name in node.input]
 
 
-def _checked_graph(path: Path) -> onnx.ModelProto:
+def _checked_graph(path: Path, *, partly: bool) -> onnx.ModelProto:
     model = onnx.load(path, load_external_data=False)
     opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
     if opset < _LEAST_OPSET:
@@ -175,7 +183,7 @@ def _checked_graph(path: Path) -> onnx.ModelProto:
             f"{path} has opset {opset}; 8-bit integers need {_LEAST_OPSET} or newer. Export it with "
             "export.opset=null."
         )
-    if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
+    if not partly and any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
     return model
 

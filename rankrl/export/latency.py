@@ -18,7 +18,7 @@ import numpy as np
 
 from rankrl.device import usable_cores
 from rankrl.export.errors import ExportError
-from rankrl.export.runtimes import DEFAULT_RUNTIME, Session, get_runtime, open_session
+from rankrl.export.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
 from rankrl.wording import counted
 
 Clock = Literal["processor", "wall"]
@@ -126,6 +126,7 @@ def measure_latency(
     runs: int = 30,
     warm_up: int = 3,
     runtime: str = DEFAULT_RUNTIME,
+    inputs: Batch | None = None,
 ) -> Latency:
     """Time an ONNX model on random inputs of its type: standard normal numbers, or bytes.
 
@@ -136,6 +137,8 @@ def measure_latency(
         runs: Timed forward passes.
         warm_up: Untimed forward passes before them.
         runtime: The runtime.
+        inputs: What goes into the files in place of random inputs, such as one batch of real ones for a file
+            with several inputs; then `batch` says how many it holds.
 
     Returns:
         Median and spread.
@@ -144,7 +147,9 @@ def measure_latency(
         ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: The file cannot be loaded, or an option is out of range or does not fit the file.
     """
-    timed = time_in_turns([(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up)
+    timed = time_in_turns(
+        [(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs
+    )
     return timed.latencies[0]
 
 
@@ -157,6 +162,7 @@ def compare_latency(
     runs: int = 30,
     warm_up: int = 3,
     runtime: str = DEFAULT_RUNTIME,
+    inputs: Batch | None = None,
 ) -> LatencyComparison:
     """Time two ONNX models in turns (A B, B A, A B, ...), so that what disturbs the machine disturbs both.
 
@@ -168,6 +174,8 @@ def compare_latency(
         runs: Timed forward passes of each model.
         warm_up: Untimed forward passes of each before them.
         runtime: The runtime.
+        inputs: What goes into the files in place of random inputs, such as one batch of real ones for a file
+            with several inputs; then `batch` says how many it holds.
 
     Returns:
         Both latencies, and the ratio of their medians with its interval.
@@ -177,7 +185,8 @@ def compare_latency(
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
     files = [(runtime, baseline), (runtime, compressed)]
-    return time_in_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up).compare(0, 1)
+    timed = time_in_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs)
+    return timed.compare(0, 1)
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,7 @@ def time_in_turns(
     threads: int = 1,
     runs: int = 30,
     warm_up: int = 3,
+    inputs: Batch | None = None,
 ) -> TimedTurns:
     """Time several ONNX files in turns (A B C, C B A, ...), each in a runtime.
 
@@ -227,13 +237,16 @@ def time_in_turns(
         threads: Threads for one operator.
         runs: Timed forward passes of each file.
         warm_up: Untimed forward passes of each before them.
+        inputs: What goes into all of the files, in place of random inputs of each one's type.
 
     Raises:
         ConfigError: A runtime is unknown, or cannot be used here.
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
     load = _load_average()
-    times, waited = _timed_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up)
+    times, waited = _timed_turns(
+        files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, given=inputs
+    )
     latencies = [
         _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)
     ]
@@ -257,7 +270,13 @@ def _load_average() -> float | None:
 
 
 def _timed_turns(
-    timed: Sequence[tuple[str, str | Path]], *, batch: int, threads: int, runs: int, warm_up: int
+    timed: Sequence[tuple[str, str | Path]],
+    *,
+    batch: int,
+    threads: int,
+    runs: int,
+    warm_up: int,
+    given: Batch | None = None,
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float | None]:
     """Time files, each in a runtime.
 
@@ -269,7 +288,10 @@ def _timed_turns(
         if value < least:
             raise ExportError(f"{name} is {value}; it must be at least {least}.")
     sessions = [open_session(path, threads=threads, runtime=runtime) for runtime, path in timed]
-    inputs = [_random_batch(session, path, batch) for session, (_, path) in zip(sessions, timed, strict=True)]
+    inputs = [
+        _random_batch(session, path, batch) if given is None else given
+        for session, (_, path) in zip(sessions, timed, strict=True)
+    ]
     for session, values in zip(sessions, inputs, strict=True):
         for _ in range(warm_up):
             session.run(values)

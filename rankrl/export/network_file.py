@@ -6,7 +6,7 @@ then makes integers of what the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ def export_network(
     return replace(written, file_bytes=path.stat().st_size)
 
 
-def store_integers(path: Path, bits: Mapping[str, int]) -> None:
-    """Store weights of a float32 file in integers, one scale for each index of the first axis.
+def store_integers(path: Path, bits: Mapping[str, int], columns: Collection[str] = ()) -> None:
+    """Store weights of a float32 file in integers, one scale an output channel.
 
     The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
     onnxruntime's (`onnxruntime.quantization.quant_utils`), which finds the scales of rounded weights again.
@@ -78,6 +78,7 @@ def store_integers(path: Path, bits: Mapping[str, int]) -> None:
     Args:
         path: The file, changed in place.
         bits: 8 or 4 by the name of the weight (initializer).
+        columns: Names of those weights whose output channels lie on the last axis instead of the first.
 
     Raises:
         ExportError: If the graph has no such weight.
@@ -93,7 +94,8 @@ def store_integers(path: Path, bits: Mapping[str, int]) -> None:
         )
     for name, width in bits.items():
         tensor = initializers[name]
-        values = onnx.numpy_helper.to_array(tensor)
+        axis = len(tensor.dims) - 1 if name in columns else 0
+        values = np.moveaxis(onnx.numpy_helper.to_array(tensor), axis, 0)
         kind = onnx.TensorProto.INT8 if width == 8 else onnx.TensorProto.INT4
         largest = 2 ** (width - 1) - 1
         rows = np.abs(values.reshape(len(values), -1)).max(1)
@@ -103,12 +105,16 @@ def store_integers(path: Path, bits: Mapping[str, int]) -> None:
         scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
         scale[rows == 0] = 1.0
         integers = quantize_onnx_initializer(
-            tensor, kind, zero, scale, axis=0, quant_weight_name=f"{name}_integers"
+            tensor, kind, zero, scale, axis=axis, quant_weight_name=f"{name}_integers"
         )
         graph.initializer.remove(tensor)
         graph.initializer.extend([integers, onnx.numpy_helper.from_array(scale, f"{name}_scale")])
         back = helper.make_node(
-            "DequantizeLinear", [integers.name, f"{name}_scale"], [name], f"{name}_DequantizeLinear", axis=0
+            "DequantizeLinear",
+            [integers.name, f"{name}_scale"],
+            [name],
+            f"{name}_DequantizeLinear",
+            axis=axis,
         )
         graph.node.insert(0, back)
     onnx.checker.check_model(model, full_check=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankrl.export.runtimes import onnxruntime_cpu, onnxruntime_cuda, openvino_cpu
-from rankrl.export.runtimes.base import Runtime, Session
+from rankrl.export.runtimes.base import Batch, Runtime, Session
 from rankrl.export.runtimes.registry import (
     DEFAULT_RUNTIME,
     get_runtime,
@@ -14,6 +14,7 @@ from rankrl.export.runtimes.registry import (
 
 __all__ = [
     "DEFAULT_RUNTIME",
+    "Batch",
     "Runtime",
     "Session",
     "get_runtime",

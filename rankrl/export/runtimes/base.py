@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,9 +12,12 @@ import numpy as np
 from rankrl.errors import ConfigError
 from rankrl.export.errors import ExportError
 
+Batch = np.ndarray[Any, Any] | Mapping[str, np.ndarray[Any, Any]]
+"""What goes into a file: the array for its only input, or one array for each input by name."""
+
 
 class Session(ABC):
-    """An ONNX file with one input, opened in a runtime.
+    """An ONNX file, opened in a runtime; what it says of its input is the first one's.
 
     Args:
         input_name: The input's name in the file.
@@ -39,23 +42,26 @@ class Session(ABC):
         """The batch size that the file was exported with, or None where it is free."""
         return self.input_shape[0]
 
-    def run(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
+    def run(self, batch: Batch) -> Sequence[np.ndarray[Any, Any]]:
         """Run the model on a batch and return all its outputs.
 
         Raises:
-            ExportError: The batch does not fit the model's input.
+            ExportError: The batch does not fit the model's inputs.
         """
+        feed = dict(batch) if isinstance(batch, Mapping) else {self.input_name: batch}
+        feed = {name: np.ascontiguousarray(each) for name, each in feed.items()}
         try:
-            return self.outputs(np.ascontiguousarray(batch))
+            return self.outputs(feed)
         except Exception as error:  # the error classes of runtimes have no common base of their own
+            given = ", ".join(f"{each.dtype} of shape {each.shape}" for each in feed.values())
             raise ExportError(
                 f"the ONNX model takes {self.input_type} of shape {self.input_shape} and fails on "
-                f"{batch.dtype} of shape {batch.shape}: {error}"
+                f"{given}: {error}"
             ) from error
 
     @abstractmethod
-    def outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
-        """Return the outputs for a contiguous batch, or raise whatever the runtime raises."""
+    def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the outputs for contiguous arrays by input name, or raise whatever the runtime raises."""
 
 
 class Runtime(ABC):

@@ -27,9 +27,9 @@ class OnnxRuntimeSession(Session):
         super().__init__(entry.name, entry.type, _DTYPES.get(entry.type), shape)
         self._session = session
 
-    def outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
-        """Return the outputs for a contiguous batch."""
-        outputs: Sequence[np.ndarray[Any, Any]] = self._session.run(None, {self.input_name: batch})
+    def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the outputs for contiguous arrays."""
+        outputs: Sequence[np.ndarray[Any, Any]] = self._session.run(None, feed)
         return outputs
 
 

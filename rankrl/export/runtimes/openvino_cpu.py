@@ -22,11 +22,11 @@ class OpenVinoSession(Session):
         super().__init__(entry.get_any_name(), kind.get_type_name(), kind.to_dtype(), sizes)
         self._request = compiled.create_infer_request()
 
-    def outputs(self, batch: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
-        """Return the outputs for a contiguous batch."""
-        if batch.dtype != self.input_dtype:
+    def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the outputs for contiguous arrays."""
+        if feed[self.input_name].dtype != self.input_dtype:
             raise TypeError("the types differ, and OpenVINO would convert without a word")
-        return list(self._request.infer({0: batch}, share_inputs=True).values())
+        return list(self._request.infer(feed, share_inputs=True).values())
 
 
 @register_runtime
