@@ -1,0 +1,28 @@
+"""Networks in ONNX files, compressed on their own graph: no PyTorch code, labels or gradients are needed.
+
+A node becomes what `decomposition` understands, a weight with its geometry, the moments of its inputs and the
+sensitivity of the network's outputs to it; fits, costs and allocation are that package's.
+"""
+
+from __future__ import annotations
+
+from rankrl.onnx_graph.budget import network_costs
+from rankrl.onnx_graph.compress import OnnxCompression, chosen_formats, compress_onnx, summary
+from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.inputs import read_inputs, split_inputs
+from rankrl.onnx_graph.network import OnnxNetwork
+from rankrl.onnx_graph.sites import Site, find_sites
+
+__all__ = [
+    "OnnxCompression",
+    "OnnxGraphError",
+    "OnnxNetwork",
+    "Site",
+    "chosen_formats",
+    "compress_onnx",
+    "find_sites",
+    "network_costs",
+    "read_inputs",
+    "split_inputs",
+    "summary",
+]

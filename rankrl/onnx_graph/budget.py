@@ -1,0 +1,174 @@
+"""What a network in an ONNX file costs as a whole, and budgets in its time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from torch import nn
+
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, LayerSpec
+from decomposition.operations.base import FLOAT_BYTES
+from rankrl.export.int8 import quantise_onnx
+from rankrl.export.latency import LatencyComparison, compare_latency, measure_latency
+from rankrl.export.layer_latency import measuring_conditions, time_sites
+from rankrl.onnx_graph.file import write_graph
+from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.network import Feed, OnnxNetwork
+from rankrl.onnx_graph.refit import structured_graph
+from rankrl.onnx_graph.sites import Site
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.progress import progress_bar
+from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+
+
+def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
+    """Return the shape of the first input for one input of the network, as plans record it."""
+    return tuple(feed[network.inputs[0].name].shape[1:]) or (1,)
+
+
+def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
+    """Count parameters, multiply-accumulates and the bytes of the parameters of a whole network.
+
+    Parameters are the elements of all constants in floating point, and of the weights that are stored in
+    integers; multiply-accumulates those of convolutions and products with a weight, for one input.
+    """
+    integers = {site.name for site in sites if site.spec.refusal is not None}
+    params = size = 0
+    weights = _integer_weights(network.model.graph, integers)
+    tensors = [(each.name, each) for each in network.model.graph.initializer]
+    for node in network.model.graph.node:
+        if node.op_type == "Constant":
+            tensors += [(node.output[0], each.t) for each in node.attribute if each.HasField("t")]
+    for name, tensor in tensors:
+        count = int(np.prod(tensor.dims))
+        if tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16):
+            params += count
+            size += FLOAT_BYTES * count
+        elif name in weights:
+            params += count
+            size += count
+    return {"params": params, "macs": sum(site.spec.macs for site in sites), "bytes": size}
+
+
+def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> set[str]:
+    """Return the names of constants in integers that nodes multiply with, or that are turned to floats."""
+    found = {node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    return found | {each for node in graph.node if node.name in names for each in node.input}
+
+
+class OnnxLatencyBudget(LatencyBudget):
+    """A budget in time for a network in an ONNX file.
+
+    Args:
+        network: The network.
+        found: Its nodes.
+        library: The fits of its nodes.
+        sites: The candidates of its nodes.
+        totals: What the network costs (`network_costs`).
+        fraction: Fraction of the original's time to keep at most, in (0, 1].
+        options: How time is measured; the batch is that of `feed`.
+        feed: A batch of real inputs.
+        further: Fractions of other costs that have to be kept as well, by measure.
+    """
+
+    def __init__(
+        self,
+        network: OnnxNetwork,
+        found: Sequence[Site],
+        library: FitLibrary,
+        sites: Sequence[CandidateSet],
+        totals: Mapping[str, int],
+        fraction: float,
+        options: LatencyOptions,
+        feed: Feed,
+        further: Mapping[str, float | None],
+    ) -> None:
+        super().__init__(nn.Identity(), sites, input_shape(network, feed), fraction, options)
+        self.network, self.found, self.library = network, list(found), library
+        self.totals, self.feed, self.further = dict(totals), feed, dict(further)
+
+    def measured(self, plan: CompressionPlan) -> float:
+        """Return the time of the network under a plan / that of the original, timed in turns."""
+        graph = structured_graph(self.network, self.found, plan, self.library)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "compressed.onnx"
+            write_graph(graph, path, [self.feed])
+            return 1 / compared_with_original(self.network, path, self.feed, self.options).ratio
+
+    def _table(self) -> LatencyTable:
+        batch, threads, runs = batch_size(self.feed), self.options.threads, self.options.runs
+        integers = any(each.integer for site in self.sites for each in site.candidates)
+        with progress_bar("time nodes", total=len(self.sites)) as bar, tempfile.TemporaryDirectory() as name:
+            scratch = Path(name)
+            modules = {
+                site.name: site.module(_padding(site)) for site in self.found if site.spec.refusal is None
+            }
+            times = time_sites(
+                modules,
+                self.sites,
+                batch=batch,
+                threads=threads,
+                runs=runs,
+                scratch=scratch,
+                progress=lambda _: bar.advance(),
+            )
+            path = scratch / "network.onnx"
+            onnx.save(self.network.model, path)
+            whole = self._time(path)
+            in_integers = None
+            if integers:
+                weights = [node.input[1] for node in self.network.model.graph.node if node.name in modules]
+                quantise_onnx(path, path, [self.feed], weights=weights, partly=True)
+                in_integers = self._time(path)
+        return times.table(self.sites, whole, in_integers, measuring_conditions(batch, threads))
+
+    def _time(self, path: Path) -> float:
+        options = self.options
+        timed = measure_latency(
+            path,
+            batch=batch_size(self.feed),
+            threads=options.threads,
+            runs=options.runs,
+            inputs=self.feed,
+        )
+        return timed.median_ms
+
+    def _specs(self) -> Sequence[LayerSpec]:
+        return [site.spec for site in self.found]
+
+    def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
+        fractions = {**self.further, "latency": fraction}
+        return SearchProblem.from_costs(
+            self._specs(), self.sites, self.shape, self.totals, fractions, latencies=table, library=library
+        )
+
+
+def compared_with_original(
+    network: OnnxNetwork, path: Path, feed: Feed, options: LatencyOptions
+) -> LatencyComparison:
+    """Time a file beside the network it was made from, on the same inputs, in turns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        original = Path(scratch) / "original.onnx"
+        onnx.save(network.model, original)
+        return compare_latency(
+            original,
+            path,
+            batch=batch_size(feed),
+            threads=options.threads,
+            runs=options.runs,
+            inputs=feed,
+        )
+
+
+def _padding(site: Site) -> tuple[int, ...]:
+    """Return the padding, the same on both sides, with which a layer costs what the node does."""
+    if site.spec.kind == "linear":
+        return ()
+    return tuple(
+        (before + after + 1) // 2
+        for before, after in site.widths(site.spec.input_sizes[0][-len(site.spec.kernel_size) :])
+    )

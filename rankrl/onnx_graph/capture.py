@@ -1,0 +1,155 @@
+"""What reaches the nodes of a graph: their inputs, seen in onnxruntime batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from decomposition.errors import DecompositionError
+from decomposition.metric import is_finite, with_mean
+from decomposition.moments import PATCHES_PER_LAYER, InputMoments, MomentAccumulator
+from decomposition.patches import labels_of_batch, sample_labelled_patches
+from decomposition.shrinkage import labels_or_single
+from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, until
+from rankrl.onnx_graph.sites import Site
+
+_CAPTURED = 2**28
+"""Bytes of captured values at a time."""
+CHOOSING_ELEMENTS, FINAL_ELEMENTS = 2**23, 2**24
+"""Numbers in the patches of one node, to choose ranks by and to fit in the end: a kernel of many positions
+has large patches, and the time of a fit grows with their number squared."""
+
+
+def most_patches(site: Site, elements: int) -> int:
+    """Return how many patches of a node's input are looked at."""
+    return max(1, min(PATCHES_PER_LAYER, elements // site.weight[0].numel()))
+
+
+def collect_moments(
+    network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed], *, seed: int = 0
+) -> dict[str, InputMoments]:
+    """Estimate the moments of what every node multiplies with its weight.
+
+    Nodes behind which nothing takes up a change of the mean are measured around zero.
+
+    Args:
+        network: The network.
+        sites: The nodes to watch, without a refusal.
+        batches: Calibration inputs.
+        seed: Seed of the patch positions.
+
+    Returns:
+        Moments by the nodes' names.
+
+    Raises:
+        OnnxGraphError: A node's input is not finite.
+    """
+    model = network.graph_model()
+    generator = torch.Generator().manual_seed(seed)
+    accumulators = {site.name: MomentAccumulator() for site in sites}
+    total = sum(map(batch_size, batches))
+    for group in _groups(sites, max(map(batch_size, batches))):
+        session = Captured(model, [site.input_name for site in group], network.source)
+        for feed, size in _small_enough(group, batches, network.fixed_batch):
+            values = session.run(feed)
+            for site in group:
+                share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total)
+                patches, labels = drawn_patches(site, [values[site.input_name]], share, generator, size)
+                if not bool(torch.isfinite(patches[0]).all()):
+                    raise OnnxGraphError(
+                        f"node {site.name!r} of {network.source}: its input is NaN or infinite on the "
+                        "inputs given; check how they are normalised"
+                    )
+                accumulators[site.name].add(patches[0], labels_or_single(labels, total))
+    found = {name: each.moments() for name, each in accumulators.items()}
+    for site in sites:
+        moments = found[site.name]
+        if not is_finite(moments.covariance):
+            raise DecompositionError(f"node {site.name!r}: the moments of its input are not finite")
+        if site.absorber is None:  # its errors are not corrected around the mean
+            whole = with_mean(moments.covariance, moments.mean)
+            found[site.name] = InputMoments(
+                torch.zeros_like(moments.mean), whole, moments.count, moments.shrinkage
+            )
+    return found
+
+
+def drawn_patches(
+    site: Site, inputs: Sequence[Array], count: int, generator: torch.Generator, batch: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw the same random patches from several inputs of a node.
+
+    Args:
+        site: The node.
+        inputs: Values of one shape that the node takes.
+        count: Patches at most.
+        generator: Source of the positions.
+        batch: Inputs of the network behind each value.
+
+    Returns:
+        For each input a matrix (patches, in * kernel), and which input of the network each is from.
+    """
+    tensors = [site.padded(x).float() for x in inputs]
+    patches, labels = sample_labelled_patches(site.module(), tensors, count, generator)
+    return patches, labels_of_batch(labels, len(tensors[0]), batch)
+
+
+class Captured:
+    """A session that returns values of a graph by name, inputs of the graph among them.
+
+    Args:
+        model: The graph; left as it was.
+        names: Names of values.
+        source: Where the graph is from, for messages.
+    """
+
+    def __init__(self, model: ir.Model, names: Sequence[str], source: str) -> None:
+        entries = {value.name for value in model.graph.inputs}
+        self._given = [name for name in dict.fromkeys(names) if name in entries]
+        computed = [name for name in dict.fromkeys(names) if name not in entries]
+        self._session = GraphSession(until(model, computed), source) if computed else None
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        """Return the values for one batch."""
+        found = {name: np.asarray(feed[name]) for name in self._given}
+        if self._session is not None:
+            found |= dict(zip(self._session.output_names, self._session.run(feed), strict=True))
+        return found
+
+
+def in_parts(feed: Feed, size: int) -> Iterator[Feed]:
+    """Cut a batch into smaller ones."""
+    for first in range(0, batch_size(feed), size):
+        yield {name: value[first : first + size] for name, value in feed.items()}
+
+
+def _bytes(site: Site) -> int:
+    """Return the bytes of a node's input for one input of the network."""
+    return 4 * site.spec.in_channels * max(1, site.spec.input_positions)
+
+
+def _groups(sites: Sequence[Site], batch: int) -> list[list[Site]]:
+    """Return the nodes in groups that are captured together."""
+    groups: list[list[Site]] = []
+    room = 0
+    for site in sites:
+        if not groups or _bytes(site) * batch > room:
+            groups.append([])
+            room = _CAPTURED
+        groups[-1].append(site)
+        room -= _bytes(site) * batch
+    return groups
+
+
+def _small_enough(
+    group: Sequence[Site], batches: Sequence[Feed], fixed: int | None
+) -> Iterator[tuple[Feed, int]]:
+    size = max(1, _CAPTURED // sum(map(_bytes, group)))
+    for feed in batches:
+        for part in (feed,) if fixed is not None else in_parts(feed, size):
+            yield part, batch_size(part)

@@ -1,0 +1,235 @@
+"""Inputs for a network in an ONNX file: read, checked against what it takes, and split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.network import Array, Feed, GraphInput, OnnxNetwork
+
+HELDOUT = 0.2
+"""The share of the inputs that results are compared on; nothing is fitted to them."""
+BATCH = 32
+"""Inputs that are run at a time, where the network leaves that free."""
+_LEAST = 2
+
+
+@dataclass(frozen=True)
+class SplitInputs:
+    """Batches of inputs.
+
+    Attributes:
+        calibration: What layers are fitted to.
+        heldout: What the result is compared with the original on.
+    """
+
+    calibration: list[Feed]
+    heldout: list[Feed]
+
+    @property
+    def calibration_count(self) -> int:
+        """Inputs that layers are fitted to."""
+        return sum(map(batch_size, self.calibration))
+
+
+def batch_size(feed: Feed) -> int:
+    """Return how many inputs a batch holds."""
+    return len(next(iter(feed.values())))
+
+
+def read_inputs(path: str | Path, network: OnnxNetwork) -> dict[str, Array]:
+    """Read inputs from a file.
+
+    Args:
+        path: A .npz file with one array for each input of the network, by its name; other arrays in it, such
+            as labels, are left alone. A .npy file, or a .npz file of one array, will do for a network with
+            one input, whatever the array's name.
+        network: The network that is to take them.
+
+    Raises:
+        OnnxGraphError: The file is missing or damaged, or lacks an input.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise OnnxGraphError(f"there is no file of inputs at {path}; give a .npz or .npy (dataset.path=FILE)")
+    try:
+        content = np.load(path, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            arrays = {"": content}
+        else:
+            with content:
+                arrays = {name: content[name] for name in content.files}
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise OnnxGraphError(
+            f"{path} cannot be read as .npz or .npy ({error}); write it with numpy.savez(path, NAME=array), "
+            f"one array for each of {_listed(network.inputs)}"
+        ) from error
+    if len(arrays) == 1 and len(network.inputs) == 1:
+        return {network.inputs[0].name: next(iter(arrays.values()))}
+    missing = [each.name for each in network.inputs if each.name not in arrays]
+    if missing:
+        held = ", ".join(repr(name or "an array without a name") for name in arrays)
+        raise OnnxGraphError(
+            f"{path} holds {held}, but no {missing[0]!r}; {network.source} takes {_listed(network.inputs)}: "
+            "give one array for each by its name"
+        )
+    return {each.name: arrays[each.name] for each in network.inputs}
+
+
+def split_inputs(
+    inputs: Mapping[str, Array] | Array | Iterable[Feed],
+    network: OnnxNetwork,
+    *,
+    heldout: float = HELDOUT,
+    batch: int = BATCH,
+    seed: int = 0,
+) -> SplitInputs:
+    """Check inputs and split them.
+
+    Args:
+        inputs: One array for each input by name, all of the same length on the first axis; one array for a
+            network with one input; or batches of such, whose further sizes may differ.
+        network: The network that is to take them.
+        heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on.
+        batch: Inputs that are run at a time, where the network leaves that free.
+        seed: Seed of the draw.
+
+    Raises:
+        OnnxGraphError: An input's name, type or shape does not fit, or there are too few.
+    """
+    if not 0 < heldout < 1:
+        raise OnnxGraphError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1")
+    if batch < 1:
+        raise OnnxGraphError(f"batch is {batch}; it must be at least 1")
+    if isinstance(inputs, np.ndarray):
+        inputs = {_only(network).name: inputs}
+    given = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    feeds = [checked(each, network) for each in given]
+    if not feeds:
+        raise OnnxGraphError("there are no inputs; give a few hundred that are like those it will be used on")
+    size = network.fixed_batch or batch
+    generator = np.random.default_rng(seed)
+    if len({_further_sizes(feed) for feed in feeds}) == 1:
+        whole = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
+        count = batch_size(whole)
+        _check_enough(count, _LEAST * (network.fixed_batch or 1), network)
+        order = generator.permutation(count)
+        held = min(
+            max(size if network.fixed_batch else 1, round(heldout * count)),
+            count - size * bool(network.fixed_batch),
+        )
+        held = min(held, count - 1)
+        return SplitInputs(
+            list(_batches(whole, order[held:], size, network.fixed_batch)),
+            list(_batches(whole, order[:held], size, network.fixed_batch)),
+        )
+    _check_enough(len(feeds), _LEAST, network)
+    order = generator.permutation(len(feeds))
+    held = min(max(1, round(heldout * len(feeds))), len(feeds) - 1)
+    parts = [
+        [
+            part
+            for index in sorted(indices)
+            for part in _batches(feeds[index], np.arange(batch_size(feeds[index])), size, network.fixed_batch)
+        ]
+        for indices in (order[held:], order[:held])
+    ]
+    if not all(parts):
+        raise OnnxGraphError(f"{network.source} takes batches of {network.fixed_batch}; give whole ones")
+    return SplitInputs(*parts)
+
+
+def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:
+    """Return a batch in the types that the network takes.
+
+    Raises:
+        OnnxGraphError: A name, type or shape does not fit.
+    """
+    if isinstance(feed, np.ndarray):
+        feed = {_only(network).name: feed}
+    if not isinstance(feed, Mapping):
+        raise OnnxGraphError(
+            f"a batch of inputs is a {type(feed).__name__}; give mappings of input names to arrays"
+        )
+    names = [each.name for each in network.inputs]
+    wrong = [name for name in feed if name not in names] + [name for name in names if name not in feed]
+    if wrong:
+        raise OnnxGraphError(
+            f"the inputs given are {', '.join(map(repr, feed)) or 'none'}, but {network.source} takes "
+            f"{_listed(network.inputs)}; give one array for each by its name"
+        )
+    found = {each.name: _fitting(np.asarray(feed[each.name]), each, network) for each in network.inputs}
+    lengths = {name: len(value) for name, value in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise OnnxGraphError(
+            "the inputs have different numbers of entries on their first axis: "
+            f"{', '.join(f'{name!r} {length}' for name, length in lengths.items())}; give as many of each"
+        )
+    return found
+
+
+def _fitting(value: Array, wanted: GraphInput, network: OnnxNetwork) -> Array:
+    takes = f"{network.source} takes {wanted}"
+    if value.ndim == 0 or value.ndim != len(wanted.shape):
+        raise OnnxGraphError(
+            f"the input {wanted.name!r} has {value.ndim} axes (shape {value.shape}), but {takes}: give "
+            f"arrays of {len(wanted.shape)} axes, the first one counting the inputs"
+        )
+    for axis, (size, other) in enumerate(zip(wanted.shape[1:], value.shape[1:], strict=True), start=1):
+        if size not in (None, other):
+            raise OnnxGraphError(
+                f"the input {wanted.name!r} has the shape {value.shape}, but {takes}: axis {axis} must have "
+                f"the size {size}"
+            )
+    if value.dtype == wanted.dtype:
+        return value
+    # Widening loses nothing, and float64 is what numpy makes by itself; anything else may be a mistake.
+    both_real = value.dtype.kind == "f" and wanted.dtype.kind == "f"
+    both_whole = value.dtype.kind in "iu" and wanted.dtype.kind in "iu"
+    if both_whole and value.size:
+        limits = np.iinfo(wanted.dtype)
+        both_whole = bool(limits.min <= value.min() and value.max() <= limits.max)
+    if not (both_real or both_whole):
+        raise OnnxGraphError(
+            f"the input {wanted.name!r} is {value.dtype}, but {takes}: convert it with "
+            f".astype(numpy.{wanted.dtype}) if that is what it means"
+        )
+    return value.astype(wanted.dtype)
+
+
+def _further_sizes(feed: Feed) -> tuple[tuple[int, ...], ...]:
+    return tuple(value.shape[1:] for value in feed.values())
+
+
+def _batches(whole: Feed, order: Array, size: int, fixed: int | None) -> Iterator[Feed]:
+    """Yield batches; one that is not full only where any size will do."""
+    for first in range(0, len(order), size):
+        rows = order[first : first + size]
+        if fixed is None or len(rows) == fixed:
+            yield {name: value[rows] for name, value in whole.items()}
+
+
+def _check_enough(count: int, least: int, network: OnnxNetwork) -> None:
+    if count < least:
+        raise OnnxGraphError(
+            f"{count} inputs are too few: {network.source} needs at least {least}, to fit to some and "
+            "compare on others; a few hundred are better"
+        )
+
+
+def _only(network: OnnxNetwork) -> GraphInput:
+    if len(network.inputs) != 1:
+        raise OnnxGraphError(
+            f"{network.source} takes {_listed(network.inputs)}; give one array for each by its name"
+        )
+    return network.inputs[0]
+
+
+def _listed(inputs: Sequence[GraphInput]) -> str:
+    return ", ".join(map(str, inputs))

@@ -1,0 +1,216 @@
+"""A network in an ONNX file: reading and checking it, and running it or parts of it in onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+from onnx import helper
+
+from rankrl.export.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx_graph.errors import OnnxGraphError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Feed = Mapping[str, Array]
+"""One array for each input of a network, by name."""
+
+LEAST_OPSET = 13
+_LARGEST_FILE = 2**31 - 1
+"""Bytes that one protobuf message can hold, in which onnxruntime is handed changed graphs."""
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What a network takes.
+
+    Attributes:
+        name: Name of the input.
+        dtype: Type of the arrays it takes.
+        shape: Its sizes, the batch first; None for a size that is free.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return f"{self.name!r} ({self.dtype}, {sizes})"
+
+
+class OnnxNetwork:
+    """A network read from an ONNX file; the file itself is never written.
+
+    Args:
+        model: The model, all its data inside; every node has a name of its own.
+        source: Where it was read from, for messages.
+    """
+
+    def __init__(self, model: onnx.ModelProto, source: str) -> None:
+        self.model, self.source = model, source
+
+    @classmethod
+    def load(cls, path: str | Path) -> OnnxNetwork:
+        """Read a file, with the data that lie beside it, and check it.
+
+        Raises:
+            OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, data
+                beside it are missing, or it has no input that arrays can be given for.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise OnnxGraphError(f"there is no ONNX file at {path}; check the path (model.path=FILE)")
+        try:
+            model = onnx.load(path, load_external_data=False)
+        except (DecodeError, ValueError, OSError) as error:
+            raise OnnxGraphError(
+                f"{path} is no ONNX file, or one that is cut off ({error}); fetch or export it again"
+            ) from error
+        opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), None)
+        if not model.graph.node or opset is None:
+            raise OnnxGraphError(
+                f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
+            )
+        if opset < LEAST_OPSET:
+            raise OnnxGraphError(
+                f"{path} has opset {opset}; {LEAST_OPSET} or newer is needed. Export it anew, or convert it: "
+                f"onnx.version_converter.convert_version(onnx.load(path), {LEAST_OPSET})"
+            )
+        try:
+            onnx.load_external_data_for_model(model, str(path.parent))
+        except (OSError, ValueError, onnx.checker.ValidationError) as error:
+            raise OnnxGraphError(
+                f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "
+                f"the folder {path.parent}"
+            ) from error
+        if model.ByteSize() > _LARGEST_FILE:
+            raise OnnxGraphError(f"{path} holds {model.ByteSize():,} bytes; networks of up to 2 GiB are read")
+        try:
+            onnx.checker.check_model(model)
+        except onnx.checker.ValidationError as error:
+            raise OnnxGraphError(
+                f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
+            ) from error
+        _name_nodes(model.graph)
+        network = cls(model, str(path))
+        if not network.inputs:
+            raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
+        return network
+
+    @cached_property
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """What the network takes; constants that older files list among their inputs are none."""
+        constants = {tensor.name for tensor in self.model.graph.initializer}
+        found = []
+        for entry in self.model.graph.input:
+            if entry.name in constants:
+                continue
+            if not entry.type.HasField("tensor_type"):
+                raise OnnxGraphError(
+                    f"{self.source}: the input {entry.name!r} is no tensor; only tensors can be given"
+                )
+            kind = entry.type.tensor_type
+            sizes = tuple(axis.dim_value or None for axis in kind.shape.dim)
+            found.append(
+                GraphInput(entry.name, np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)), sizes)
+            )
+        return tuple(found)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+        return tuple(entry.name for entry in self.model.graph.output)
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch size that the file was exported with, or None where it is free."""
+        return next((each.shape[0] for each in self.inputs if each.shape and each.shape[0]), None)
+
+    def graph_model(self) -> ir.Model:
+        """Return the model as a graph of its own that can be changed."""
+        return ir.from_proto(self.model)
+
+    def session(self, threads: int = 1) -> GraphSession:
+        """Open the network in onnxruntime.
+
+        Raises:
+            OnnxGraphError: onnxruntime cannot run a node.
+        """
+        return GraphSession(self.model, self.source, threads=threads)
+
+
+class GraphSession:
+    """A graph in onnxruntime, with any number of inputs and outputs.
+
+    Args:
+        model: The graph.
+        source: Where it is from, for messages.
+        threads: Threads that compute an operator.
+
+    Raises:
+        OnnxGraphError: onnxruntime cannot run a node of it.
+    """
+
+    def __init__(self, model: onnx.ModelProto | ir.Model, source: str, *, threads: int = 1) -> None:
+        proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+        self.source = source
+        try:
+            self._session = onnxruntime.InferenceSession(
+                proto.SerializeToString(), session_options(threads), providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime's error classes have no common base of their own
+            raise OnnxGraphError(
+                f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "
+                "another version of onnxruntime, or an export to standard ONNX operators"
+            ) from error
+        self._inputs = {entry.name for entry in self._session.get_inputs()}
+        self.output_names = [entry.name for entry in self._session.get_outputs()]
+
+    def run(self, feed: Feed) -> list[Array]:
+        """Return all outputs for one batch; inputs that the graph does not need are left out.
+
+        Raises:
+            OnnxGraphError: The graph fails on the inputs.
+        """
+        given = {name: np.ascontiguousarray(value) for name, value in feed.items() if name in self._inputs}
+        try:
+            found: list[Array] = self._session.run(None, given)
+        except Exception as error:
+            shapes = ", ".join(f"{name!r} {value.dtype} {value.shape}" for name, value in given.items())
+            raise OnnxGraphError(
+                f"{self.source} fails in onnxruntime on the inputs {shapes}: {error}"
+            ) from error
+        return found
+
+
+def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
+    """Return the part of a model that computes some values, which become its outputs.
+
+    Args:
+        model: The model; left as it was.
+        values: Names of values of its main graph.
+    """
+    graph = ir.convenience.extract(model.graph, list(model.graph.inputs), list(values))
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Give every node of the main graph a name of its own, which plans go by."""
+    taken = {node.name for node in graph.node if node.name}
+    seen: set[str] = set()
+    for index, node in enumerate(graph.node):
+        if not node.name or node.name in seen:
+            stem, number = f"{node.name or node.op_type}_{index}", 0
+            while (name := f"{stem}_{number}" if number else stem) in taken:
+                number += 1
+            node.name = name
+            taken.add(name)
+        seen.add(node.name)

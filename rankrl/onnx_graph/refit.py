@@ -1,0 +1,193 @@
+"""Carrying out a plan on a graph: every node is fitted to what it receives in the compressed graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    Factorise,
+    FitLibrary,
+    FitOptions,
+    LayerPlan,
+    Quantise,
+    without_rounding,
+)
+from decomposition.apply import fitted_layer
+from decomposition.factorised import FactorisedLayer
+from decomposition.layer_plan import without_growth
+from decomposition.layers import weight_of
+from decomposition.lockstep import Refit, RefitProblem, Refitted, refit_to_patches, solved
+from decomposition.operations.base import FINAL
+from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
+from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.network import Feed, OnnxNetwork
+from rankrl.onnx_graph.rewrite import MARKED, replace_node, without_unused
+from rankrl.onnx_graph.sites import Site
+
+
+@dataclass
+class CompressedGraph:
+    """A graph with its plan carried out, still in floating point.
+
+    Attributes:
+        model: The graph.
+        contracted: The same with one dense node in the place of each factorised one.
+        computing: Names of weights whose nodes are to compute in integers.
+        stored: Bits of weights that are to be stored in integers, by name.
+        errors: Relative output error of each node, those before it included, by name.
+    """
+
+    model: ir.Model
+    contracted: ir.Model | None = None
+    computing: list[str] = field(default_factory=list)
+    stored: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
+        """Put a layer in the place of a node and note what becomes of its weights."""
+        layer = without_rounding(layer)
+        weights = replace_node(self.model, site, layer, shift)
+        for operation in plan:
+            if isinstance(operation, Quantise):
+                if operation.integer:
+                    self.computing += weights
+                else:
+                    self.stored |= dict.fromkeys(weights, operation.weight_bits)
+        if self.contracted is not None:
+            dense = layer.to_dense() if isinstance(layer, FactorisedLayer) else layer
+            replace_node(self.contracted, site, dense, shift)
+
+
+def refitted_graph(
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    plan: CompressionPlan,
+    batches: Sequence[Feed],
+    *,
+    sensitivities: Mapping[str, torch.Tensor],
+    options: FitOptions = FINAL,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> CompressedGraph:
+    """Return the graph under a plan, its nodes fitted one after the other.
+
+    Each is fitted so that on the inputs which it then receives it gives what the original gives on its own
+    (`decomposition.lockstep`, here without running both in one pass). Nodes that stay dense are solved for
+    anew, too, and make up for errors of those before.
+
+    Args:
+        network: The network.
+        sites: Its nodes.
+        plan: What becomes of them, by their names.
+        batches: Calibration inputs.
+        sensitivities: G (out, out) by name; nodes without one count their channels alike.
+        options: How much work each fit may do.
+        seed: Seed of the patch positions.
+        progress: Called with each node's name when it is done.
+    """
+    original = network.graph_model()
+    found = CompressedGraph(network.graph_model(), network.graph_model())
+    touched = False
+    for site in sites:
+        if site.spec.refusal is not None:
+            continue
+        entry = without_growth(plan[site.name], site.spec)
+        # What stays as it is and receives what it always did needs no fit.
+        if entry.layer_operations or touched:
+            refit = _refit(site, entry, sensitivities.get(site.name), options)
+            result = _refitted(original, found.model, site, refit, batches, network.source, seed)
+            shift = result.shift if site.absorber is not None else None
+            found.put(site, result.module, entry.layer_operations, shift)
+            found.errors[site.name] = result.error
+            touched = True
+        if progress is not None:
+            progress(site.name)
+    without_unused(found.model)
+    if found.contracted is not None:
+        without_unused(found.contracted)
+    return found
+
+
+def structured_graph(
+    network: OnnxNetwork, sites: Sequence[Site], plan: CompressionPlan, library: FitLibrary
+) -> CompressedGraph:
+    """Return the graph under a plan with the fits that the plan was chosen by, to time it."""
+    found = CompressedGraph(network.graph_model())
+    for site in sites:
+        if site.spec.refusal is not None:
+            continue
+        entry = without_growth(plan[site.name], site.spec)
+        if not entry.layer_operations:
+            continue
+        layer: nn.Module = site.module(MARKED)
+        for operation in entry.layer_operations:
+            bias = getattr(layer, "bias", None)
+            layer = operation.structure(layer, site.spec)
+            if isinstance(operation, Factorise) and isinstance(layer, FactorisedLayer):
+                layer.load(library.fit(site.name, operation).cores, bias)
+        found.put(site, layer, entry.layer_operations, None)
+    without_unused(found.model)
+    return found
+
+
+def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, options: FitOptions) -> Refit:
+    """Return how a node is fitted: under its operations, or as the dense layer that it stays."""
+    dense = site.module(MARKED)
+    if not entry.layer_operations:
+        return solved(dense, weight_of(dense)[0].numel())
+
+    def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+        fitted = fitted_layer(dense, entry, site.spec, problem, sensitivity, options)
+        return fitted.module, fitted.weight
+
+    return refit
+
+
+def _refitted(
+    original: ir.Model,
+    compressed: ir.Model,
+    site: Site,
+    refit: Refit,
+    batches: Sequence[Feed],
+    source: str,
+    seed: int,
+) -> Refitted:
+    generator = torch.Generator().manual_seed(seed)
+    before = Captured(original, [site.input_name], source)
+    after = Captured(compressed, [site.input_name], source)
+    total = sum(map(batch_size, batches))
+    patches: list[list[torch.Tensor]] = []
+    labels: list[torch.Tensor] = []
+    for start, feed in zip(_starts(batches), batches, strict=True):
+        values = [each.run(feed)[site.input_name] for each in (before, after)]
+        share = max(1, most_patches(site, FINAL_ELEMENTS) * batch_size(feed) // total)
+        drawn, label = drawn_patches(site, values, share, generator, batch_size(feed))
+        patches.append(drawn)
+        labels.append(label + start)
+    dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))
+    joined = torch.cat(labels)
+    if total == 1:  # it says nothing of other inputs
+        joined = torch.arange(len(arriving))
+    return refit_to_patches(
+        site.module(),
+        refit,
+        dense_patches,
+        arriving,
+        joined,
+        mean_absorbed=site.absorber is not None,
+    )
+
+
+def _starts(batches: Sequence[Feed]) -> list[int]:
+    """Return how many inputs come before each batch."""
+    starts, count = [], 0
+    for feed in batches:
+        starts.append(count)
+        count += batch_size(feed)
+    return starts

@@ -1,0 +1,156 @@
+"""Writing layers back into a graph: a node becomes the plain nodes that its layer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import nn
+
+from decomposition import get_format, list_formats
+from decomposition.factorised import FactorisedLayer
+from decomposition.formats.chain import ChainFormat
+from decomposition.layers import is_decomposable_module
+from rankrl.errors import ConfigError
+from rankrl.onnx_graph.network import Array
+from rankrl.onnx_graph.sites import Site, constant
+
+MARKED = 1
+"""The padding of modules that are handed to fits: where a stage has it, the node's own goes."""
+
+
+def writable_formats() -> list[str]:
+    """Return the formats whose layers are plain convolutions and matrix products in a row."""
+    return [name for name in list_formats() if not isinstance(get_format(name), ChainFormat)]
+
+
+def check_formats(names: Sequence[str]) -> None:
+    """Refuse formats that cannot be written as plain nodes.
+
+    Raises:
+        ConfigError: Naming the format and those that can.
+    """
+    for name in names:
+        get_format(name)  # an unknown one has a message of its own
+        if name not in writable_formats():
+            raise ConfigError(
+                f"decomposition={name} cannot be written into an ONNX graph: its cores are contracted while "
+                f"it runs. Choose from {', '.join(writable_formats())}, or several of them with "
+                "decomposition=auto"
+            )
+
+
+def replace_node(model: ir.Model, site: Site, layer: nn.Module, shift: torch.Tensor | None) -> list[str]:
+    """Put a layer in the place of a node.
+
+    Args:
+        model: The graph; changed in place.
+        site: The node, as it was found in the original graph.
+        layer: What takes its place: a dense layer or a factorised one without rounding, made from a module
+            with the padding `MARKED`.
+        shift: What the mean output lacks (out,), for what takes it up; `None` where nothing does.
+
+    Returns:
+        Names of the weights that were written.
+    """
+    graph = model.graph
+    node = next(each for each in graph if each.name == site.name)
+    stages = [each for each in layer.modules() if is_decomposable_module(each)]
+    x, old = node.inputs[0], node.outputs[0]
+    assert x is not None
+    if shift is not None and site.absorber in ("add", "batch_norm"):
+        _shift_behind(graph, old, site, shift)
+    nodes: list[ir.Node] = []
+    weights = []
+    for number, stage in enumerate(stages):
+        last = number == len(stages) - 1
+        name = site.name if len(stages) == 1 else f"{site.name}/{_format_name(layer)}_{number}"
+        bias = stage.bias
+        if last and bias is not None and shift is not None and site.absorber == "bias":
+            bias = bias.detach() + shift.to(bias)
+        written, weight = _stage_node(graph, site, stage, bias, x, name)
+        x = written.outputs[0]
+        nodes.append(written)
+        weights.append(weight)
+    new = nodes[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [new])
+    new.name, new.type, new.shape = site.output_name, old.type, old.shape
+    return weights
+
+
+def without_unused(model: ir.Model) -> ir.Model:
+    """Remove constants and nodes that nothing uses any more, in place; return the model."""
+    passes.RemoveUnusedNodesPass()(model)
+    return model
+
+
+def _format_name(layer: nn.Module) -> str:
+    return layer.tensor_format.name if isinstance(layer, FactorisedLayer) else "dense"
+
+
+def _stage_node(
+    graph: ir.Graph, site: Site, stage: nn.Module, bias: torch.Tensor | None, x: ir.Value, name: str
+) -> tuple[ir.Node, str]:
+    """Return the node of one stage, and the name of its weight."""
+    weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
+    attributes: dict[str, Any] = {}
+    op_type = "Conv"
+    if isinstance(stage, nn.Conv1d | nn.Conv2d):
+        attributes = {
+            "kernel_shape": list(stage.kernel_size),
+            "strides": list(stage.stride),
+            "dilations": list(stage.dilation),
+            "group": stage.groups,
+        }
+        marked = [padding == MARKED for padding in stage.padding]
+        if site.pads is None:
+            if any(marked):
+                attributes["auto_pad"] = site.auto_pad
+        else:
+            pairs = [pair if here else (0, 0) for pair, here in zip(site.pads, marked, strict=True)]
+            attributes["pads"] = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+    elif site.op_type == "Gemm":
+        op_type, attributes = "Gemm", {"transB": 1}
+    else:
+        op_type, weight = "MatMul", weight.T
+    inputs = [x, _constant(graph, f"{name}.weight", weight)]
+    if bias is not None:
+        inputs.append(_constant(graph, f"{name}.bias", bias.detach()))
+    node = ir.node(op_type, inputs, attributes, name=name)
+    node.outputs[0].name = _free(graph, f"{name}_output")
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    return node, str(inputs[1].name)
+
+
+def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> None:
+    """Let the addition or the batch normalisation behind a node take up a change of its mean."""
+    use = next(iter(value.uses()))
+    behind = use.node
+    index = 3 if site.absorber == "batch_norm" else 1 - use.idx
+    known = constant(behind.inputs[index])
+    assert known is not None
+    change: Array = shift.numpy().reshape(known.shape)
+    moved = known - change if site.absorber == "batch_norm" else known + change
+    tensor = torch.from_numpy(np.ascontiguousarray(moved.astype(known.dtype)))
+    behind.replace_input_with(index, _constant(graph, f"{site.name}.shifted", tensor))
+
+
+def _constant(graph: ir.Graph, name: str, tensor: torch.Tensor) -> ir.Value:
+    array = np.ascontiguousarray(tensor.numpy())
+    name = _free(graph, name)
+    value = ir.val(name, const_value=ir.tensor(array, name=name))
+    graph.register_initializer(value)
+    return value
+
+
+def _free(graph: ir.Graph, name: str) -> str:
+    """Return a name that no value of the graph has yet."""
+    taken = graph.initializers
+    produced = {output.name for node in graph for output in node.outputs}
+    while name in taken or name in produced:
+        name += "_"
+    return name

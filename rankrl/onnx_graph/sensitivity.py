@@ -1,0 +1,231 @@
+"""How strongly a network's outputs react to a node's output, by forward passes alone.
+
+G = E[J' J], summed over positions (`decomposition.sensitivity`), says what an error in a node's output costs
+at the network's outputs. Without gradients it is measured by perturbing: with random signs s_p, one for each
+position p, and a small step h,
+
+    d_c = (f(y + h s e_c) - f(y)) / h,    E_s[d_c' d_e] = sum_p (J_p' J_p)_ce = G_ce,
+
+because the signs of different positions cancel on average (Hutchinson 1990, for a block trace). That takes
+one pass of what lies behind the node for each of its channels. Outputs are divided by their own root mean
+square, so that several of them count alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from decomposition.metric import shrunk_matrix
+from decomposition.shrinkage import Spread
+from rankrl.onnx_graph.capture import Captured, in_parts
+from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork
+from rankrl.onnx_graph.sites import Site
+
+PASSES = 2048
+"""Inputs that are sent through what lies behind a node, all channels together, about."""
+_FEWEST, _MOST = 4, 64
+_STEP = 0.05
+"""The step h as a share of the root mean square of the node's output: of the size of what a fit changes."""
+_ELEMENTS = 2**22
+"""Numbers that a node's output may have in one pass."""
+
+
+def collect_sensitivities(
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    batches: Sequence[Feed],
+    *,
+    passes: int = PASSES,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Measure the sensitivity matrix of every node's output.
+
+    Args:
+        network: The network.
+        sites: The nodes, without a refusal.
+        batches: Calibration inputs; the first ones are used.
+        passes: Inputs that are sent through what lies behind a node, all its channels together, about; never
+            fewer than four for each channel.
+        seed: Seed of the signs.
+        progress: Called with each node's name when it is measured.
+
+    Returns:
+        G (out, out), float64, by name, shrunk towards the identity as far as few inputs leave it open.
+        Nodes to which the outputs do not react are left out.
+    """
+    generator = np.random.default_rng(seed)
+    scales = _output_scales(network, batches)
+    found: dict[str, torch.Tensor] = {}
+    for site in sites:
+        count = min(_MOST, max(_FEWEST, passes // site.spec.out_channels))
+        matrix = _measured(network, site, _first(batches, count, network.fixed_batch), scales, generator)
+        if matrix is not None:
+            found[site.name] = matrix
+        if progress is not None:
+            progress(site.name)
+    return found
+
+
+def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
+    """Return the part of a model that depends on a value, which becomes an input of it.
+
+    Args:
+        model: The model; left as it was.
+        value: Name of a value of the main graph.
+
+    Returns:
+        The part, with those outputs that depend on the value, and the names of the other values it takes;
+        `None` if no output does.
+    """
+    start = ir.convenience.create_value_mapping(model.graph)[value]
+    reached = _depending(model.graph, [start])
+    outputs = [str(each.name) for each in model.graph.outputs if each in reached]
+    if not outputs:
+        return None
+    variable = _depending(model.graph, model.graph.inputs)
+    taken: dict[str, None] = {}
+    for each in reached - {start}:
+        producer = each.producer()
+        for used in _used(producer, model.graph) if producer is not None else ():
+            if used not in reached and used in variable:
+                taken[str(used.name)] = None
+    others = sorted(taken)
+    graph = ir.convenience.extract(model.graph, [value, *others], outputs)
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values())), others
+
+
+def _depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
+    """Return the values of a graph that depend on some of its values, and those."""
+    found = {each for each in values if not each.is_initializer()}
+    for node in graph:  # in topological order
+        if any(each in found for each in _used(node, graph)):
+            found.update(node.outputs)
+    return found
+
+
+def _used(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of the main graph that a node or its bodies take."""
+    found = [each for each in node.inputs if each is not None]
+    for attribute in node.attributes.values():
+        bodies = (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else list(attribute.as_graphs())
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        )
+        for body in bodies:
+            for inner in ir.traversal.RecursiveGraphIterator(body):
+                found += [each for each in inner.inputs if each is not None and each.graph is graph]
+    return found
+
+
+def _measured(
+    network: OnnxNetwork,
+    site: Site,
+    batches: Sequence[Feed],
+    scales: dict[str, float],
+    generator: np.random.Generator,
+) -> torch.Tensor | None:
+    model = network.graph_model()
+    found = behind(model, site.output_name)
+    if found is None:
+        return None
+    part, others = found
+    captured = Captured(model, [site.output_name, *others], network.source)
+    _set_types(part, captured.run(batches[0]))
+    tail = GraphSession(part, network.source)
+    weights = [scales[name] for name in tail.output_names]
+    channels = site.spec.out_channels
+    total, spread, inputs = torch.zeros(channels, channels, dtype=torch.float64), Spread(), 0
+    size = max(1, _ELEMENTS // (channels * max(1, site.spec.output_positions)))
+    for batch in batches:
+        for feed in (batch,) if network.fixed_batch else in_parts(batch, size):
+            values = captured.run(feed)
+            y, rest = values[site.output_name], {name: values[name] for name in others}
+            count = batch_size(feed)
+            rows = _reactions(tail, site, y, rest, weights, count, generator)
+            if rows is None:
+                return None
+            total += (rows.T @ rows).double()
+            labels = torch.arange(len(rows)) // (len(rows) // count)
+            spread.add(rows, labels)
+            inputs += count
+    matrix = total / inputs
+    if not bool(torch.isfinite(matrix).all()) or not matrix.diagonal().sum() > 0:
+        return None
+    return shrunk_matrix(matrix, spread.shrinkage(matrix, 1 / inputs))
+
+
+def _reactions(
+    tail: GraphSession,
+    site: Site,
+    y: Array,
+    rest: Feed,
+    weights: Sequence[float],
+    count: int,
+    generator: np.random.Generator,
+) -> torch.Tensor | None:
+    """Return d_c for each channel c as columns, the inputs of the batch one after the other: (rows, out)."""
+    plain = tail.run({site.output_name: y, **rest})
+    step = _STEP * float(np.sqrt(np.mean(np.square(y, dtype=np.float64))))
+    if step == 0 or not np.isfinite(step):
+        return None
+    axis = site.channel_axis % y.ndim
+    signs = generator.choice(np.array([-step, step], dtype=y.dtype), size=y.shape)
+    signs = np.take(signs, [0], axis=axis)  # one sign a position, whatever the channel
+    columns = []
+    for channel in range(site.spec.out_channels):
+        moved = y.copy()
+        place: list[slice] = [slice(None)] * y.ndim
+        place[axis] = slice(channel, channel + 1)
+        moved[tuple(place)] += signs
+        outputs = tail.run({site.output_name: moved, **rest})
+        parts = [
+            (after - before).astype(np.float64).reshape(count, -1) / (step * weight)
+            for before, after, weight in zip(plain, outputs, weights, strict=True)
+            if before.dtype.kind == "f" and before.size and before.size % count == 0
+        ]
+        if not parts:
+            return None
+        columns.append(np.concatenate(parts, axis=1).reshape(-1))
+    return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32))
+
+
+def _set_types(part: ir.Model, values: Feed) -> None:
+    """Give inputs the types of these values, and free sizes: those in the file may be of another batch."""
+    for entry in part.graph.inputs:
+        value = values[str(entry.name)]
+        entry.type = ir.TensorType(ir.DataType.from_numpy(value.dtype))
+        entry.shape = ir.Shape([None] * value.ndim)
+
+
+def _output_scales(network: OnnxNetwork, batches: Sequence[Feed]) -> dict[str, float]:
+    """Return each output's root mean square on the first batch, 1 where that is 0."""
+    session = network.session()
+    outputs = session.run(batches[0])
+    found = {}
+    for name, value in zip(session.output_names, outputs, strict=True):
+        size = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) if value.dtype.kind == "f" else 0.0
+        found[name] = size if size > 0 and np.isfinite(size) else 1.0
+    return found
+
+
+def _first(batches: Sequence[Feed], count: int, fixed: int | None) -> list[Feed]:
+    """Return the first inputs, in batches."""
+    found: list[Feed] = []
+    left = count
+    for batch in batches:
+        if left <= 0:
+            break
+        if fixed is None:
+            batch = {name: value[:left] for name, value in batch.items()}
+        found.append(batch)
+        left -= batch_size(batch)
+    return found

@@ -1,0 +1,411 @@
+"""The nodes of a graph that multiply with a constant weight, as layers that `decomposition` understands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+from decomposition.layers import DecomposableModule, Kind, LayerSpec
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, until
+
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_INTEGER_PRODUCTS = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QGemm", "MatMulNBits")
+_MOVING = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
+_QUANTISED = "it computes in integers already"
+_CONVOLUTIONS: dict[int, Kind] = {1: "conv1d", 2: "conv2d", 3: "conv3d"}
+_TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3: "conv_transpose3d"}
+
+Absorber = Literal["bias", "add", "batch_norm"]
+"""What can take up a change of a layer's mean output: its bias, the addition or the batch norm behind it."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node and its weight.
+
+    Attributes:
+        spec: What it is as a layer, named after the node; with a refusal where it stays as it is.
+        op_type: Operator of the node.
+        input_name: Name of the value that it multiplies with the weight.
+        output_name: Name of its output.
+        weight: (out, in, *kernel); empty where there is a refusal.
+        bias: (out,), or None.
+        pads: What it adds before and after each spatial axis; None where `auto_pad` says so.
+        auto_pad: The node's own attribute.
+        dilation: Spatial dilation.
+        absorber: What can take up a change of the mean output, or None.
+    """
+
+    spec: LayerSpec
+    op_type: str
+    input_name: str
+    output_name: str
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    pads: tuple[tuple[int, int], ...] | None = ()
+    auto_pad: str = "NOTSET"
+    dilation: tuple[int, ...] = ()
+    absorber: Absorber | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the node."""
+        return self.spec.name
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the output that counts its channels."""
+        return -1 if self.spec.kind == "linear" else 1
+
+    def module(self, padding: Sequence[int] | int = 0) -> DecomposableModule:
+        """Return the layer in PyTorch, with its values and any padding.
+
+        ONNX pads the two sides of an axis apart; what uses the module pads by itself, or does not mind.
+        """
+        spec, bias = self.spec, self.bias is not None
+        layer: DecomposableModule
+        if spec.kind == "linear":
+            layer = nn.Linear(spec.in_channels, spec.out_channels, bias=bias)
+        else:
+            kind = nn.Conv1d if spec.kind == "conv1d" else nn.Conv2d
+            sizes: dict[str, Any] = {"stride": spec.stride, "dilation": self.dilation}
+            sizes["padding"] = padding if isinstance(padding, int) else tuple(padding)
+            kernel: Any = spec.kernel_size
+            layer = kind(spec.in_channels, spec.out_channels, kernel, bias=bias, **sizes)
+        with torch.no_grad():
+            layer.weight.copy_(self.weight)
+            if self.bias is not None:
+                cast(torch.Tensor, layer.bias).copy_(self.bias)
+        return layer.eval()
+
+    def widths(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return what is added before and after each spatial axis of an input of these sizes.
+
+        Follows the specification of Conv's `pads` and `auto_pad` (ai.onnx, version 11).
+        """
+        if self.pads is not None:
+            return list(self.pads)
+        found = []
+        for size, kernel, stride, dilation in zip(
+            sizes, self.spec.kernel_size, self.spec.stride, self.dilation, strict=True
+        ):
+            total = max(0, (math.ceil(size / stride) - 1) * stride + dilation * (kernel - 1) + 1 - size)
+            small, large = total // 2, total - total // 2
+            found.append((small, large) if self.auto_pad == "SAME_UPPER" else (large, small))
+        return found
+
+    def padded(self, x: Array) -> torch.Tensor:
+        """Return an input of the node, padded as the node does it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(x))
+        if self.spec.kind == "linear":
+            return tensor
+        widths = [width for pair in reversed(self.widths(x.shape[2:])) for width in pair]
+        return nn.functional.pad(tensor, widths) if any(widths) else tensor
+
+
+class SiteModules(nn.Module):
+    """The sites as modules of one network, under the names of their nodes, which may hold any character.
+
+    It cannot be run; it is what `FitLibrary` reads weights and geometries from.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = list(modules)
+        self.sites = nn.ModuleList(modules.values())
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the sites by the names of their nodes."""
+        return zip(self._names, self.sites, strict=True)
+
+
+def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
+    """Return the nodes that are convolutions or matrix products with a weight, in the order of the graph.
+
+    Args:
+        network: The network.
+        feed: Inputs to see shapes on; the first one is run (a whole batch where its size is fixed).
+
+    Raises:
+        OnnxGraphError: onnxruntime cannot run the network.
+    """
+    model = network.graph_model()
+    main = [node for node in model.graph if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS)]
+    ends = [each for node in main for each in (node.inputs[0], node.outputs[0]) if each is not None]
+    computed = list(dict.fromkeys(str(each.name) for each in ends if each.producer() is not None))
+    shapes: dict[str, tuple[int, ...]] = {}
+    if computed:
+        one = feed if network.fixed_batch else {name: value[:1] for name, value in feed.items()}
+        seen = until(model, computed)
+        session = GraphSession(seen, network.source)
+        shapes = {
+            name: value.shape for name, value in zip(session.output_names, session.run(one), strict=True)
+        }
+        shapes |= {name: value.shape for name, value in one.items()}
+    owners: dict[str, int] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for value in node.inputs:
+            if value is not None and value.name is not None:
+                owners[value.name] = owners.get(value.name, 0) + 1
+    found: list[Site] = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS):
+            site = _site(node, model, shapes, owners, len(found), network.fixed_batch or 1)
+            if site is not None:
+                found.append(_counted(site, shapes, network.fixed_batch or 1))
+    return found
+
+
+def _counted(site: Site, shapes: Mapping[str, tuple[int, ...]], batch: int) -> Site:
+    """Return a node that stays as it is with its multiply-accumulates, which count towards the whole."""
+    spec = site.spec
+    if spec.refusal is None or site.output_name not in shapes or spec.params == 0:
+        return site
+    shape = shapes[site.input_name if spec.kind.startswith("conv_transpose") else site.output_name]
+    spatial = slice(1, -1) if spec.kind == "linear" else slice(2, None)
+    return replace(site, spec=replace(spec, macs=math.prod(_for_one(shape, spatial, batch)) * spec.params))
+
+
+def constant(value: ir.Value | None) -> Array | None:
+    """Return what a value always is, or None where it depends on the inputs.
+
+    Constants that are only turned or reshaped on their way are followed.
+    """
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is not None:
+        return tensor.numpy()
+    producer = value.producer()
+    if producer is None or producer.op_type not in _MOVING or producer.graph is None:
+        return None
+    if any(constant(each) is None for each in producer.inputs):
+        return None
+    graph = ir.convenience.extract(producer.graph, [], [value])
+    part = ir.Model(graph, ir_version=10)
+    outputs: Any = ReferenceEvaluator(ir.to_proto(part)).run(None, {})
+    return np.asarray(outputs[0])
+
+
+def _site(
+    node: ir.Node,
+    model: ir.Model,
+    shapes: Mapping[str, tuple[int, ...]],
+    owners: Mapping[str, int],
+    index: int,
+    batch: int,
+) -> Site | None:
+    """Return what a node is; None for a product of two values that both depend on the inputs."""
+    name = node.name or f"{node.op_type}_{index}"
+    x, y = node.inputs[0], node.outputs[0]
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    weight = constant(given)
+    if node.op_type in _INTEGER_PRODUCTS:
+        return _refused(node, name, index, weight, _QUANTISED)
+    if weight is None:
+        if _dequantised(given):
+            return _refused(node, name, index, _stored(given), _QUANTISED)
+        if node.op_type in ("MatMul", "Gemm") and (left := constant(x)) is not None:
+            return _refused(
+                node, name, index, left, "its weight is the left factor; only a right one is taken"
+            )
+        if node.op_type in ("Conv", "ConvTranspose"):
+            return _refused(node, name, index, None, "its weight is computed from the inputs")
+        return None
+    if node.graph is not model.graph:
+        return _refused(
+            node, name, index, weight, "it lies in the body of an If, Loop or Scan, or in a function"
+        )
+    reason = _refusal(node, weight, owners)
+    if reason is not None:
+        return _refused(node, name, index, weight, reason)
+    assert x is not None
+    assert x.name is not None
+    assert y.name is not None
+    if x.name not in shapes or y.name not in shapes:
+        return _refused(node, name, index, weight, "its input is not known")
+    spec = replace(_spec(node, name, index, weight), refusal=None)
+    bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    own = None if bias is None else torch.from_numpy(np.array(bias, dtype=np.float32).reshape(-1))
+    if own is not None:
+        own = own.expand(spec.out_channels).clone()
+    if _dequantised(x) or not _is_float(x, y):
+        return _refused(node, name, index, weight, _QUANTISED)
+    matrix = _plain(node, weight)
+    spatial = slice(1, -1) if spec.kind == "linear" else slice(2, None)
+    sizes = tuple(_for_one(shapes[name], spatial, batch) for name in (x.name, y.name))
+    pads, auto_pad = _padding(node, len(spec.kernel_size))
+    positions = math.prod(sizes[1])
+    spec = replace(
+        spec,
+        input_sizes=(sizes[0],),
+        output_sizes=(sizes[1],),
+        params=matrix.size + (0 if own is None else own.numel()),
+        bias=own is not None,
+        macs=positions * matrix.size,
+    )
+    return Site(
+        spec,
+        node.op_type,
+        x.name,
+        y.name,
+        torch.from_numpy(np.array(matrix, dtype=np.float32)),
+        own,
+        pads,
+        auto_pad,
+        tuple(_ints(node, "dilations", (1,) * len(spec.kernel_size))),
+        _absorber(node, own is not None, spec),
+    )
+
+
+def _refusal(node: ir.Node, weight: Array, owners: Mapping[str, int]) -> str | None:
+    """Return why a node with a constant weight has to stay as it is."""
+    given = node.inputs[1]
+    assert given is not None
+    assert given.name is not None
+    if node.op_type == "ConvTranspose":
+        return "a ConvTranspose; only Conv, Gemm and MatMul can be decomposed"
+    if weight.dtype != np.float32:
+        return f"its weight is {weight.dtype}; only float32 is taken"
+    if node.op_type == "Conv":
+        groups = _int(node, "group", 1)
+        if groups > 1:
+            return f"grouped convolution (group={groups}); only group=1 can be decomposed"
+        if weight.ndim not in (3, 4):
+            return f"a convolution along {weight.ndim - 2} axes; only one or two can be decomposed"
+    elif weight.ndim != 2:
+        return f"its weight has {weight.ndim} axes; only a matrix can be decomposed"
+    if node.op_type == "Gemm" and (
+        _int(node, "transA", 0) or _float(node, "alpha") != 1 or _float(node, "beta") != 1
+    ):
+        return "a Gemm with transA, alpha or beta; only the plain one is taken"
+    if owners.get(given.name, 0) > 1:
+        return "its weight belongs to another node too"
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        bias = constant(node.inputs[2])
+        rows = weight.shape[0] if node.op_type == "Conv" or _int(node, "transB", 0) else weight.shape[1]
+        if bias is None:
+            return "its bias depends on the inputs"
+        if bias.size not in (1, rows) or (bias.size == rows and bias.shape[-1] != rows):
+            return f"its bias has the shape {bias.shape}; only one number an output channel is taken"
+    return None
+
+
+def _plain(node: ir.Node, weight: Array) -> Array:
+    """Return the weight with the output channels first."""
+    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not _int(node, "transB", 0)):
+        return weight.T
+    return weight
+
+
+def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSpec:
+    """Return what is known of a node without running it."""
+    shape = (0, 0) if weight is None else weight.shape
+    groups = _int(node, "group", 1) if node.op_type.endswith("Conv") or "Conv" in node.op_type else 1
+    kernel: tuple[int, ...] = ()
+    kind: Kind = "linear"
+    if node.op_type in ("Conv", "QLinearConv", "ConvInteger", "ConvTranspose") and len(shape) > 2:
+        kernel = tuple(shape[2:])
+        kinds = _TRANSPOSED if node.op_type == "ConvTranspose" else _CONVOLUTIONS
+        kind = kinds.get(len(kernel), "conv3d")
+        outputs, inputs = shape[0], shape[1] * groups
+        if node.op_type == "ConvTranspose":
+            outputs, inputs = shape[1] * groups, shape[0]
+    elif node.op_type == "Gemm" and _int(node, "transB", 0):
+        outputs, inputs = shape[0], shape[-1]
+    else:
+        outputs, inputs = shape[-1], shape[-2] if len(shape) > 1 else 1
+    return LayerSpec(
+        name,
+        index,
+        kind,
+        int(outputs),
+        int(inputs),
+        kernel,
+        tuple(_ints(node, "strides", (1,) * len(kernel))),
+        groups,
+        bias=len(node.inputs) > 2 and node.inputs[2] is not None and node.op_type in _PRODUCTS,
+        params=0 if weight is None else int(weight.size),
+    )
+
+
+def _refused(node: ir.Node, name: str, index: int, weight: Array | None, reason: str) -> Site:
+    spec = replace(_spec(node, name, index, weight), refusal=reason)
+    x, y = node.inputs[0], node.outputs[0]
+    return Site(spec, node.op_type, (x.name if x else "") or "", y.name or "", torch.empty(0))
+
+
+def _for_one(shape: tuple[int, ...], spatial: slice, batch: int) -> tuple[int, ...]:
+    """Return the positions that one input of the network has in a shape, pieces of the input in front."""
+    pieces = shape[0] // batch if shape[0] % batch == 0 else shape[0]
+    return (*((pieces,) if pieces != 1 else ()), *shape[spatial])
+
+
+def _absorber(node: ir.Node, bias: bool, spec: LayerSpec) -> Absorber | None:
+    if bias:
+        return "bias"
+    y = node.outputs[0]
+    uses = list(y.uses())
+    if len(uses) != 1 or y.is_graph_output():
+        return None
+    behind = uses[0].node
+    if behind.op_type == "Add":
+        other = constant(behind.inputs[1 - uses[0].idx])
+        if other is not None and other.size == spec.out_channels:
+            channel = other.ndim - 1 if spec.kind == "linear" else other.ndim - 1 - len(spec.kernel_size)
+            if 0 <= channel < other.ndim and other.shape[channel] == spec.out_channels:
+                return "add"
+    if behind.op_type == "BatchNormalization" and uses[0].idx == 0 and len(behind.outputs) == 1:
+        axis_fits = spec.kind != "linear" or len(spec.output_sizes[0] if spec.output_sizes else ()) == 0
+        if axis_fits and constant(behind.inputs[3]) is not None:
+            return "batch_norm"
+    return None
+
+
+def _padding(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | None, str]:
+    auto_pad = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        return None, auto_pad
+    pads = [0] * (2 * axes) if auto_pad == "VALID" else _ints(node, "pads", (0,) * (2 * axes))
+    return tuple((int(pads[axis]), int(pads[axes + axis])) for axis in range(axes)), "NOTSET"
+
+
+def _dequantised(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    while producer is not None and producer.op_type in _MOVING and producer.inputs[0] is not None:
+        producer = producer.inputs[0].producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def _stored(value: ir.Value | None) -> Array | None:
+    """Return the integers behind a DequantizeLinear."""
+    producer = None if value is None else value.producer()
+    return (
+        constant(producer.inputs[0])
+        if producer is not None and producer.op_type == "DequantizeLinear"
+        else None
+    )
+
+
+def _is_float(*values: ir.Value) -> bool:
+    return all(each.dtype in (None, ir.DataType.FLOAT) for each in values)
+
+
+def _int(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default
+
+
+def _float(node: ir.Node, name: str) -> float:
+    return node.attributes[name].as_float() if name in node.attributes else 1.0
+
+
+def _ints(node: ir.Node, name: str, default: Sequence[int]) -> Sequence[int]:
+    return node.attributes[name].as_ints() if name in node.attributes else default

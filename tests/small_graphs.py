@@ -1,0 +1,136 @@
+"""Small graphs made by onnx.helper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from rankrl.onnx_graph.network import OnnxNetwork
+
+NEWEST = onnx.defs.onnx_opset_version()
+OPSETS = (13, min(NEWEST, 23))
+"""The oldest that is taken, and the newest that onnxruntime is sure to run."""
+
+Array = np.ndarray[Any, Any]
+
+
+def generator() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def of_low_rank(outputs: int, inputs: int, rank: int) -> Array:
+    random = generator()
+    product: Array = random.standard_normal((outputs, rank)) @ random.standard_normal((rank, inputs))
+    return (product / np.sqrt(inputs * rank)).astype(np.float32)
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto],
+    constants: dict[str, Array],
+    inputs: dict[str, Sequence[Any]],
+    outputs: dict[str, Sequence[Any]],
+    *,
+    opset: int = OPSETS[0],
+    types: dict[str, int] | None = None,
+) -> onnx.ModelProto:
+    types = types or {}
+    ends = [
+        [
+            helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), list(shape))
+            for name, shape in each.items()
+        ]
+        for each in (inputs, outputs)
+    ]
+    graph = helper.make_graph(
+        list(nodes),
+        "small",
+        *ends,
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def network_of(model: onnx.ModelProto, folder: Path) -> OnnxNetwork:
+    path = folder / "net.onnx"
+    onnx.save(model, path)
+    return OnnxNetwork.load(path)
+
+
+def convolutions(opset: int = OPSETS[0]) -> onnx.ModelProto:
+    """Conv, ReLU, Conv without a bias, batch norm, pooling, Gemm; sizes other than the batch are free too."""
+    random = generator()
+    constants = {
+        "first": (random.standard_normal((16, 3, 3, 3)) / 5).astype(np.float32),
+        "first_bias": random.standard_normal(16).astype(np.float32),
+        "second": of_low_rank(32, 16 * 9, 6).reshape(32, 16, 3, 3),
+        "gamma": random.uniform(0.5, 1, 32).astype(np.float32),
+        "beta": random.standard_normal(32).astype(np.float32),
+        "mean": random.standard_normal(32).astype(np.float32),
+        "variance": random.uniform(0.5, 1, 32).astype(np.float32),
+        "last": of_low_rank(5, 32, 3),
+        "last_bias": random.standard_normal(5).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node(
+            "Conv", ["x", "first", "first_bias"], ["a"], "first", pads=[1, 0, 2, 1], strides=[1, 2]
+        ),
+        helper.make_node("Relu", ["a"], ["b"], "relu"),
+        helper.make_node("Conv", ["b", "second"], ["c"], "second", auto_pad="SAME_UPPER"),
+        helper.make_node("BatchNormalization", ["c", "gamma", "beta", "mean", "variance"], ["d"], "norm"),
+        helper.make_node("GlobalAveragePool", ["d"], ["e"], "pool"),
+        helper.make_node("Flatten", ["e"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "last", "last_bias"], ["y"], "last", transB=1),
+    ]
+    return model_of(nodes, constants, {"x": ["n", 3, "h", "w"]}, {"y": ["n", 5]}, opset=opset)
+
+
+def tokens(opset: int = OPSETS[0]) -> onnx.ModelProto:
+    """Integers through an embedding, added to a second input; two outputs; MatMul, Add and Conv1d."""
+    random = generator()
+    constants = {
+        "table": random.standard_normal((11, 24)).astype(np.float32),
+        "mix": of_low_rank(24, 24, 4).T.copy(),
+        "mix_bias": random.standard_normal(24).astype(np.float32),
+        "along": of_low_rank(16, 24 * 3, 5).reshape(16, 24, 3),
+    }
+    nodes = [
+        helper.make_node("Gather", ["table", "words"], ["a"], "gather"),
+        helper.make_node("Add", ["a", "extra"], ["b"], "sum"),
+        helper.make_node("MatMul", ["b", "mix"], ["c"], "mix"),
+        helper.make_node("Add", ["c", "mix_bias"], ["d"], "bias"),
+        helper.make_node("Tanh", ["d"], ["states"], "tanh"),
+        helper.make_node("Transpose", ["states"], ["e"], "turn", perm=[0, 2, 1]),
+        helper.make_node("Conv", ["e", "along"], ["f"], "along", pads=[2, 0]),
+        helper.make_node("ReduceMax", ["f"], ["y"], "most", axes=[2], keepdims=0)
+        if opset < 18
+        else helper.make_node("ReduceMax", ["f", "axes"], ["y"], "most", keepdims=0),
+    ]
+    if opset >= 18:
+        constants["axes"] = np.array([2], dtype=np.int64)
+    return model_of(
+        nodes,
+        constants,
+        {"words": ["n", "t"], "extra": ["n", "t", 24]},
+        {"y": ["n", 16], "states": ["n", "t", 24]},
+        opset=opset,
+        types={"words": TensorProto.INT64},
+    )
+
+
+def images(count: int = 60) -> Array:
+    return generator().standard_normal((count, 3, 10, 9)).astype(np.float32)
+
+
+def sentences(count: int = 60) -> dict[str, Array]:
+    random = generator()
+    return {
+        "words": random.integers(11, size=(count, 7)),
+        "extra": random.standard_normal((count, 7, 24)).astype(np.float32),
+    }
