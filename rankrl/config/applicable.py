@@ -100,6 +100,23 @@ def _section(name: str, reason: str, *tasks: str) -> Rule:
     )
 
 
+_UNUSED_BY_ONNX = (
+    *("search", "reward", "calibration", "constrain", "finetune", "optim", "train"),
+    *("decomposition.sequential", "decomposition.batch_norm", "export.opset", "export.preprocess"),
+    *("export.int8", "export.runtimes", "export.training"),
+)
+
+
+def _unused_by_onnx(option: str) -> Rule:
+    """The rule of options that say how a network in PyTorch is trained, searched or exported."""
+    return Rule(
+        f"{option}." if "." not in option else option,
+        lambda config: config["model"].get("architecture") == "onnx",
+        "model=onnx compresses a file as it is, without training or search",
+        "leave it out; docs/onnx.md lists what it takes",
+    )
+
+
 RULES = (
     _section("search", "searches for no plan", *_SEARCHING),
     _section("selector", "searches for no plan", *_SEARCHING),
@@ -204,4 +221,5 @@ RULES = (
         "there is no teacher with finetune.distillation=0",
         "leave it out, or set finetune.distillation above 0",
     ),
+    *map(_unused_by_onnx, _UNUSED_BY_ONNX),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.data import cifar, digits, imagefolder, mnist, npz  # registers the sources
+from rankrl.data import cifar, digits, imagefolder, mnist, npz, onnx_inputs  # registers the sources
 from rankrl.data.augmentation import Augmentation
 from rankrl.data.batches import augmented_copy, batches
 from rankrl.data.images import ImageData, Images, TestImages
@@ -36,5 +36,6 @@ __all__ = [
     "load_dataset",
     "mnist",
     "npz",
+    "onnx_inputs",
     "register_dataset",
 ]

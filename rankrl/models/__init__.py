@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rankrl.models import conv4, custom, lenet5, resnet, resnet9, torchvision_models  # registers the models
+from rankrl.models import (  # registers the models
+    conv4,
+    custom,
+    lenet5,
+    onnx_network,
+    resnet,
+    resnet9,
+    torchvision_models,
+)
 from rankrl.models.checkpoint import checkpoint_heldout, load_checkpoint, save_checkpoint
 from rankrl.models.classifier import check_classifier
 from rankrl.models.registry import (
@@ -30,6 +38,7 @@ __all__ = [
     "load_checkpoint",
     "model_option_types",
     "model_source",
+    "onnx_network",
     "register_model",
     "resnet",
     "resnet9",

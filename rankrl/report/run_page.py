@@ -101,6 +101,8 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     columns, rows = comparison_rows(metrics)
     caption = "Accuracy is measured on the test set, which nothing was chosen by."
+    if number(metrics, "compressed", "agreement") is not None:
+        caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
     return text_table(caption, columns, rows)

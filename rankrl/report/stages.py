@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankrl.export import is_unchanged
@@ -32,6 +32,7 @@ class Stage:
         params: Parameters.
         macs: Multiply-accumulates for one input.
         latency_ms: Measured latency of its ONNX file in milliseconds.
+        agreement: How far its outputs agree with the original's on held-out inputs, 1 at most.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Stage:
     params: float | None = None
     macs: float | None = None
     latency_ms: float | None = None
+    agreement: float | None = None
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
@@ -62,13 +64,17 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
     if metrics.get("finetuned"):
         last = found[-1] if found else Stage("")
         found.append(Stage("Fine-tuned", number(metrics, "finetuned", "accuracy"), last.params, last.macs))
+    agreements = {
+        "Baseline": number(metrics, "baseline", "agreement"),
+        "Compressed": number(metrics, "compressed", "agreement"),
+    }
     latencies = {}
     if found:
         latencies[len(found) - 1] = number(metrics, "onnx", "latency_ms")
         if found[0].name == "Baseline":
             latencies[0] = number(metrics, "onnx", "baseline_latency_ms")
     return [
-        Stage(stage.name, stage.accuracy, stage.params, stage.macs, latencies.get(index))
+        replace(stage, latency_ms=latencies.get(index), agreement=agreements.get(stage.name))
         for index, stage in enumerate(found)
     ]
 

@@ -47,6 +47,7 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
 
     table: list[tuple[str, Any, str, str]] = [
         ("Test accuracy", format_accuracy, "accuracy", format_points(first.accuracy, last.accuracy)),
+        ("Agreement", format_accuracy, "agreement", format_points(first.agreement, last.agreement)),
         ("Parameters", format_count, "params", reduction("params", "params", "fewer", "more")),
         ("MACs", format_large, "macs", reduction("macs", "macs", "fewer", "more")),
         ("Latency", format_latency, "latency_ms", latency_change(metrics, first.latency_ms, last.latency_ms)),

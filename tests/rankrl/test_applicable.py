@@ -65,6 +65,29 @@ IDLE = [
         ("finetune.distillation=0", "finetune.temperature=2"),
         r"temperature=2\.0 .* finetune\.distillation above 0",
     ),
+    *(
+        (
+            option,
+            ("model=onnx", "model.path=net.onnx", argument),
+            r"has no effect: model=onnx compresses a file",
+        )
+        for option, argument in (
+            ("search.", "search.episodes=5"),
+            ("reward.", "reward=amc"),
+            ("calibration.", "calibration.images=5"),
+            ("constrain.", "constrain.epochs=3"),
+            ("finetune.", "finetune.epochs=3"),
+            ("optim.", "optim=sgd"),
+            ("train.", "train.epochs=3"),
+            ("decomposition.sequential", "decomposition.sequential=true"),
+            ("decomposition.batch_norm", "decomposition.batch_norm=keep"),
+            ("export.opset", "export.opset=18"),
+            ("export.preprocess", "export.preprocess=true"),
+            ("export.int8", "export.int8=true"),
+            ("export.runtimes", "export.runtimes=[openvino]"),
+            ("export.training", "export.training=true"),
+        )
+    ),
 ]
 
 

@@ -1,0 +1,117 @@
+"""`model=onnx` on the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from command_line import read_json
+from onnx import helper
+from small_graphs import convolutions, images, model_of
+
+from decomposition import CompressionPlan
+
+FILES = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npz")
+LITTLE = (
+    "decomposition.candidates=3",
+    "decomposition.iterations=5",
+    "decomposition.final_iterations=5",
+    "export.runs=2",
+    "export.batch=2",
+    "tracking=none",
+    "hydra.run.dir=run",
+)
+
+
+@pytest.fixture(autouse=True)
+def _files(_own_folders: None) -> None:
+    onnx.save(convolutions(), "net.onnx")
+    np.savez("inputs.npz", x=images(), labels=np.arange(60))
+
+
+def refused(rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        rankrl(*arguments)
+    assert left.value.code == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert len(shown.strip().splitlines()) == 1
+    return shown
+
+
+def test_a_file_becomes_a_smaller_one(
+    rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Path("net.onnx").read_bytes()
+    rankrl(*FILES, *LITTLE, "budget.params=0.7")
+    metrics = read_json(Path("run/metrics.json"))
+    assert metrics["ratios"]["params"] >= 1 / 0.7
+    assert metrics["compressed"]["agreement"] > 0.5
+    assert [layer.name for layer in CompressionPlan.load("run/plan.json")] == ["first", "second", "last"]
+    assert Path("net.onnx").read_bytes() == before
+    assert onnx.load("run/model.onnx").graph.output[0].name == "y"
+    assert "second" in Path("run/report.html").read_text()
+    shown = capsys.readouterr().out
+    assert "Agreement" in shown
+    assert "fewer" in shown
+
+
+def test_inspect_lists_the_nodes(rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    model = convolutions()
+    weight = onnx.numpy_helper.from_array(np.ones((32, 1, 1, 1), np.float32), "apart")
+    model.graph.initializer.append(weight)
+    pool = next(node for node in model.graph.node if node.name == "pool")
+    apart = helper.make_node("Conv", [pool.input[0], "apart"], ["scaled"], "apart", group=32)
+    pool.input[0] = "scaled"
+    model.graph.node.insert(4, apart)
+    onnx.save(model, "net.onnx")
+    rankrl("task=inspect", *FILES, "tracking=none")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "second" in shown
+    assert "grouped convolution (group=32)" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model.path=missing.onnx", "budget.params=0.5"), r"no ONNX file at missing\.onnx"),
+        (("model.path=inputs.npz", "budget.params=0.5"), r"inputs\.npz is no ONNX file"),
+        (("dataset.path=net.onnx", "budget.params=0.5"), r"net\.onnx cannot be read"),
+        (("task=compare", "budget.params=0.5"), r"task=compare has no use for model=onnx"),
+        (("decomposition=tensor_ring", "budget.params=0.5"), r"tensor_ring cannot be written"),
+        (("selector=ddpg", "budget.params=0.5"), r"selector=ddpg scores plans"),
+        (("finetune.epochs=2", "budget.params=0.5"), r"finetune\.epochs=2 has no effect"),
+        (("search.episodes=2", "budget.params=0.5"), r"search\.episodes=2 has no effect"),
+        (("budget.params=0.0001",), r"cannot be reached"),
+    ],
+)
+def test_mistakes_are_told_in_one_paragraph(
+    arguments: tuple[str, ...], message: str, rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Path("net.onnx").read_bytes()
+    assert re.search(message, refused(rankrl, capsys, *FILES, *LITTLE, *arguments))
+    assert Path("net.onnx").read_bytes() == before
+    assert not Path("run/model.onnx").exists()
+
+
+def test_the_two_go_together(rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "dataset=inputs" in refused(
+        rankrl, capsys, "model=onnx", "model.path=net.onnx", "budget.params=0.5"
+    )
+    assert "model=onnx" in refused(
+        rankrl, capsys, "dataset=inputs", "dataset.path=inputs.npz", "budget.params=0.5"
+    )
+
+
+def test_a_network_without_nodes_to_compress(
+    rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx.save(
+        model_of([helper.make_node("Relu", ["x"], ["y"])], {}, {"x": ["n", 3]}, {"y": ["n", 3]}), "net.onnx"
+    )
+    np.savez("inputs.npz", x=np.ones((9, 3), np.float32))
+    assert "no node that can be compressed" in refused(rankrl, capsys, *FILES, *LITTLE, "budget.params=0.5")
