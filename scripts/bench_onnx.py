@@ -1,0 +1,167 @@
+"""Compress networks that others made, as the ONNX files that they are.
+
+    python scripts/bench_onnx.py --folder FOLDER --networks pitch --budgets 0.7 0.5
+
+The folder holds pitch.onnx, file-types.onnx, music.onnx and prepare_inputs.py, which makes inputs and scores
+outputs. For each network the script prints a table: the original, its int8 version by onnxruntime's
+quantiser, and compressed files at each budget, in float32 and with integers. Times are those of one thread,
+in processor time, taken in turns with the original; the score is that of inputs that nothing was fitted to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from rankrl.errors import RankrlError
+from rankrl.export.int8 import quantise_onnx
+from rankrl.export.latency import LatencyComparison, compare_latency
+from rankrl.onnx_graph import OnnxNetwork, compress_onnx, split_inputs
+from rankrl.onnx_graph.score import agreement, agreement_score
+from rankrl.workflow.latency import LatencyOptions
+
+Array = np.ndarray[Any, Any]
+_RUN_AT_ONCE = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network with inputs.
+
+    Attributes:
+        fitted: What layers are fitted to.
+        tested: What scores are measured on.
+        score: From the output on `tested` to a number; `None` where the score is the agreement.
+        batch: Inputs of a timed pass.
+    """
+
+    fitted: Array
+    tested: Array
+    score: Callable[[Array], float] | None
+    batch: int
+
+
+def cases(prepare: ModuleType, names: list[str], count: int) -> dict[str, Case]:
+    """Make the inputs of each network."""
+    found = {}
+    for name in names:
+        generator = np.random.default_rng(0)
+        if name == "pitch":
+            frames, hz = prepare.pitch_frames(2 * count, generator)
+            score = lambda output, hz=hz[count:]: prepare.pitch_score(output, hz)  # noqa: E731
+            found[name] = Case(frames[:count], frames[count:], score, 16)
+        elif name == "file-types":
+            roots = dict.fromkeys(sysconfig.get_paths()[key] for key in ("stdlib", "purelib"))
+            data, labels = prepare.file_bytes(2 * count, generator, roots)
+            half = len(data) // 2
+            score = lambda output, labels=labels[half:]: prepare.label_score(output, labels)  # noqa: E731
+            found[name] = Case(data[:half], data[half:], score, 4)
+        elif name == "music":
+            audio = prepare.music(max(8, count // 20), generator)
+            half = len(audio) // 2
+            found[name] = Case(audio[:half], audio[half:], None, 1)
+    return found
+
+
+def scored(path: Path, original: Path, case: Case) -> float:
+    """Return the score of a file."""
+    if case.score is None:
+        name = OnnxNetwork.load(original).inputs[0].name
+        feeds = [{name: each[None]} for each in case.tested]
+        networks = [OnnxNetwork.load(each).session() for each in (original, path)]
+        return agreement_score(agreement(*networks, feeds))
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    parts = np.array_split(case.tested, max(1, len(case.tested) // _RUN_AT_ONCE))
+    return case.score(np.concatenate([session.run(None, {name: part})[0] for part in parts]))
+
+
+def row(label: str, path: Path, times: LatencyComparison | None, score: float) -> str:
+    """Return a row of the table."""
+    size = f"{path.stat().st_size / 1e6:.2f} MB"
+    if times is None:
+        return f"| {label} | {size} | – | 1 | {score:.4f} |"
+    took = f"{times.compressed.median_ms:.2f} of {times.baseline.median_ms:.2f} ms"
+    return f"| {label} | {size} | {took} | {times.ratio:.2f} | {score:.4f} |"
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--networks", nargs="+", default=["pitch", "file-types", "music"])
+    parser.add_argument("--measure", choices=("latency", "params", "macs", "bytes"), default="latency")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5])
+    parser.add_argument("--precisions", nargs="+", default=["float32", "int8"])
+    parser.add_argument("--decomposition", nargs="+", default=None)
+    parser.add_argument("--count", type=int, default=600, help="inputs to fit to, and as many to score on")
+    parser.add_argument("--candidates", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--cache", type=Path, default=None)
+    chosen = parser.parse_args()
+    found = importlib.util.spec_from_file_location("prepare_inputs", chosen.folder / "prepare_inputs.py")
+    if found is None or found.loader is None:
+        sys.exit(f"{chosen.folder} has no prepare_inputs.py")
+    prepare = importlib.util.module_from_spec(found)
+    found.loader.exec_module(prepare)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, case in cases(prepare, chosen.networks, chosen.count).items():
+            compare(name, case, chosen, Path(scratch))
+
+
+def compare(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> None:
+    """Print the table of one network."""
+    original, target = chosen.folder / f"{name}.onnx", scratch / "small.onnx"
+    network = OnnxNetwork.load(original)
+    entry = network.inputs[0].name
+    feed = {entry: case.tested[: case.batch]}
+    timed = {"batch": case.batch, "threads": 1, "runs": chosen.runs}
+    print(f"\n{name}, batches of {case.batch}, load average {os.getloadavg()[0]:.1f}\n")
+    print("| | file | time | faster | score |\n|---|---:|---:|---:|---:|")
+    print(row("original", original, None, scored(original, original, case)), flush=True)
+    integers = scratch / "int8.onnx"
+    feeds = split_inputs(case.fitted, network).calibration[:8]
+    quantise_onnx(original, integers, feeds)
+    times = compare_latency(original, integers, **timed, inputs=feed)
+    print(row("int8 by onnxruntime", integers, times, scored(integers, original, case)), flush=True)
+    for precisions in (("float32",), tuple(chosen.precisions)):
+        if precisions == ("float32",) and "float32" not in chosen.precisions:
+            continue
+        for budget in chosen.budgets:
+            label = f"{chosen.measure}={budget}, {' and '.join(precisions)}"
+            try:
+                result = compress_onnx(
+                    original,
+                    case.fitted,
+                    target,
+                    **{chosen.measure: budget},
+                    decomposition=chosen.decomposition,
+                    precisions=precisions,
+                    candidates=chosen.candidates,
+                    timing=LatencyOptions(batch=case.batch, runs=chosen.runs),
+                    cache=chosen.cache,
+                )
+            except (RankrlError, ValueError) as error:
+                print(f"| {label} | {error} | | | |", flush=True)
+                continue
+            print(row(label, result.path, result.latency, scored(target, original, case)), flush=True)
+        if precisions == tuple(chosen.precisions):
+            break
+
+
+if __name__ == "__main__":
+    main()
