@@ -23,11 +23,15 @@ _CAPTURED = 2**28
 CHOOSING_ELEMENTS, FINAL_ELEMENTS = 2**23, 2**24
 """Numbers in the patches of one node, to choose ranks by and to fit in the end: a kernel of many positions
 has large patches, and the time of a fit grows with their number squared."""
+_NARROW, _NARROW_ELEMENTS = 1024, 2**25
+"""Patches of so many numbers at most are fitted by their second moments, in a time that their number does not
+matter for."""
 
 
 def most_patches(site: Site, elements: int) -> int:
-    """Return how many patches of a node's input are looked at."""
-    return max(1, min(PATCHES_PER_LAYER, elements // site.weight[0].numel()))
+    """Return how many patches of a node's input are looked at, `elements` numbers where they are large."""
+    width = site.weight[0].numel()
+    return max(1, min(PATCHES_PER_LAYER, (_NARROW_ELEMENTS if width <= _NARROW else elements) // width))
 
 
 def collect_moments(
