@@ -117,6 +117,16 @@ GROUPS: dict[str, Group] = {
                     "checkpoint": None,
                 },
             ),
+            "onnx": Choice(
+                {
+                    "checkpoint": str | None,
+                    "path": str,
+                },
+                {
+                    "checkpoint": None,
+                    "path": "???",
+                },
+            ),
             "resnet20": Choice(
                 {
                     "checkpoint": str | None,
@@ -261,6 +271,28 @@ GROUPS: dict[str, Group] = {
                     "path": "???",
                     "size": 224,
                     "resize": None,
+                    "root": None,
+                    "heldout": None,
+                    "train_images": None,
+                    "mean": None,
+                    "std": None,
+                    "padding": None,
+                    "flip": None,
+                },
+            ),
+            "inputs": Choice(
+                {
+                    "root": str | pathlib.Path | None,
+                    "heldout": int | None,
+                    "train_images": int | None,
+                    "mean": collections.abc.Sequence[float] | None,
+                    "std": collections.abc.Sequence[float] | None,
+                    "padding": int | None,
+                    "flip": bool | None,
+                    "path": str | pathlib.Path,
+                },
+                {
+                    "path": "???",
                     "root": None,
                     "heldout": None,
                     "train_images": None,
