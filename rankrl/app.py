@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,14 @@ def _leave(error: Exception, code: int) -> None:
     raise SystemExit(code)
 
 
+def _show(text: str) -> None:
+    """Print a long text; who reads it may stop in the middle, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python would meet it again when it closes its streams
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Run the command line; errors that a user can cure exit with code 2 and one paragraph.
 
@@ -134,7 +143,7 @@ def main() -> None:
             sys.argv[1:] = resumed_arguments(sys.argv[1:])
             check_overrides(sys.argv[1:])
             if given & HELP_FLAGS:
-                print(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))
+                _show(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))
                 return
             sys.argv[1:] = sweep_arguments(sys.argv[1:])
             check_folders(sys.argv[1:])

@@ -55,6 +55,15 @@ def test_the_command_line_answers_without_torch(arguments: tuple[str, ...], code
     assert not loaded.intersection(HEAVY)
 
 
+def test_help_may_be_read_in_part() -> None:
+    command = [sys.executable, "-c", "from rankrl.app import main; main()", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+
+
 def test_completion_answers_without_torch() -> None:
     loaded, done = modules(MAIN, "-sc", "query=bash", COMP_LINE="rankrl selector=bay", COMP_POINT="19")
     assert "selector=bayes selector=bayes_ddpg" in done.stdout
