@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.table import Table
 
-from decomposition import Factorise, Quantise, list_heuristics
+from decomposition import list_heuristics
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
@@ -27,6 +27,7 @@ from rankrl.report import LayerRow
 from rankrl.tasks import steps
 from rankrl.tasks.registry import Task
 from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.measure import layer_row
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 
 NAME = "onnx"
@@ -204,26 +205,9 @@ def _outputs(result: OnnxCompression) -> Table:
 
 
 def _rows(result: OnnxCompression) -> list[LayerRow]:
-    specs = {site.name: site.spec for site in result.sites}
-    rows = []
-    for layer in result.plan:
-        spec = specs[layer.name]
-        chosen, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(spec)
-        if spec.params == 0:
-            continue
-        rows.append(
-            LayerRow(
-                name=layer.name,
-                shape=spec.weight_shape,
-                ranks=() if chosen is None else chosen.ranks,
-                params_before=spec.params,
-                params_after=cost.params,
-                macs_before=spec.macs,
-                macs_after=cost.macs,
-                error=result.errors.get(layer.name),
-                reason=layer.reason or "",
-                format="" if chosen is None else chosen.format,
-                precision="" if rounding is None else str(rounding),
-            )
-        )
-    return rows
+    specs = {site.name: site.spec for site in result.sites if site.spec.params}
+    return [
+        layer_row(layer, specs[layer.name], specs[layer.name], error=result.errors.get(layer.name))
+        for layer in result.plan
+        if layer.name in specs
+    ]

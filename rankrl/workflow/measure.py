@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from decomposition import (
     Factorise,
     FactorisedLayer,
     LayerPlan,
+    LayerSpec,
     Quantise,
     calibrate_ranges,
     contracted,
@@ -377,28 +378,36 @@ def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | Non
     pruning = bool(plan.group_kinds)
     rows = []
     for layer in plan:
-        spec = by_name[layer.name]
-        rest = pruned[layer.name]
-        module = fitted.get(layer.name)
-        chosen, cost = layer.operation(Factorise), layer.cost(rest)
-        rounding = layer.operation(Quantise)
-        rows.append(
-            LayerRow(
-                name=layer.name,
-                shape=spec.weight_shape,
-                ranks=() if chosen is None else chosen.ranks,
-                params_before=spec.params,
-                params_after=cost.params,
-                macs_before=spec.macs,
-                macs_after=cost.macs,
-                error=_error(layer, module, pruning=pruning),
-                reason=layer.reason or "",
-                channels=(rest.out_channels, spec.out_channels) if pruning else None,
-                format="" if chosen is None else chosen.format,
-                precision="" if rounding is None else str(rounding),
-            )
-        )
+        spec, rest = by_name[layer.name], pruned[layer.name]
+        row = layer_row(layer, spec, rest, error=_error(layer, fitted.get(layer.name), pruning=pruning))
+        channels = (rest.out_channels, spec.out_channels) if pruning else None
+        rows.append(replace(row, channels=channels))
     return rows
+
+
+def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: float | None) -> LayerRow:
+    """Return the report's row of one layer.
+
+    Args:
+        layer: Its entry in the plan.
+        spec: What it is in the dense network.
+        rest: What its own operations are applied to: with what group operations removed gone.
+        error: Its relative error, or None.
+    """
+    chosen, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
+    return LayerRow(
+        name=layer.name,
+        shape=spec.weight_shape,
+        ranks=() if chosen is None else chosen.ranks,
+        params_before=spec.params,
+        params_after=cost.params,
+        macs_before=spec.macs,
+        macs_after=cost.macs,
+        error=error,
+        reason=layer.reason or "",
+        format="" if chosen is None else chosen.format,
+        precision="" if rounding is None else str(rounding),
+    )
 
 
 def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -> float | None:
