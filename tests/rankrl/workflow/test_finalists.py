@@ -87,6 +87,7 @@ class Finalists(SearchSession):
         self.options = SearchOptions(params=0.5, episodes=12, finalists=finalists)
         self.apply = lambda plan: plan
         self._network_score = score
+        self.progress = None
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
