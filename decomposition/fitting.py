@@ -71,7 +71,7 @@ class FitOptions:
 
 
 FAST = FitOptions()
-CHOOSING = FitOptions(tolerance=1e-3, patience=5, enough=5e-3)
+CHOOSING = FitOptions(tolerance=1e-3, patience=3, enough=5e-3)
 """For fits that ranks are chosen by; the layers of the plan are fitted anew."""
 THOROUGH = FitOptions(iterations=1000, starts=16, tolerance=1e-9)
 

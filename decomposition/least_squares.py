@@ -30,6 +30,8 @@ _LEAST_ITERATIONS = 20
 _FULL_STEP_IN_METRIC = 1e8
 _LEAST_ITERATIONS_IN_METRIC = 4
 _NOTHING_LEFT = 1e-15
+# A squared relative error below that has too few digits left as the difference of sums near 1.
+_CANCELLED = 1e-8
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class LeastSquares:
         self.weight = weight / self.scale
         self.matrix = matrix / self.scale
         self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
-        self.target = self._apply(self._seen(self.matrix))
+        seen = self._seen(self.matrix)
+        self.target = self._apply(seen)
+        self.whole = (self.target * seen).sum()  # 1 but for rounding, and for a sensitivity without inputs
 
     def _seen(self, rows: torch.Tensor) -> torch.Tensor:
         """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
@@ -98,6 +102,12 @@ class LeastSquares:
     def squared_error(self, cores: Cores) -> torch.Tensor:
         """E|(W - V) x|^2 / E|W x|^2."""
         output, features = self.format.halves(cores, self.modes)
+        if len(features) < len(self.matrix):  # fewer rows for the metric than the difference has
+            left, products = self._seen(output), self._apply(features) @ features.T
+            cross = self.target @ features.T
+            value = self.whole - 2 * (left * cross).sum() + ((left.T @ left) * products).sum()
+            if value > _CANCELLED:
+                return value
         rest = self._seen(self.matrix - output @ features)
         return (self._apply(rest) * rest).sum()
 
