@@ -8,8 +8,8 @@ normalises its batches, watches the loss, follows its schedule, scores held-out 
 writes its state. The plain loop is what a tutorial shows: torchvision's transforms of one image at a time, a
 DataLoader with worker processes, float32. They run in turns; ratios are medians over the turns.
 
-A second table compares two ways to train factorised layers: always in stages, and as they do it, contracted
-to a dense weight where what passes between the stages takes longer (`--factorised FORMAT:RANK ...`).
+`--part factorised` compares two ways to train factorised layers instead: always in stages, and as they do it,
+contracted to a dense weight where what passes between the stages takes longer.
 """
 
 from __future__ import annotations
@@ -196,13 +196,12 @@ def report(options: argparse.Namespace) -> str:
                     f"| {name} | {optimizer} | {str(dtype).removeprefix('torch.')} | {loop:.0f} | {bare:.0f} "
                     f"| {to_bare:.2f} | {plain:.0f} | {to_plain:.2f} |"
                 )
-    if options.factorised:
-        lines += ["", *_factorised_rows(options, data)]
     return "\n".join(lines)
 
 
-def _factorised_rows(options: argparse.Namespace, data: ImageData) -> list[str]:
-    """Return the second table."""
+def factorised_report(options: argparse.Namespace) -> str:
+    """Compare both ways to train factorised layers and return the table as Markdown."""
+    data = load_dataset("cifar10", heldout=HELDOUT, train_images=options.images)
     lines = [
         f"A bare step with factorised layers, {inference_precision().dtype}".replace("torch.", "")
         + f", medians of {_FACTORISED_STEPS} steps in turns.",
@@ -220,7 +219,7 @@ def _factorised_rows(options: argparse.Namespace, data: ImageData) -> list[str]:
             f"| {name} | {tensor_format}, {rank} | {contracted} of {count} | {staged:.0f} | {trained:.0f} "
             f"| {trained / staged:.2f} |"
         )
-    return lines
+    return "\n".join(lines)
 
 
 def _format_and_rank(text: str) -> tuple[str, int]:
@@ -230,6 +229,12 @@ def _format_and_rank(text: str) -> tuple[str, int]:
             f"{text!r} is no FORMAT:RANK; the formats are {', '.join(list_formats())}"
         )
     return name, int(rank)
+
+
+PARTS = {
+    "loop": ("bench_training", "Training loop", report),
+    "factorised": ("bench_training_factorised", "Training factorised layers", factorised_report),
+}
 
 
 def main() -> None:
@@ -249,16 +254,18 @@ def main() -> None:
         type=_format_and_rank,
         metavar="FORMAT:RANK",
         default=[("cp", 16), ("cp", 32), ("tucker", 12)],
-        help="factorised layers of the second table (default cp:16 cp:32 tucker:12)",
+        help="what layers are factorised to (default cp:16 cp:32 tucker:12)",
     )
+    parser.add_argument("--part", choices=PARTS, default="loop", help="which table (default loop)")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     options = parser.parse_args()
     if min(options.images, options.epochs, options.batch_size, options.turns) < 1:
         parser.error("--images, --epochs, --batch-size and --turns must be at least 1")
-    text = f"`{shown_command(sys.argv)}`\n\n{hardware_line()}\n\n{report(options)}"
+    section, title, part = PARTS[options.part]
+    text = f"`{shown_command(sys.argv)}`\n\n{hardware_line()}\n\n{part(options)}"
     print(text)
     if options.output:
-        write_section(options.output, "bench_training", "Training loop", text)
+        write_section(options.output, section, title, text)
 
 
 if __name__ == "__main__":
