@@ -34,7 +34,7 @@ from rankrl.onnx_graph.rewrite import MARKED, check_formats, writable_formats
 from rankrl.onnx_graph.score import OutputAgreement, agreement, agreement_score
 from rankrl.onnx_graph.sensitivity import collect_sensitivities
 from rankrl.onnx_graph.sites import Site, SiteModules, find_sites
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.problem import SearchProblem, check_budgets
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyOptions
 
@@ -151,7 +151,12 @@ def compress_onnx(
         ExportError: onnxruntime cannot quantise or time the result.
         StorageError: The target cannot be written.
     """
-    fractions = checked_fractions(params=params, macs=macs, bytes=bytes, latency=latency)
+    fractions = {"params": params, "macs": macs, "bytes": bytes, "latency": latency}  # time is the last
+    check_budgets(fractions)
+    if all(value is None for value in fractions.values()):
+        raise ConfigError(
+            "give a budget: latency=0.5 keeps at most half of the time; params=, macs=, bytes= likewise"
+        )
     if Path(target).resolve() == Path(path).resolve():
         raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
     formats = chosen_formats(decomposition)
@@ -224,24 +229,6 @@ def compress_onnx(
         errors=graph.errors,
         latency=compared_with_original(network, target, feed, timing),
     )
-
-
-def checked_fractions(**fractions: float | None) -> dict[str, float | None]:
-    """Return the fractions of a budget, time last.
-
-    Raises:
-        ConfigError: There is none, or one is outside (0, 1].
-    """
-    for name, value in fractions.items():
-        if value is not None and not 0 < value <= 1:
-            raise ConfigError(
-                f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
-            )
-    if all(value is None for value in fractions.values()):
-        raise ConfigError(
-            "give a budget: latency=0.5 keeps at most half of the time; params=, macs=, bytes= likewise"
-        )
-    return fractions
 
 
 def chosen_formats(decomposition: str | Sequence[str] | None) -> tuple[str, ...]:

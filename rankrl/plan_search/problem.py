@@ -33,12 +33,24 @@ Choices = tuple[int, ...]
 _PRESET_FRACTION = 0.5
 
 
-def check_number_of_budgets(given: Mapping[str, float | None]) -> None:
-    """Refuse more than two budgets.
+def check_budgets(given: Mapping[str, float | None]) -> None:
+    """Refuse fractions that are none, and more than two budgets.
+
+    Args:
+        given: Fractions to keep by what is counted; None sets no budget.
 
     Raises:
-        ConfigError: More are set.
+        ConfigError: One is outside (0, 1], or more than two are set.
     """
+    for name, value in given.items():
+        if value is not None and not 0 < value <= 1:
+            raise ConfigError(
+                f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
+            )
+    _check_number_of_budgets(given)
+
+
+def _check_number_of_budgets(given: Mapping[str, float | None]) -> None:
     asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
     if len(asked) > 2:
         raise ConfigError(
@@ -159,7 +171,7 @@ class SearchProblem:
             ConfigError: As `from_model`.
             DecompositionError: As `from_model`.
         """
-        check_number_of_budgets(fractions)
+        _check_number_of_budgets(fractions)
         latency = fractions.get("latency")
         if latency is not None and latencies is None:
             raise ConfigError(

@@ -19,7 +19,7 @@ from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.history import EpisodeRow
-from rankrl.plan_search.problem import SearchProblem, check_number_of_budgets
+from rankrl.plan_search.problem import SearchProblem, check_budgets
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.run import SearchResult, check_limits, choosing, run_search
 from rankrl.plan_search.setting import SearchSetting
@@ -114,13 +114,7 @@ class SearchOptions:
     def __post_init__(self) -> None:
         check_workers(self.workers, self.cluster)
         check_limits(self.episodes, self.seconds, self.patience)
-        given = {name: getattr(self, name) for name in ("params", "macs", "bytes", "latency")}
-        for name, value in given.items():
-            if value is not None and not 0 < value <= 1:
-                raise ConfigError(
-                    f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
-                )
-        check_number_of_budgets(given)
+        check_budgets({name: getattr(self, name) for name in ("params", "macs", "bytes", "latency")})
         if self.finalists < 1:
             raise ConfigError(f"search.finalists must be at least 1, got {self.finalists}")
         check_reward(self.reward, self.reward_options)
