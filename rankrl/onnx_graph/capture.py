@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 
 from decomposition.errors import DecompositionError
+from decomposition.layers import DecomposableModule
 from decomposition.metric import is_finite, with_mean
 from decomposition.moments import PATCHES_PER_LAYER, InputMoments, MomentAccumulator
 from decomposition.patches import labels_of_batch, sample_labelled_patches
@@ -56,6 +57,7 @@ def collect_moments(
     model = network.graph_model()
     generator = torch.Generator().manual_seed(seed)
     accumulators = {site.name: MomentAccumulator() for site in sites}
+    layers = {site.name: site.module() for site in sites}
     total = sum(map(batch_size, batches))
     for group in _groups(sites, max(map(batch_size, batches))):
         session = Captured(model, [site.input_name for site in group], network.source)
@@ -63,7 +65,8 @@ def collect_moments(
             values = session.run(feed)
             for site in group:
                 share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total)
-                patches, labels = drawn_patches(site, [values[site.input_name]], share, generator, size)
+                given = [values[site.input_name]]
+                patches, labels = drawn_patches(site, layers[site.name], given, share, generator, size)
                 if not bool(torch.isfinite(patches[0]).all()):
                     raise OnnxGraphError(
                         f"node {site.name!r} of {network.source}: its input is NaN or infinite on the "
@@ -84,12 +87,18 @@ def collect_moments(
 
 
 def drawn_patches(
-    site: Site, inputs: Sequence[Array], count: int, generator: torch.Generator, batch: int
+    site: Site,
+    layer: DecomposableModule,
+    inputs: Sequence[Array],
+    count: int,
+    generator: torch.Generator,
+    batch: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Draw the same random patches from several inputs of a node.
 
     Args:
         site: The node.
+        layer: The node as a layer without padding (`Site.module`).
         inputs: Values of one shape that the node takes.
         count: Patches at most.
         generator: Source of the positions.
@@ -99,7 +108,7 @@ def drawn_patches(
         For each input a matrix (patches, in * kernel), and which input of the network each is from.
     """
     tensors = [site.padded(x).float() for x in inputs]
-    patches, labels = sample_labelled_patches(site.module(), tensors, count, generator)
+    patches, labels = sample_labelled_patches(layer, tensors, count, generator)
     return patches, labels_of_batch(labels, len(tensors[0]), batch)
 
 

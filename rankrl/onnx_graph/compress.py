@@ -17,7 +17,6 @@ from decomposition.operations.base import FINAL
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
 from rankrl.export.latency import LatencyComparison
-from rankrl.export.runtimes.onnxruntime_cpu import session_options
 from rankrl.onnx_graph.budget import (
     OnnxLatencyBudget,
     compared_with_original,
@@ -28,7 +27,7 @@ from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
-from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
+from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, open_session
 from rankrl.onnx_graph.refit import refitted_graph
 from rankrl.onnx_graph.rewrite import MARKED, check_formats, writable_formats
 from rankrl.onnx_graph.score import OutputAgreement, agreement, agreement_score
@@ -304,10 +303,7 @@ def scored(score: SessionScore, network: OnnxNetwork) -> float:
     Raises:
         OnnxGraphError: It is no finite number.
     """
-    session = onnxruntime.InferenceSession(
-        network.model.SerializeToString(), session_options(1), providers=["CPUExecutionProvider"]
-    )
-    found = score(session)
+    found = score(open_session(network.model, network.source))
     if isinstance(found, bool) or not isinstance(found, int | float | np.floating) or not np.isfinite(found):
         raise OnnxGraphError(f"the score is {found!r}; it must be a finite number, higher for better")
     return float(found)

@@ -32,11 +32,6 @@ class SplitInputs:
     calibration: list[Feed]
     heldout: list[Feed]
 
-    @property
-    def calibration_count(self) -> int:
-        """Inputs that layers are fitted to."""
-        return sum(map(batch_size, self.calibration))
-
 
 def batch_size(feed: Feed) -> int:
     """Return how many inputs a batch holds."""
@@ -118,13 +113,10 @@ def split_inputs(
     if len({_further_sizes(feed) for feed in feeds}) == 1:
         whole = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
         count = batch_size(whole)
-        _check_enough(count, _LEAST * (network.fixed_batch or 1), network)
+        unit = network.fixed_batch or 1
+        _check_enough(count, _LEAST * unit, network)
         order = generator.permutation(count)
-        held = min(
-            max(size if network.fixed_batch else 1, round(heldout * count)),
-            count - size * bool(network.fixed_batch),
-        )
-        held = min(held, count - 1)
+        held = min(max(unit, round(heldout * count)), count - unit)
         return SplitInputs(
             list(_batches(whole, order[held:], size, network.fixed_batch)),
             list(_batches(whole, order[:held], size, network.fixed_batch)),

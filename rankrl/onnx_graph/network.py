@@ -125,11 +125,6 @@ class OnnxNetwork:
         return tuple(found)
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs."""
-        return tuple(entry.name for entry in self.model.graph.output)
-
-    @property
     def fixed_batch(self) -> int | None:
         """The batch size that the file was exported with, or None where it is free."""
         return next((each.shape[0] for each in self.inputs if each.shape and each.shape[0]), None)
@@ -147,6 +142,28 @@ class OnnxNetwork:
         return GraphSession(self.model, self.source, threads=threads)
 
 
+def open_session(model: onnx.ModelProto, source: str, *, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Open a model in onnxruntime, on the processor.
+
+    Args:
+        model: The model.
+        source: Where it is from, for messages.
+        threads: Threads that compute an operator.
+
+    Raises:
+        OnnxGraphError: onnxruntime cannot run a node of it.
+    """
+    try:
+        return onnxruntime.InferenceSession(
+            model.SerializeToString(), session_options(threads), providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # onnxruntime's error classes have no common base of their own
+        raise OnnxGraphError(
+            f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "
+            "another version of onnxruntime, or an export to standard ONNX operators"
+        ) from error
+
+
 class GraphSession:
     """A graph in onnxruntime, with any number of inputs and outputs.
 
@@ -162,15 +179,7 @@ class GraphSession:
     def __init__(self, model: onnx.ModelProto | ir.Model, source: str, *, threads: int = 1) -> None:
         proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
         self.source = source
-        try:
-            self._session = onnxruntime.InferenceSession(
-                proto.SerializeToString(), session_options(threads), providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime's error classes have no common base of their own
-            raise OnnxGraphError(
-                f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "
-                "another version of onnxruntime, or an export to standard ONNX operators"
-            ) from error
+        self._session = open_session(proto, source, threads=threads)
         self._inputs = {entry.name for entry in self._session.get_inputs()}
         self.output_names = [entry.name for entry in self._session.get_outputs()]
 
@@ -198,7 +207,12 @@ def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
         model: The model; left as it was.
         values: Names of values of its main graph.
     """
-    graph = ir.convenience.extract(model.graph, list(model.graph.inputs), list(values))
+    return part_of(model, list(model.graph.inputs), values)
+
+
+def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence[str]) -> ir.Model:
+    """Return the part of a model between some values of its main graph; the model is left as it was."""
+    graph = ir.convenience.extract(model.graph, list(inputs), list(outputs))
     return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
 
 

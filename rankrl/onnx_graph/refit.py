@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import onnx_ir as ir
 import torch
@@ -158,16 +159,16 @@ def _refitted(
     source: str,
     seed: int,
 ) -> Refitted:
-    generator = torch.Generator().manual_seed(seed)
+    generator, dense = torch.Generator().manual_seed(seed), site.module()
     before = Captured(original, [site.input_name], source)
     after = Captured(compressed, [site.input_name], source)
-    total = sum(map(batch_size, batches))
+    *starts, total = accumulate(map(batch_size, batches), initial=0)
     patches: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
-    for start, feed in zip(_starts(batches), batches, strict=True):
+    for start, feed in zip(starts, batches, strict=True):
         values = [each.run(feed)[site.input_name] for each in (before, after)]
         share = max(1, most_patches(site, FINAL_ELEMENTS) * batch_size(feed) // total)
-        drawn, label = drawn_patches(site, values, share, generator, batch_size(feed))
+        drawn, label = drawn_patches(site, dense, values, share, generator, batch_size(feed))
         patches.append(drawn)
         labels.append(label + start)
     dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))
@@ -175,19 +176,10 @@ def _refitted(
     if total == 1:  # it says nothing of other inputs
         joined = torch.arange(len(arriving))
     return refit_to_patches(
-        site.module(),
+        dense,
         refit,
         dense_patches,
         arriving,
         joined,
         mean_absorbed=site.absorber is not None,
     )
-
-
-def _starts(batches: Sequence[Feed]) -> list[int]:
-    """Return how many inputs come before each batch."""
-    starts, count = [], 0
-    for feed in batches:
-        starts.append(count)
-        count += batch_size(feed)
-    return starts

@@ -23,7 +23,7 @@ from decomposition.metric import shrunk_matrix
 from decomposition.shrinkage import Spread
 from rankrl.onnx_graph.capture import Captured, in_parts
 from rankrl.onnx_graph.inputs import batch_size
-from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, part_of
 from rankrl.onnx_graph.sites import Site
 
 PASSES = 2048
@@ -60,11 +60,12 @@ def collect_sensitivities(
         Nodes to which the outputs do not react are left out.
     """
     generator = np.random.default_rng(seed)
-    scales = _output_scales(network, batches)
+    model, scales = network.graph_model(), _output_scales(network, batches)
     found: dict[str, torch.Tensor] = {}
     for site in sites:
         count = min(_MOST, max(_FEWEST, passes // site.spec.out_channels))
-        matrix = _measured(network, site, _first(batches, count, network.fixed_batch), scales, generator)
+        some = _first(batches, count, network.fixed_batch)
+        matrix = _measured(network, model, site, some, scales, generator)
         if matrix is not None:
             found[site.name] = matrix
         if progress is not None:
@@ -96,8 +97,7 @@ def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
             if used not in reached and used in variable:
                 taken[str(used.name)] = None
     others = sorted(taken)
-    graph = ir.convenience.extract(model.graph, [value, *others], outputs)
-    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values())), others
+    return part_of(model, [value, *others], outputs), others
 
 
 def _depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
@@ -128,12 +128,12 @@ def _used(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
 
 def _measured(
     network: OnnxNetwork,
+    model: ir.Model,
     site: Site,
     batches: Sequence[Feed],
     scales: dict[str, float],
     generator: np.random.Generator,
 ) -> torch.Tensor | None:
-    model = network.graph_model()
     found = behind(model, site.output_name)
     if found is None:
         return None

@@ -232,7 +232,7 @@ def _site(
     assert y.name is not None
     if x.name not in shapes or y.name not in shapes:
         return _refused(node, name, index, weight, "its input is not known")
-    spec = replace(_spec(node, name, index, weight), refusal=None)
+    spec = _spec(node, name, index, weight)
     bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
     own = None if bias is None else torch.from_numpy(np.array(bias, dtype=np.float32).reshape(-1))
     if own is not None:
@@ -309,7 +309,7 @@ def _plain(node: ir.Node, weight: Array) -> Array:
 def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSpec:
     """Return what is known of a node without running it."""
     shape = (0, 0) if weight is None else weight.shape
-    groups = _int(node, "group", 1) if node.op_type.endswith("Conv") or "Conv" in node.op_type else 1
+    groups = _int(node, "group", 1) if "Conv" in node.op_type else 1
     kernel: tuple[int, ...] = ()
     kind: Kind = "linear"
     if node.op_type in ("Conv", "QLinearConv", "ConvInteger", "ConvTranspose") and len(shape) > 2:

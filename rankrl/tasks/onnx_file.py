@@ -30,8 +30,6 @@ from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_row
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 
-NAME = "onnx"
-"""The model that stands for a network in an ONNX file."""
 INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
 _SELECTOR = "greedy"
