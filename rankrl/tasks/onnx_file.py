@@ -69,6 +69,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
             "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; budget.params, "
             "budget.macs and budget.bytes likewise"
         )
+    formats, selector = _formats(config), _selector(config)
     result = compress_onnx(
         path,
         inputs,
@@ -77,9 +78,9 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
         macs=budget.macs,
         bytes=budget.bytes,
         latency=budget.latency,
-        decomposition=_formats(config),
+        decomposition=formats,
         precisions=chosen.precisions,
-        selector=_selector(config),
+        selector=selector,
         timing=timing,
         candidates=chosen.candidates,
         multiple=chosen.multiple,
@@ -90,19 +91,17 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     )
     result.plan.save(folder.plan)
     if budget.latency is not None and 1 / result.latency.ratio > budget.latency:
-        missed = (
+        folder.miss(
             f"budget.latency={budget.latency} is missed: the finished file keeps "
             f"{1 / result.latency.ratio:.3f} of the original's time. Measure on a quiet machine, or ask for "
             "a little less"
         )
-        folder.notes.missed = missed
-        folder.notes.warnings.append(missed)
     metrics = {
         "task": config.task,
         "model": path.stem,
         "dataset": inputs.name,
-        "decomposition": "auto" if len(_formats(config) or ("", "")) > 1 else config.decomposition.format,
-        "selector": _selector(config),
+        "decomposition": "auto" if formats is None or len(formats) > 1 else config.decomposition.format,
+        "selector": selector,
         "seed": config.seed,
         **summary(result),
     }

@@ -152,8 +152,7 @@ def chosen_plan(
     if result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
     if result.missed is not None:
-        folder.notes.warnings.append(result.missed)
-        folder.notes.missed = result.missed
+        folder.miss(result.missed)
     plan = with_preprocessing(result.plan, data)
     plan.save(folder.plan)
     return session.problem, dataclasses.replace(result, plan=plan)

@@ -63,6 +63,11 @@ class RunFolder:
         log.warning(text)
         self.notes.warnings.append(text)
 
+    def miss(self, text: str) -> None:
+        """Keep the warning that the budget is missed, for the same places and the exit code."""
+        self.notes.warnings.append(text)
+        self.notes.missed = text
+
     @property
     def plan(self) -> Path:
         """The chosen plan."""
