@@ -7,6 +7,7 @@ One step costs features x D^2, independent of the number of images.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -22,13 +23,13 @@ from decomposition.sensitivity_root import symmetric_root
 
 LEAST_PENALTY = 1e-14
 _HISTORY = 20
-# A fit gets all of its iterations while a step takes no more multiply-accumulates than that; the first ones
-# gain the most.
+# A fit gets all of its iterations while a step takes no more multiply-accumulates than that, this share of
+# them at least; the first ones gain the most.
 _FULL_STEP = 1e9
-_LEAST_ITERATIONS = 20
-# A start that knows the inputs is so near that a tenth will do.
+_LEAST_SHARE = 1 / 3
+# A start that knows the inputs is so near that fewer will do.
 _FULL_STEP_IN_METRIC = 1e8
-_LEAST_ITERATIONS_IN_METRIC = 4
+_LEAST_SHARE_IN_METRIC = 1 / 15
 _NOTHING_LEFT = 1e-15
 # A squared relative error below that has too few digits left as the difference of sums near 1.
 _CANCELLED = 1e-8
@@ -172,11 +173,11 @@ class LeastSquares:
         """Return how many iterations the size of the problem leaves of those asked for."""
         step = self._step(*self.format.halves(cores, self.modes)[1].shape)
         least, full = (
-            (_LEAST_ITERATIONS_IN_METRIC, _FULL_STEP_IN_METRIC)
+            (_LEAST_SHARE_IN_METRIC, _FULL_STEP_IN_METRIC)
             if self._starts_in_metric
-            else (_LEAST_ITERATIONS, _FULL_STEP)
+            else (_LEAST_SHARE, _FULL_STEP)
         )
-        return min(iterations, max(least, int(iterations * full / step)))
+        return math.ceil(iterations * min(1.0, max(least, full / step)))
 
     def minimise(
         self,
@@ -206,10 +207,13 @@ class LeastSquares:
 
         objective = self._projected if fixed else self._joint
 
+        flat_enough = _StopWhenFlat(stop)
+
         def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
             vector = torch.from_numpy(flat).requires_grad_()
-            value, gradient = objective(split, vector, penalty)
-            return value, gradient.numpy()
+            squared, size, gradient = objective(split, vector, penalty)
+            flat_enough.squared_error = squared
+            return squared + penalty * size, gradient.numpy()
 
         initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
         from scipy.optimize import minimize  # takes a third of a second
@@ -220,7 +224,7 @@ class LeastSquares:
                 initial,
                 jac=True,
                 method="L-BFGS-B",
-                callback=_StopWhenFlat(stop),
+                callback=flat_enough,
                 options={
                     "maxiter": self.affordable(cores, iterations),
                     "maxcor": _HISTORY,
@@ -257,36 +261,37 @@ class LeastSquares:
 
     def _projected(
         self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
-    ) -> tuple[float, torch.Tensor]:
-        """Value and gradient of min over A of error + penalty (|A|^2 + |Q|^2)."""
+    ) -> tuple[float, float, torch.Tensor]:
+        """Min over A of squared error + penalty (|A|^2 + |Q|^2): both summands, and the gradient."""
         with torch.enable_grad():
             features = self.format.halves(split(vector), self.modes)[1]
         constant = features.detach()
         output, weighted, cross = self._best_output(constant, penalty)
-        value = 1.0 - (output * cross).sum() + penalty * constant.square().sum()
+        size = float(output.square().sum() + constant.square().sum())
+        squared = 1.0 - float((output * cross).sum()) - penalty * float(output.square().sum())
         # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
         slope = 2 * (output.T @ (output @ weighted - self.target) + penalty * constant)
         (gradient,) = torch.autograd.grad(features, vector, slope)
-        return float(value), gradient
+        return squared, size, gradient
 
     def _joint(
         self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
-    ) -> tuple[float, torch.Tensor]:
-        """Value and gradient of error + penalty (|A|^2 + |Q|^2) over all cores."""
+    ) -> tuple[float, float, torch.Tensor]:
+        """Squared error + penalty (|A|^2 + |Q|^2) over all cores: both summands, and the gradient."""
         with torch.enable_grad():
             output, features = self.format.halves(split(vector), self.modes)
         left, right = self._seen(output.detach()), features.detach()
         weighted, cross = self._apply(right), self.target @ right.T
         squares = left.T @ left
         fitted = left @ (weighted @ right.T)
-        size = left.square().sum() + right.square().sum()
-        value = 1.0 - 2 * (left * cross).sum() + (left * fitted).sum() + penalty * size
+        squared = 1.0 - 2 * float((left * cross).sum()) + float((left * fitted).sum())
+        size = float(left.square().sum() + right.square().sum())
         slopes = (
             2 * self._seen(fitted - cross + penalty * left),  # the root is symmetric
             2 * (squares @ weighted - left.T @ self.target + penalty * right),
         )
         (gradient,) = torch.autograd.grad((output, features), vector, slopes)
-        return float(value), gradient
+        return squared, size, gradient
 
 
 def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
@@ -305,17 +310,18 @@ def _numpy_blas() -> ThreadpoolController:
 
 
 class _StopWhenFlat:
-    """Stops the minimiser; at once when the value is small enough."""
+    """Stops the minimiser; at once when the squared error, that of its last step, is small enough."""
 
     def __init__(self, stop: Stop) -> None:
         self.enough, self.patience = max(stop.squared_error, _NOTHING_LEFT), stop.patience
         self.least_gain = stop.patience * stop.tolerance
+        self.squared_error = math.inf
         self.values: list[float] = []
 
     def __call__(self, intermediate_result: object) -> None:
         value = float(intermediate_result.fun)  # type: ignore[attr-defined]
         self.values.append(value)
-        if value < self.enough:
+        if self.squared_error < self.enough:
             raise StopIteration
         if len(self.values) > self.patience:
             gained = self.values[-1 - self.patience] - value
