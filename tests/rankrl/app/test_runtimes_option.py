@@ -29,6 +29,7 @@ def exported(rankrl: Command, whole_run: Path, *options: str) -> dict[str, Any]:
     return read_json(Path("exported/metrics.json"))
 
 
+@pytest.mark.slow
 @NEEDED
 @pytest.mark.parametrize("options", [(), ("export.preprocess=true", "export.int8=false")])
 def test_the_files_are_verified_and_timed_in_each(
@@ -47,6 +48,7 @@ def test_the_files_are_verified_and_timed_in_each(
     assert not list(Path("exported/state").glob("dense-int8*"))
 
 
+@pytest.mark.slow
 @NEEDED
 def test_a_runtime_that_computes_something_else_is_warned_of_and_not_timed(
     rankrl: Command, whole_run: Path, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,7 @@ def test_scores_in_processes_equal_those_of_one(
             assert torch.equal(given.weight(site.name, each.operations, each.reads), expected)
 
 
+@pytest.mark.slow
 def test_narrower_layers_are_timed(network: nn.Module, library: FitLibrary) -> None:
     sites = library.all_candidates(limit=1)
     table = measure_layer_latencies(network, sites, SHAPE, batch=4, runs=2)
