@@ -1,10 +1,11 @@
 from .api import apply_plan, load_compressed, search
 from .envs import RankSelectionEnv
 from .export import export_onnx
-from .onnx_graph import compress_onnx
+from .onnx_graph import ImagePreprocessing, compress_onnx
 from .operations import KeepChannels
 
 __all__ = [
+    "ImagePreprocessing",
     "KeepChannels",
     "RankSelectionEnv",
     "apply_plan",

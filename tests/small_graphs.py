@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 
 from rankrl.onnx_graph.network import OnnxNetwork
 
@@ -126,6 +127,17 @@ def tokens(opset: int = OPSETS[0]) -> onnx.ModelProto:
 
 def images(count: int = 60) -> Array:
     return generator().standard_normal((count, 3, 10, 9)).astype(np.float32)
+
+
+def save_photos(folder: Path, count: int = 12) -> None:
+    """Write pictures of 60 x 80 pixels, half of them in a folder inside."""
+    random = generator()
+    for index in range(count):
+        target = folder / ("more" if index % 2 else ".")
+        target.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(256, size=(60, 80, 3), dtype=np.uint8)).save(
+            target / f"{index:02}.png"
+        )
 
 
 def sentences(count: int = 60) -> dict[str, Array]:

@@ -25,7 +25,7 @@ import torch
 from command_line import with_effect
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from small_graphs import convolutions, images
+from small_graphs import convolutions, images, save_photos
 from torch import nn
 
 from decomposition.registry import Registry
@@ -186,10 +186,11 @@ def test_page_can_be_carried_out_from_top_to_bottom(page: Path, workplace: pytes
 
 
 def onnx_scope() -> dict[str, Any]:
-    """What the page of ONNX files takes for granted: a network with the input `frames`, inputs and labels."""
+    """What the page of ONNX files takes for granted: a network of `frames`, inputs, labels, photos."""
     model = convolutions()
     model.graph.input[0].name = model.graph.node[0].input[0] = "frames"
     onnx.save(model, "net.onnx")
+    save_photos(Path("photos"))
     return {"frames": images(), "labels": np.arange(len(images())) % 5}
 
 

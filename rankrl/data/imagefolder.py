@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,34 +83,59 @@ def _read(folder: Path, classes: list[str], size: int, shorter: int) -> Images:
             raise DataError(
                 f"{entry} is a class that the training folder lacks; it has {', '.join(classes[:10])}"
             )
-        found = sorted(
-            file for file in entry.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
-        )
+        found = image_files(entry)
         files += found
         labels += [classes.index(entry.name)] * len(found)
     if not files:
         raise DataError(f"{folder} holds no image files ({', '.join(sorted(SUFFIXES))}) in its class folders")
-    pixels = np.empty((len(files), size, size, 3), dtype=np.uint8)
+    pixels = decode_images(files, size, size, shorter)
+    return images_from_arrays(pixels, np.asarray(labels), where=str(folder))
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return the image files of a folder and of those in it, sorted."""
+    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+
+
+def decode_images(
+    files: Sequence[Path], height: int, width: int, shorter: int, mode: Literal["RGB", "L"] = "RGB"
+) -> NDArray[np.uint8]:
+    """Decode image files, resize them (bilinear, antialiased) and crop the centre.
+
+    Args:
+        files: The files.
+        height: Of the result, in pixels.
+        width: Of the result, in pixels.
+        shorter: What the shorter side is resized to before the crop; more where the crop needs it.
+        mode: `RGB`, or `L` for shades of grey.
+
+    Returns:
+        Pixels, shape (N, height, width, 3), or (N, height, width, 1) for `L`.
+
+    Raises:
+        DataError: A file cannot be decoded.
+    """
+    pixels = np.empty((len(files), height, width, 3 if mode == "RGB" else 1), dtype=np.uint8)
 
     def decode(index: int) -> None:
-        pixels[index] = _decode(files[index], size, shorter)
+        pixels[index] = _decode(files[index], height, width, shorter, mode).reshape(pixels.shape[1:])
 
     # Decoding and resizing release the interpreter lock, so threads use every core.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(decode, range(len(files))):
             pass
-    return images_from_arrays(pixels, np.asarray(labels), where=str(folder))
+    return pixels
 
 
-def _decode(path: Path, size: int, shorter: int) -> NDArray[np.uint8]:
+def _decode(path: Path, height: int, width: int, shorter: int, mode: str) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as file:
-            image = file.convert("RGB")
+            image = file.convert(mode)
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode the image {path}: {error}. Replace or remove the file.") from error
-    width, height = image.size
-    scale = shorter / min(width, height)
-    width, height = max(size, round(width * scale)), max(size, round(height * scale))
-    image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size) // 2, (height - size) // 2
-    return np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)
+    whole_width, whole_height = image.size
+    scale = max(shorter / min(image.size), width / whole_width, height / whole_height)
+    across, down = max(width, round(whole_width * scale)), max(height, round(whole_height * scale))
+    image = image.resize((across, down), Image.Resampling.BILINEAR)
+    left, top = (across - width) // 2, (down - height) // 2
+    return np.asarray(image.crop((left, top, left + width, top + height)), dtype=np.uint8)

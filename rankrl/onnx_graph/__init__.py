@@ -9,11 +9,13 @@ from __future__ import annotations
 from rankrl.onnx_graph.budget import network_costs
 from rankrl.onnx_graph.compress import OnnxCompression, chosen_formats, compress_onnx, summary
 from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import read_inputs, split_inputs
 from rankrl.onnx_graph.network import OnnxNetwork
 from rankrl.onnx_graph.sites import Site, find_sites
 
 __all__ = [
+    "ImagePreprocessing",
     "OnnxCompression",
     "OnnxGraphError",
     "OnnxNetwork",

@@ -26,6 +26,7 @@ from rankrl.onnx_graph.budget import (
 from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.file import check_contracted, write_graph
+from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, open_session
 from rankrl.onnx_graph.refit import refitted_graph
@@ -95,6 +96,7 @@ def compress_onnx(
     score: SessionScore | None = None,
     decomposition: str | Sequence[str] | None = None,
     precisions: Sequence[str] = ("float32",),
+    images: ImagePreprocessing | None = None,
     selector: str = "greedy",
     heldout: float = HELDOUT,
     timing: LatencyOptions | None = None,
@@ -115,7 +117,8 @@ def compress_onnx(
     Args:
         path: The ONNX file, opset 13 or newer; it is only read.
         inputs: What the network will be used on, a few hundred: a .npz or .npy file, one array for each input
-            by name (one array for a network with one input), or batches of such, any iterable.
+            by name (one array for a network with one input), or batches of such, any iterable; or a folder of
+            images.
         target: The file to write.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
@@ -128,6 +131,7 @@ def compress_onnx(
             written as plain nodes when omitted (`writable_formats`).
         precisions: What every node may compute with or be stored in: `float32`, `int8`, `int8_weights`,
             `int4_weights`.
+        images: How image files become inputs, where `inputs` is a folder of them.
         selector: Name of the rule that chooses ranks: `greedy`, `energy`, `uniform` or `vbmf`.
         heldout: Share of the inputs that the result is compared on; nothing is fitted to them.
         timing: How time is measured; batches of 16 in one thread when omitted.
@@ -161,7 +165,7 @@ def compress_onnx(
     formats = chosen_formats(decomposition)
     heuristic = get_heuristic(selector)
     network = OnnxNetwork.load(path)
-    given = read_inputs(inputs, network) if isinstance(inputs, str | Path) else inputs
+    given = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
     split = split_inputs(given, network, heldout=heldout, seed=seed)
     timing = LatencyOptions(batch=_TIMED_BATCH) if timing is None else timing
     feed = timed_feed(network, split, timing.batch)

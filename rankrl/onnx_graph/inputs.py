@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.network import Array, Feed, GraphInput, OnnxNetwork
 
 HELDOUT = 0.2
@@ -38,21 +39,33 @@ def batch_size(feed: Feed) -> int:
     return len(next(iter(feed.values())))
 
 
-def read_inputs(path: str | Path, network: OnnxNetwork) -> dict[str, Array]:
-    """Read inputs from a file.
+def read_inputs(
+    path: str | Path, network: OnnxNetwork, images: ImagePreprocessing | None = None
+) -> dict[str, Array]:
+    """Read inputs from a file or from a folder of images.
 
     Args:
         path: A .npz file with one array for each input of the network, by its name; other arrays in it, such
             as labels, are left alone. A .npy file, or a .npz file of one array, will do for a network with
-            one input, whatever the array's name.
+            one input, whatever the array's name. Or a folder of image files.
         network: The network that is to take them.
+        images: How images become inputs; pixels in [0, 1] when omitted.
 
     Raises:
-        OnnxGraphError: The file is missing or damaged, or lacks an input.
+        OnnxGraphError: The file is missing or damaged, or lacks an input, or the network takes no images.
+        DataError: An image cannot be decoded.
     """
     path = Path(path)
+    if path.is_dir():
+        return (images or ImagePreprocessing()).read(path, network)
+    if images is not None:
+        raise OnnxGraphError(
+            f"{path} is no folder of images, so that there is nothing to resize or normalise"
+        )
     if not path.is_file():
-        raise OnnxGraphError(f"there is no file of inputs at {path}; give a .npz or .npy (dataset.path=FILE)")
+        raise OnnxGraphError(
+            f"there is no file of inputs at {path}; give a .npz, a .npy or a folder of images"
+        )
     try:
         content = np.load(path, allow_pickle=False)
         if isinstance(content, np.ndarray):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,6 +14,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.onnx_graph import (
+    ImagePreprocessing,
     OnnxCompression,
     OnnxNetwork,
     chosen_formats,
@@ -54,6 +56,7 @@ def onnx_task(name: str) -> Task:
 def compress(config: AppConfig, folder: RunFolder) -> None:
     """Write the compressed network as `model.onnx`, with plan, report and metrics."""
     path, inputs = _files(config)
+    images = _images(config, inputs)
     timing = LatencyOptions(
         batch=config.export.batch if _given("export.batch") else _BATCH,
         threads=config.export.threads,
@@ -80,6 +83,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
         latency=budget.latency,
         decomposition=formats,
         precisions=chosen.precisions,
+        images=images,
         selector=selector,
         timing=timing,
         candidates=chosen.candidates,
@@ -100,6 +104,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
         "task": config.task,
         "model": path.stem,
         "dataset": inputs.name,
+        **({} if images is None else {"preprocessing": asdict(images)}),
         "decomposition": "auto" if formats is None or len(formats) > 1 else config.decomposition.format,
         "selector": selector,
         "seed": config.seed,
@@ -115,7 +120,8 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     del folder
     path, inputs = _files(config)
     network = OnnxNetwork.load(path)
-    split = split_inputs(read_inputs(inputs, network), network, seed=config.seed)
+    given = read_inputs(inputs, network, _images(config, inputs))
+    split = split_inputs(given, network, seed=config.seed)
     sites = find_sites(network, split.calibration[0])
     totals = network_costs(network, sites)
     table = Table(title=f"{path.name}: {totals['params']:,} parameters, {totals['macs']:,} MACs")
@@ -161,6 +167,27 @@ def _files(config: AppConfig) -> tuple[Path, Path]:
             f"dataset={INPUTS} dataset.path=inputs.npz, one array for each input of the network"
         )
     return Path(config.model["path"]), Path(config.dataset["path"])
+
+
+def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
+    """Return how images become inputs; None where no image is read.
+
+    Raises:
+        ConfigError: An option of images is given without a folder of them, or one that means nothing here.
+    """
+    of_images = ("size", "resize", "scale", "order", "mean", "std")
+    useless = [name for name in ("heldout", "train_images", "padding", "flip") if _given(f"dataset.{name}")]
+    if useless:
+        raise ConfigError(f"dataset.{useless[0]} means nothing for dataset={INPUTS}; leave it out")
+    if inputs.is_dir():
+        return ImagePreprocessing(**{name: config.dataset[name] for name in of_images})
+    given = [name for name in of_images if _given(f"dataset.{name}")]
+    if given:
+        raise ConfigError(
+            f"dataset.{given[0]} is for a folder of images; {inputs} is none, and arrays in a file are taken "
+            "as they are. Leave it out"
+        )
+    return None
 
 
 def _given(*names: str) -> bool:

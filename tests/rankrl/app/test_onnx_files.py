@@ -11,7 +11,7 @@ import onnx
 import pytest
 from command_line import read_json
 from onnx import helper
-from small_graphs import convolutions, images, model_of
+from small_graphs import convolutions, images, model_of, save_photos
 
 from decomposition import CompressionPlan
 
@@ -115,3 +115,29 @@ def test_a_network_without_nodes_to_compress(
     )
     np.savez("inputs.npz", x=np.ones((9, 3), np.float32))
     assert "no node that can be compressed" in refused(rankrl, capsys, *FILES, *LITTLE, "budget.params=0.5")
+
+
+def test_a_folder_of_images_is_compressed_with_what_was_said_of_them(rankrl: Callable[..., None]) -> None:
+    save_photos(Path("photos"))
+    options = ("dataset.path=photos", "dataset.size=16", "dataset.std=[0.2,0.2,0.2]")
+    rankrl(*FILES[:-1], *options, *LITTLE, "budget.params=0.7")
+    said = read_json(Path("run/metrics.json"))["preprocessing"]
+    assert said["size"] == 16
+    assert said["std"] == [0.2, 0.2, 0.2]
+    assert said["order"] == "rgb"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("dataset.path=photos", "dataset.flip=true"), "dataset.flip means nothing for dataset=inputs"),
+        (("dataset.path=inputs.npz", "dataset.size=16"), "dataset.size is for a folder of images"),
+        (("dataset.path=photos",), r"say which \(dataset.size=224"),
+    ],
+)
+def test_options_of_images_that_do_not_apply_are_refused(
+    rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    save_photos(Path("photos"))
+    shown = refused(rankrl, capsys, *FILES[:-1], *options, *LITTLE, "budget.params=0.7")
+    assert re.search(message, shown)
