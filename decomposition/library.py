@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,7 @@ from decomposition.operations import (
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import ACTIVATION_NOISE, PRECISIONS, amplification
-from decomposition.processes import in_processes
+from decomposition.processes import Spread, in_processes
 from decomposition.rank_grid import candidate_ranks
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.sensitivity_root import floored, symmetric_root
@@ -386,7 +386,7 @@ class FitLibrary:
         unfitted: Iterable[CandidateSet],
         finish: Callable[[CandidateSet], None],
         *,
-        workers: int | None = None,
+        workers: int | Spread[Any, Any] | None = None,
     ) -> None:
         """Fit the candidates of several layers.
 
@@ -394,7 +394,7 @@ class FitLibrary:
             unfitted: From `unfitted`.
             finish: Called with the fitted candidates of each layer when it is finished; in order without
                 workers.
-            workers: As for `all_candidates`.
+            workers: As for `all_candidates`, or what does the work of `in_processes` elsewhere.
 
         Raises:
             DecompositionError: As `all_candidates` does.
@@ -411,11 +411,16 @@ class FitLibrary:
     def _fit_in_processes(
         self,
         jobs: Iterable[tuple[str, CandidateSet | int]],
-        workers: int,
+        workers: int | Spread[Any, Any],
         finish: Callable[[CandidateSet], None],
     ) -> None:
         parts = ((self._part(name), wanted) for name, wanted in jobs)
-        for computed, site in in_processes(_fit_part, parts, workers, "fits"):
+        results: Iterator[tuple[FitCache, CandidateSet]]
+        if callable(workers):
+            results = workers(_fit_part, parts, "fits")
+        else:
+            results = in_processes(_fit_part, parts, workers, "fits")
+        for computed, site in results:
             self.cache.update(computed)
             finish(site)
 

@@ -2,89 +2,124 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from decomposition.errors import DecompositionError
 
+log = logging.getLogger(__name__)
+
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 
+Spread = Callable[[Callable[[_Job], _Result], Iterable[_Job], str], Iterator[_Result]]
+"""Does the work of `in_processes` by the caller's own means: the function, the jobs, what is done."""
+
+_MOST_DEATHS = 2  # of processes over one job; after that it is the job that kills them
+
+
+@dataclass
+class _Worker(Generic[_Job]):
+    """A process, and the job that it is at."""
+
+    process: BaseProcess
+    job: _Job
+    deaths: int = 0
+
+
 def in_processes(
-    function: Callable[[_Job], _Result], jobs: Iterable[_Job], workers: int, work: str
+    function: Callable[[_Job], _Result], jobs: Iterable[_Job], workers: int, work: str, *, threads: int = 1
 ) -> Iterator[_Result]:
     """Yield the results of a function on jobs, in the order in which they are finished.
 
-    A job is made when a worker is free for it, so memory holds no more jobs than workers. All workers end
-    with the iteration, whatever ends it.
+    A job is made when a worker is free for it, so memory holds no more jobs than workers. A job whose worker
+    dies is given to a new one. All workers end with the iteration, whatever ends it.
 
     Args:
         function: A function of a module; it, jobs and results are pickled.
         jobs: What it is called with.
-        workers: Processes, 1 or more, each computing in one thread.
+        workers: Processes, 1 or more.
         work: What is done, for messages.
+        threads: Threads that each process computes with.
 
     Raises:
-        DecompositionError: If `workers` is less than 1, or a worker ends without a result.
+        DecompositionError: If `workers` is less than 1, or workers end over the same job without a result.
         Exception: What the function raises.
     """
     if workers < 1:
         raise DecompositionError(f"{work} take 1 worker or more, got workers={workers}")
-    context = get_context("spawn")
     rest = iter(jobs)
-    running: dict[Connection, BaseProcess] = {}
+    idle: list[tuple[Connection, BaseProcess]] = []
+    busy: dict[Connection, _Worker[_Job]] = {}
+
+    def start(job: _Job, deaths: int = 0) -> None:
+        connection, process = idle.pop() if idle else _started(function, threads)
+        busy[connection] = _Worker(process, job, deaths)
+        with suppress(BrokenPipeError):  # died already; it is found out where its result is waited for
+            connection.send(job)
+
     try:
-        for job in rest:
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(target=_serve, args=(function, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            running[ours] = process
-            ours.send(job)
-            if len(running) == workers:
-                break
-        busy = set(running)
+        for job in itertools.islice(rest, workers):
+            start(job)
         while busy:
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
-                result = _received(connection, running[connection], work)
-                job_left = next(rest, None)
-                if job_left is None:
-                    busy.discard(connection)
-                else:
-                    connection.send(job_left)
+                worker = busy.pop(connection)
+                try:
+                    result, error = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    connection.close()
+                    _check_deaths(worker, work)
+                    start(worker.job, worker.deaths + 1)
+                    continue
+                idle.append((connection, worker.process))
+                if error is not None:
+                    raise error
+                for job in itertools.islice(rest, 1):
+                    start(job)
                 yield result
     finally:
-        for connection, process in running.items():
+        for connection, process in (*idle, *((each, worker.process) for each, worker in busy.items())):
             process.terminate()
             process.join()
             connection.close()
 
 
-def _received(connection: Connection, process: BaseProcess, work: str) -> Any:
-    try:
-        result, error = connection.recv()
-    except EOFError:
-        process.join()
+def _started(function: Callable[[Any], Any], threads: int) -> tuple[Connection, BaseProcess]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process: BaseProcess = context.Process(target=_serve, args=(function, theirs, threads), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _check_deaths(worker: _Worker[Any], work: str) -> None:
+    """Tell of a worker's end; raise if others ended over the same job before."""
+    worker.process.join()
+    code = worker.process.exitcode
+    if worker.deaths >= _MOST_DEATHS:
         raise DecompositionError(
-            f"a process for {work} ended with code {process.exitcode} and no result; it may have run out of "
-            "memory: use fewer workers"
-        ) from None
-    if error is not None:
-        raise error
-    return result
+            f"a process for {work} ended with code {code} and no result; it may have run out of memory: use "
+            "fewer workers"
+        )
+    log.warning("a process for %s ended with code %s; its work is done again", work, code)
 
 
-def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
+def _serve(function: Callable[[Any], Any], connection: Connection, threads: int) -> None:
     """Answer every job with its result or its exception, until the other side closes."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     try:
         while True:

@@ -209,11 +209,14 @@ RULES = (
         "all plans are scored on all images",
         "set search.halving.fraction too",
     ),
-    Rule(
-        "search.cluster",
-        lambda config: config["search"]["workers"] is None,
-        "no worker processes are asked for",
-        "set search.workers too",
+    *(
+        Rule(
+            f"search.{name}",
+            lambda config: config["search"]["workers"] is None,
+            "no worker processes are asked for",
+            "set search.workers too",
+        )
+        for name in ("cluster", "worker_cpus", "worker_gpus")
     ),
     Rule(
         "finetune.temperature",

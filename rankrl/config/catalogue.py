@@ -57,6 +57,8 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.workflow.session:SearchOptions.params": None,
     "rankrl.workflow.session:SearchOptions.patience": None,
     "rankrl.workflow.session:SearchOptions.seconds": None,
+    "rankrl.workflow.session:SearchOptions.worker_cpus": 1,
+    "rankrl.workflow.session:SearchOptions.worker_gpus": 0.0,
     "rankrl.workflow.session:SearchOptions.workers": None,
 }
 """Defaults by reference (`rankrl.config.taken`)."""

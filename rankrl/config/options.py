@@ -153,6 +153,8 @@ def search_options(config: AppConfig) -> SearchOptions:
         patience=search.patience,
         workers=search.workers,
         cluster=search.cluster,  # type: ignore[arg-type]  # checked there, with a message for users
+        worker_cpus=search.worker_cpus,
+        worker_gpus=search.worker_gpus,
     )
 
 

@@ -148,6 +148,8 @@ class SearchConfig:
     finalists: int = owned(_SEARCH, "finalists")
     workers: int | None = owned(_SEARCH, "workers")
     cluster: str = owned(_SEARCH, "cluster")
+    worker_cpus: int = owned(_SEARCH, "worker_cpus")
+    worker_gpus: float = owned(_SEARCH, "worker_gpus")
 
 
 @dataclass

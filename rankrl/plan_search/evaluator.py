@@ -27,6 +27,11 @@ _BATCH_SIZE = {"cpu": 125, "cuda": 1000}
 _FOLDING_EXAMPLES = 32
 
 
+def batch_size(device: str) -> int:
+    """Return how many images at a time suit a type of device, such as `cuda`."""
+    return _BATCH_SIZE.get(device, _BATCH_SIZE["cpu"])
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What is known of one scored plan.
@@ -193,7 +198,7 @@ class PlanEvaluator:
             fold=self.options.statistics == "corrected",
             cache_bytes=self.options.cache_bytes,
         )
-        size = self.options.batch_size or _BATCH_SIZE.get(self.precision.device.type, 125)
+        size = self.batch_size = self.options.batch_size or batch_size(self.precision.device.type)
         self._x, self._y = self._load(images, size, mean, std)
         self._calibration: list[Tensor] = []
         if self.options.statistics == "reestimated":

@@ -2,10 +2,10 @@
 
 The main process keeps everything that decides (what is known, the order, successive halving); workers only
 compute class scores, or call the user's function. So the same seed gives the same plans whatever the number
-of workers. They run torch on one thread each: beside a search in one process on several threads that holds
-as far as torch gives equal class scores on one thread and on several. It did, bit for bit in bfloat16 and
-float32, for ResNet-20 on an x86 CPU; batch-norm statistics that are re-estimated for every plan
-(`statistics="reestimated"`) are sums whose last bits may differ.
+of workers. They run torch on `search.worker_cpus` threads each, one by default: beside a search in one
+process on several threads that holds as far as torch gives equal class scores on one thread and on several.
+It did, bit for bit in bfloat16 and float32, for ResNet-20 on an x86 CPU; batch-norm statistics that are
+re-estimated for every plan (`statistics="reestimated"`) are sums whose last bits may differ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from decomposition.library import FitLibrary
 from decomposition.moments import InputMoments
 from decomposition.operations import Factorise
 from rankrl.data import Augmentation, Images
-from rankrl.device import Precision
-from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
+from rankrl.device import Precision, select_device
+from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator, batch_size
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator
-from rankrl.plan_search.workers import Cluster, WorkerPool, create_pool
+from rankrl.plan_search.workers import WorkerCluster, WorkerPool, Workers
 
 
 class GivenFits(FitLibrary):
@@ -76,9 +76,14 @@ class _PlanScorer:
     problem: SearchProblem
     images: Images
     arguments: Mapping[str, Any]
+    workers: Workers
 
     def __call__(self) -> Any:
-        evaluator = PlanEvaluator(self.model, self.library, self.problem, self.images, **self.arguments)
+        arguments = dict(self.arguments)
+        if self.workers.cluster != "local":  # this may be another machine than the one that decides
+            own = select_device() if self.workers.gpus > 0 else torch.device("cpu")
+            arguments["precision"] = replace(arguments["precision"], device=own)
+        evaluator = PlanEvaluator(self.model, self.library, self.problem, self.images, **arguments)
 
         def score(task: _Task) -> tuple[np.ndarray, float]:
             begin = time.perf_counter()
@@ -163,8 +168,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         library: The fits of its layers.
         problem: The search problem made of them.
         images: Held-out images.
-        workers: Number of workers.
-        cluster: `local` for processes on this machine, `ray` for a Ray cluster.
+        cluster: Where the workers are.
         mean: Per-channel mean for pixels in [0, 1].
         std: Per-channel standard deviation for pixels in [0, 1].
         augmentation: Crops and flips for `options.augmented`.
@@ -182,8 +186,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         problem: SearchProblem,
         images: Images,
         *,
-        workers: int,
-        cluster: Cluster = "local",
+        cluster: WorkerCluster,
         mean: Sequence[float],
         std: Sequence[float],
         augmentation: Augmentation | None = None,
@@ -198,16 +201,28 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
             "options": options,
             "precision": precision,
         }
+        self._on_gpus = cluster.workers.gpus > 0
+        if self._on_gpus and (options is None or options.batch_size is None):
+            arguments["options"] = replace(options or EvaluatorOptions(), batch_size=batch_size("cuda"))
         self._local = PlanEvaluator(model, library, problem, images, **arguments)
         arguments["precision"] = self._local.precision
+        # Shares of a plan are counted in batches, so workers need those of this process on any device.
+        arguments["options"] = replace(self._local.options, batch_size=self._local.batch_size)
         scorer = _PlanScorer(
             copy.deepcopy(model).cpu(),
             GivenFits(library, problem),
             replace(problem, library=None),
             images,
             arguments,
+            cluster.workers,
         )
-        self._pool = create_pool(scorer, workers, cluster)
+        self._pool = cluster.pool(scorer)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the evaluator in one process, unless workers compute on GPUs and that one does not."""
+        own = self._local.fingerprint
+        return f"{own}-cuda" if self._on_gpus and self._local.precision.device.type != "cuda" else own
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans, in order.
@@ -265,8 +280,7 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
         problem: The search problem made of them.
         score: Higher is better.
         example: A few model inputs (N, ...).
-        workers: Number of workers.
-        cluster: `local` for processes on this machine, `ray` for a Ray cluster.
+        cluster: Where the workers are.
 
     Raises:
         ConfigError: An option is out of range, or the function or the network cannot be sent to other
@@ -281,15 +295,14 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
         score: Score,
         example: Tensor,
         *,
-        workers: int,
-        cluster: Cluster = "local",
+        cluster: WorkerCluster,
     ) -> None:
         super().__init__(problem)
         self._local = ScoreEvaluator(model, library, problem, score, example)
         scorer = _FunctionScorer(
             model, GivenFits(library, problem), replace(problem, library=None), score, example
         )
-        self._pool = create_pool(scorer, workers, cluster)
+        self._pool = cluster.pool(scorer)
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans, in order.

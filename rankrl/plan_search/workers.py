@@ -1,31 +1,38 @@
 """Worker processes that score plans: on this machine, or on a Ray cluster.
 
 A worker is sent one function that builds a scorer, builds it once, and then applies it to one task after the
-other. Workers run torch on one thread each.
+other.
 """
 
 from __future__ import annotations
 
-import importlib
+import logging
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from decomposition.processes import in_processes
 from rankrl.errors import ConfigError, RankrlError, did_you_mean
 
 Cluster = Literal["local", "ray"]
 Scorer = Callable[[Any], Any]
 Builder = Callable[[], Scorer]
 
-_GO_ON = "What was scored so far is saved; resume the run, with a smaller search.workers if memory ran out"
+log = logging.getLogger(__name__)
+
+MOST_DEATHS = 2
+"""So often workers may die over the same work before it is given up."""
+GO_ON = "What was scored so far is saved; resume the run, with a smaller search.workers if memory ran out"
 
 
 class WorkerError(RankrlError):
@@ -59,16 +66,19 @@ class LocalWorkers:
     They are started by the first tasks. They ignore Ctrl-C, which the main process handles, and end when the
     main process does, however it ends.
 
+    Where one dies, all are started anew, and only what was not finished is done again.
+
     Args:
         build: Makes the scorer; it is pickled, sent, and called in every process.
         size: How many processes.
+        threads: Threads that each computes with.
 
     Raises:
         ConfigError: `build` cannot be pickled.
     """
 
-    def __init__(self, build: Builder, size: int) -> None:
-        self.size = size
+    def __init__(self, build: Builder, size: int, *, threads: int = 1) -> None:
+        self.size, self._threads = size, threads
         try:
             self._build = pickle.dumps(build)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -80,14 +90,25 @@ class LocalWorkers:
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
         """Return the scorer's results, in the order of the tasks; see `WorkerPool`."""
-        try:
-            if self._executor is None:
-                self._executor = self._start()
-            futures: list[Future[Any]] = [self._executor.submit(_apply, task) for task in tasks]
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            self.close()
-            raise WorkerError(f"one of {self.size} worker processes died. {_GO_ON}") from error
+        results: dict[int, Any] = {}
+        for deaths in range(MOST_DEATHS + 1):
+            futures: dict[int, Future[Any]] = {}
+            try:
+                if self._executor is None:
+                    self._executor = self._start()
+                for index, task in enumerate(tasks):
+                    if index not in results:
+                        futures[index] = self._executor.submit(_apply, task)
+                for index, future in futures.items():
+                    results[index] = future.result()
+                return [results[index] for index in range(len(tasks))]
+            except BrokenProcessPool as error:
+                results.update({index: each.result() for index, each in futures.items() if _succeeded(each)})
+                self.close()
+                if deaths == MOST_DEATHS:
+                    raise WorkerError(f"one of {self.size} worker processes died. {GO_ON}") from error
+                log.warning("a worker process died; what it had not finished is done again")
+        raise AssertionError("unreachable")
 
     def close(self) -> None:
         """End the processes; later tasks start new ones."""
@@ -100,7 +121,7 @@ class LocalWorkers:
             self.size,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_begin,
-            initargs=(self._build,),
+            initargs=(self._build, self._threads),
         )
         # A process inherits what its parent ignores, so that Ctrl-C spares it from its first moment on.
         main_thread = threading.current_thread() is threading.main_thread()
@@ -114,72 +135,90 @@ class LocalWorkers:
         return executor
 
 
-class RayWorkers:
-    """Actors on a Ray cluster: the one that the environment variable RAY_ADDRESS names, else one made here.
+@dataclass(frozen=True)
+class Workers:
+    """How many worker processes there are, where, and what each computes with.
 
-    Args:
-        build: Makes the scorer; it is serialised by Ray, sent, and called in every actor.
-        size: How many actors, one processor core each.
+    Attributes:
+        size: How many.
+        cluster: `local` for processes on this machine, `ray` for a Ray cluster.
+        cpus: Processor cores of each: the threads that it computes with.
+        gpus: GPUs of each, on a Ray cluster; a worker that has one scores plans there. Below 1 several
+            workers share one.
 
     Raises:
-        ConfigError: Ray is not installed.
-        WorkerError: The cluster cannot be reached.
+        ConfigError: A value is out of range.
     """
 
-    def __init__(self, build: Builder, size: int) -> None:
-        self.size = size
-        try:
-            self._ray = importlib.import_module("ray")
-        except ImportError as error:
-            raise ConfigError(
-                f"search.cluster=ray needs Ray, which cannot be imported ({error}); install the extra `ray`, "
-                "or use search.cluster=local"
-            ) from error
-        if not self._ray.is_initialized():
-            try:
-                self._ray.init(log_to_driver=False, logging_level="error")
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise WorkerError(f"the Ray cluster cannot be reached: {error}") from error
-        actor = self._ray.remote(num_cpus=1)(_RayWorker)
-        held = self._ray.put(build)
-        self._actors = [actor.remote(held) for _ in range(size)]
+    size: int
+    cluster: Cluster = "local"
+    cpus: int = 1
+    gpus: float = 0.0
 
-    def map(self, tasks: Sequence[Any]) -> list[Any]:
-        """Return the scorer's results, in the order of the tasks; see `WorkerPool`."""
-        pool = importlib.import_module("ray.util").ActorPool(self._actors)
-        try:
-            return list(pool.map(lambda actor, task: actor.apply.remote(task), tasks))
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error from error
-        except self._ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise WorkerError(f"a worker of the Ray cluster failed: {reason} {_GO_ON}") from error
+    def __post_init__(self) -> None:
+        check_workers(self.size, self.cluster, self.cpus, self.gpus)
+
+
+class WorkerCluster(Protocol):
+    """Where workers are; the pools of one cluster follow one another.
+
+    Attributes:
+        workers: How many there are, and what each computes with.
+    """
+
+    workers: Workers
+
+    def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
+        """Yield the results of a function on jobs, in the order in which they are finished.
+
+        A job is made when a worker is free for it. `work` says in messages what is done.
+        """
+
+    def pool(self, build: Builder) -> WorkerPool:
+        """Return workers that apply what `build` makes; see `LocalWorkers` for its errors."""
 
     def close(self) -> None:
-        """End the actors; a cluster that was there before stays."""
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._actors = []
+        """End the workers."""
 
 
-def create_pool(build: Builder, size: int, cluster: str = "local") -> WorkerPool:
-    """Return a pool of workers.
+class LocalCluster:
+    """Processes on this machine, started for each work.
 
     Args:
-        build: Makes the scorer, in each worker.
-        size: How many workers.
-        cluster: `local` or `ray`.
+        workers: How many, and their threads.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
+        """Yield the results of a function on jobs; see `WorkerCluster`."""
+        return in_processes(function, jobs, self.workers.size, work, threads=self.workers.cpus)
+
+    def pool(self, build: Builder) -> WorkerPool:
+        """Return processes that apply what `build` makes."""
+        return LocalWorkers(build, self.workers.size, threads=self.workers.cpus)
+
+    def close(self) -> None:
+        """Do nothing: processes end with their work."""
+
+
+def open_cluster(workers: Workers) -> WorkerCluster:
+    """Return the cluster that the workers are on.
 
     Raises:
-        ConfigError: An argument is out of range, `build` cannot be sent, or Ray is not installed.
+        ConfigError: Ray is not installed, or no worker would find room.
         WorkerError: The cluster cannot be reached.
     """
-    check_workers(size, cluster)
-    return RayWorkers(build, size) if cluster == "ray" else LocalWorkers(build, size)
+    if workers.cluster == "local":
+        return LocalCluster(workers)
+    from rankrl.plan_search.ray_cluster import RayCluster
+
+    return RayCluster(workers)
 
 
-def check_workers(size: int | None, cluster: str) -> None:
-    """Refuse options of a pool that cannot be right.
+def check_workers(size: int | None, cluster: str, cpus: int = 1, gpus: float = 0.0) -> None:
+    """Refuse options of workers that cannot be right.
 
     Raises:
         ConfigError: Naming the option.
@@ -195,20 +234,20 @@ def check_workers(size: int | None, cluster: str) -> None:
         raise ConfigError(
             f"search.workers must be a whole number >= 1, or null to score in this process; got {size!r}"
         )
-
-
-class _RayWorker:
-    """What runs in a Ray actor."""
-
-    def __init__(self, build: Builder) -> None:
-        torch.set_num_threads(1)
-        self._build = build
-        self._scorer: Scorer | None = None
-
-    def apply(self, task: Any) -> Any:
-        if self._scorer is None:
-            self._scorer = self._build()
-        return self._scorer(task)
+    if isinstance(cpus, bool) or not isinstance(cpus, int) or cpus < 1:
+        raise ConfigError(
+            f"search.worker_cpus must be a whole number >= 1, the cores of each worker; got {cpus!r}"
+        )
+    if not 0 <= gpus < math.inf or (gpus > 1 and gpus != int(gpus)):
+        raise ConfigError(
+            "search.worker_gpus must be a whole number of GPUs for each worker, or a share of one such as "
+            f"0.5; got {gpus!r}"
+        )
+    if gpus > 0 and cluster == "local":
+        raise ConfigError(
+            f"search.worker_gpus={gpus:g} asks a cluster for GPUs; local workers use the one that this "
+            "process uses. Leave it out, or set search.cluster=ray"
+        )
 
 
 class _Process:
@@ -218,9 +257,9 @@ class _Process:
     scorer: Scorer | None = None
 
 
-def _begin(build: bytes) -> None:
+def _begin(build: bytes, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Process.build = build
 
@@ -235,6 +274,10 @@ def _end_with_parent() -> None:
 
 def _ready() -> None:
     """The first task of a process: it makes the executor start one."""
+
+
+def _succeeded(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _apply(task: Any) -> Any:

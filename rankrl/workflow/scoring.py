@@ -21,7 +21,7 @@ from rankrl.plan_search.evaluator import (
 from rankrl.plan_search.parallel import ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator, check_score, scored
-from rankrl.plan_search.workers import Cluster
+from rankrl.plan_search.workers import WorkerCluster
 from rankrl.training import predict_logits
 
 
@@ -37,10 +37,9 @@ class Scoring(Protocol):
         library: FitLibrary,
         problem: SearchProblem,
         *,
-        workers: int | None,
-        cluster: Cluster,
+        cluster: WorkerCluster | None,
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process or in many."""
+        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
 
     def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
         """Return what scores compressed networks as they will be used, refit and all."""
@@ -69,10 +68,9 @@ class ImageScoring:
         library: FitLibrary,
         problem: SearchProblem,
         *,
-        workers: int | None,
-        cluster: Cluster,
+        cluster: WorkerCluster | None,
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process or in many."""
+        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
         data = self.data
         images = data.heldout.first(self.images)
         arguments: dict[str, Any] = {
@@ -81,11 +79,9 @@ class ImageScoring:
             "augmentation": data.augmentation,
             "options": self.options,
         }
-        if workers is None:
+        if cluster is None:
             return nullcontext(PlanEvaluator(model, library, problem, images, **arguments))
-        return ParallelEvaluator(
-            model, library, problem, images, workers=workers, cluster=cluster, **arguments
-        )
+        return ParallelEvaluator(model, library, problem, images, cluster=cluster, **arguments)
 
     def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
         """Return the search's accuracy term on all held-out images.
@@ -131,16 +127,13 @@ class FunctionScoring:
         library: FitLibrary,
         problem: SearchProblem,
         *,
-        workers: int | None,
-        cluster: Cluster,
+        cluster: WorkerCluster | None,
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process or in many."""
+        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
         example = torch.cat([batch[:2] for batch in self.inputs[:4]])
-        if workers is None:
+        if cluster is None:
             return nullcontext(ScoreEvaluator(model, library, problem, self.score, example))
-        return ParallelScoreEvaluator(
-            model, library, problem, self.score, example, workers=workers, cluster=cluster
-        )
+        return ParallelScoreEvaluator(model, library, problem, self.score, example, cluster=cluster)
 
     def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
         """Return the function, its answers checked."""

@@ -23,7 +23,7 @@ from rankrl.plan_search.problem import SearchProblem, check_budgets
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.run import SearchResult, check_limits, choosing, run_search
 from rankrl.plan_search.setting import SearchSetting
-from rankrl.plan_search.workers import Cluster, check_workers
+from rankrl.plan_search.workers import Cluster, WorkerCluster, Workers, check_workers, open_cluster
 from rankrl.progress import Progress, progress_bar
 from rankrl.selectors import create_selector
 from rankrl.workflow.channels import channel_narrowings
@@ -92,9 +92,11 @@ class SearchOptions:
         episodes: Plans to score.
         seconds: Stop after so many seconds, or None.
         patience: Stop after so many episodes without a better plan, or None.
-        workers: Processes that fit layers and score plans, one thread each; None works in this one. They
-            share out the layers, then the plans of a step (selector.plans_per_step) or the images of a plan.
-        cluster: Where the processes that score are: `local`, or `ray` (extra `ray`); layers are fitted here.
+        workers: Processes that fit layers and score plans; None works in this one. They share out the layers,
+            then the plans of a step (selector.plans_per_step) or the images of a plan.
+        cluster: Where they are: `local`, or `ray` (extra `ray`) for a Ray cluster.
+        worker_cpus: Processor cores of each worker: the threads that it computes with.
+        worker_gpus: GPUs of each worker on a Ray cluster, on which it scores plans; 0.5 lets two share one.
     """
 
     params: float | None = None
@@ -110,9 +112,11 @@ class SearchOptions:
     patience: int | None = None
     workers: int | None = None
     cluster: Cluster = "local"
+    worker_cpus: int = 1
+    worker_gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        check_workers(self.workers, self.cluster)
+        check_workers(self.workers, self.cluster, self.worker_cpus, self.worker_gpus)
         check_limits(self.episodes, self.seconds, self.patience)
         check_budgets({name: getattr(self, name) for name in ("params", "macs", "bytes", "latency")})
         if self.finalists < 1:
@@ -272,9 +276,16 @@ class SearchSession:
         self.candidates, self.input_shape, self.apply = candidates, tuple(input_shape), apply
         self.preprocessing = preprocessing
         self._network_score: Callable[[nn.Module], float] | None = None
+        self._cluster: WorkerCluster | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        with self._stack:  # which ends what was begun where something is refused
+            self._prepare()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def _prepare(self) -> None:
         options = self.options
         if self.candidates < 1:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
@@ -290,6 +301,10 @@ class SearchSession:
         if options.latency is None:
             describe(sites=unfitted)
         self.scoring.check(self.model)
+        if options.workers is not None:
+            asked = Workers(options.workers, options.cluster, options.worker_cpus, options.worker_gpus)
+            self._cluster = open_cluster(asked)
+            self._stack.callback(self._cluster.close)
         sites = self._fitted(unfitted)
         self.latency = None
         if options.latency is None:
@@ -307,11 +322,8 @@ class SearchSession:
         self.reward = create_reward(
             options.reward, budgeted=self.problem.budget is not None, **options.reward_options
         )
-        scoring = self.scoring.evaluator(
-            self.model, self.library, self.problem, workers=options.workers, cluster=options.cluster
-        )
+        scoring = self.scoring.evaluator(self.model, self.library, self.problem, cluster=self._cluster)
         self.evaluator = self._stack.enter_context(scoring)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -408,5 +420,6 @@ class SearchSession:
                 sites[site.name] = site
                 bar.advance()
 
-            self.library.fit_all(unfitted, finish, workers=self.options.workers)
+            spread = None if self._cluster is None else self._cluster.spread
+            self.library.fit_all(unfitted, finish, workers=spread)
         return [sites[site.name] for site in unfitted]

@@ -51,7 +51,21 @@ def test_an_error_is_raised_where_the_results_are_taken_and_ends_all() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_is_killed_is_told_of() -> None:
+def dying_once(job: tuple[int, str]) -> int:
+    number, path = job
+    if path and not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_the_job_of_a_killed_worker_is_done_by_another(tmp_path) -> None:
+    jobs = [(0, ""), (1, str(tmp_path / "died")), (2, ""), (3, "")]
+    assert sorted(in_processes(dying_once, jobs, 2, "jobs")) == [0, 1, 2, 3]
+    assert not multiprocessing.active_children()
+
+
+def test_a_job_that_kills_every_worker_is_told_of() -> None:
     with pytest.raises(DecompositionError, match=r"ended with code -9 and no result; .*fewer workers"):
         list(in_processes(square, [99], 1, "squares"))
 

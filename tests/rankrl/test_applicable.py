@@ -60,6 +60,8 @@ IDLE = [
     ),
     ("search.halving.keep", ("search.halving.keep=0.2",), r"keep=0\.2 .* set search\.halving\.fraction"),
     ("search.cluster", ("search.cluster=ray",), r"cluster=ray .* set search\.workers"),
+    ("search.worker_cpus", ("search.worker_cpus=2",), r"worker_cpus=2 .* set search\.workers"),
+    ("search.worker_gpus", ("search.worker_gpus=1",), r"worker_gpus=1\.0 .* set search\.workers"),
     (
         "finetune.temperature",
         ("finetune.distillation=0", "finetune.temperature=2"),
@@ -121,7 +123,7 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("decomposition=cp", "decomposition.tensorised=false"),
         ("search.statistics=reestimated", "search.reestimation_images=50"),
         ("search.halving.fraction=0.5", "search.halving.keep=0.2"),
-        ("search.workers=2", "search.cluster=ray"),
+        ("search.workers=2", "search.cluster=ray", "search.worker_gpus=1"),
         ("finetune.temperature=2",),
         ("task=evaluate", "budget.params=null"),
     ],

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,14 @@ from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluato
 from rankrl.plan_search.parallel import GivenFits, ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.workers import LocalWorkers, WorkerError, check_workers, create_pool
+from rankrl.plan_search.workers import (
+    LocalCluster,
+    LocalWorkers,
+    WorkerError,
+    Workers,
+    check_workers,
+    open_cluster,
+)
 from rankrl.selectors import create_selector
 from rankrl.selectors.random_plans import random_choices
 
@@ -70,11 +78,17 @@ def options() -> EvaluatorOptions:
     return EvaluatorOptions(term="soft_agreement", augmented=False, halving=Halving(0.25), batch_size=16)
 
 
-class SameProcess:
-    """Stands for a pool of workers that need not be started: what they are sent and return is pickled."""
+class SameProcess(LocalCluster):
+    """Stands for a cluster whose workers need not be started."""
 
-    def __init__(self, build: Callable[[], Callable[[Any], Any]], size: int, cluster: str) -> None:
-        assert cluster == "local"
+    def pool(self, build: Callable[[], Callable[[Any], Any]]) -> SameProcessPool:
+        return SameProcessPool(build, self.workers.size)
+
+
+class SameProcessPool:
+    """Its workers: what they are sent and return is pickled."""
+
+    def __init__(self, build: Callable[[], Callable[[Any], Any]], size: int) -> None:
         self.size, self._scorers = size, [pickle.loads(pickle.dumps(build))() for _ in range(size)]
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
@@ -89,13 +103,10 @@ class SameProcess:
 @pytest.fixture(scope="module", params=["same process", pytest.param("processes", marks=pytest.mark.slow)])
 def two_workers(request, network, library, problem, small_images) -> Iterator[ParallelEvaluator]:
     """Two workers; to start them as processes takes longer than all that is asked of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "same process":
-            patch.setattr("rankrl.plan_search.parallel.create_pool", SameProcess)
-        evaluator = ParallelEvaluator(
-            network, library, problem, small_images, workers=2, options=options(), **NORMALISATION
-        )
-    with evaluator:
+    cluster = {"same process": SameProcess, "processes": LocalCluster}[request.param](Workers(2))
+    with ParallelEvaluator(
+        network, library, problem, small_images, cluster=cluster, options=options(), **NORMALISATION
+    ) as evaluator:
         yield evaluator
 
 
@@ -164,7 +175,8 @@ def test_workers_are_given_the_fits_of_every_candidate(library, problem) -> None
 def test_the_users_own_score_runs_in_workers(network, library, problem, scores) -> None:
     example = torch.randn(4, *SHAPE)
     *chosen, another = list(dict.fromkeys(plans(problem, 8)))[:4]
-    with ParallelScoreEvaluator(network, library, problem, scores.deadly, example, workers=1) as evaluator:
+    one = LocalCluster(Workers(1))
+    with ParallelScoreEvaluator(network, library, problem, scores.deadly, example, cluster=one) as evaluator:
         found = evaluator.evaluate([*chosen, chosen[0]])
         assert len({each.score for each in found}) > 1
         assert found[3] == replace(found[0], seconds=0.0, cached=True)
@@ -197,8 +209,52 @@ failing_builder = _FailingBuilder()
 
 
 def test_what_cannot_be_sent_is_refused_at_once(network, library, problem) -> None:
+    two = LocalCluster(Workers(2))
     with pytest.raises(ConfigError, match=r"search\.workers=2.*top level of a module"):
-        ParallelScoreEvaluator(network, library, problem, lambda _: 1.0, torch.zeros(2, *SHAPE), workers=2)
+        ParallelScoreEvaluator(network, library, problem, lambda _: 1.0, torch.zeros(2, *SHAPE), cluster=two)
+
+
+class _DyingOnce:
+    """A task that kills its worker, once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, task: int) -> int:
+        if task == 2 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return task**2
+
+
+@dataclass(frozen=True)
+class Dying:
+    """Builds it."""
+
+    path: Path
+
+    def __call__(self) -> _DyingOnce:
+        return _DyingOnce(self.path)
+
+
+@pytest.mark.slow
+def test_the_work_of_a_killed_worker_is_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pool = LocalCluster(Workers(2)).pool(Dying(tmp_path / "died"))
+    try:
+        assert pool.map(range(6)) == [0, 1, 4, 9, 16, 25]
+    finally:
+        pool.close()
+    assert "a worker process died" in caplog.text
+
+
+def test_resources_of_workers_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"search\.worker_cpus must be a whole number >= 1.*got 0"):
+        Workers(2, cpus=0)
+    with pytest.raises(ConfigError, match=r"search\.worker_gpus must be a whole number.*got 1\.5"):
+        Workers(2, "ray", gpus=1.5)
+    with pytest.raises(ConfigError, match=r"search\.worker_gpus=1 asks a cluster.*search\.cluster=ray"):
+        Workers(2, gpus=1)
+    assert Workers(2, "ray", cpus=4, gpus=0.5).gpus == 0.5
 
 
 @pytest.mark.parametrize(
@@ -219,7 +275,7 @@ def test_a_missing_ray_is_named() -> None:
     if importlib.util.find_spec("ray") is not None:
         pytest.skip("Ray is installed")
     with pytest.raises(ConfigError, match="extra `ray`"):
-        create_pool(failing_builder, 1, "ray")
+        open_cluster(Workers(1, "ray"))
 
 
 @pytest.mark.slow
@@ -255,5 +311,6 @@ def _alive(process: int) -> bool:
 
 
 def test_images_are_needed_here_too(network, library, problem) -> None:
+    two = LocalCluster(Workers(2))
     with pytest.raises(TypeError, match="held-out Images"):
-        ParallelEvaluator(network, library, problem, object(), workers=2, **NORMALISATION)  # type: ignore[arg-type]
+        ParallelEvaluator(network, library, problem, object(), cluster=two, **NORMALISATION)  # type: ignore[arg-type]

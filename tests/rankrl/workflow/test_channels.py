@@ -21,6 +21,7 @@ from rankrl.operations import KeepChannels, kept_channels
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.parallel import GivenFits, ParallelEvaluator
 from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.workers import LocalCluster, Workers
 from rankrl.selectors import create_selector
 from rankrl.selectors.random_plans import random_choices
 from rankrl.workflow.channels import channel_narrowings
@@ -121,7 +122,8 @@ def test_scores_in_processes_equal_those_of_one(
     drawn = np.random.default_rng(1)
     plans = [tuple(random_choices(problem, drawn).tolist()) for _ in range(4)]
     alone = PlanEvaluator(network, library, problem, held_out, **arguments)  # type: ignore[arg-type]
-    with ParallelEvaluator(network, library, problem, held_out, workers=1, **arguments) as evaluator:  # type: ignore[arg-type]
+    one = LocalCluster(Workers(1))
+    with ParallelEvaluator(network, library, problem, held_out, cluster=one, **arguments) as evaluator:  # type: ignore[arg-type]
         found = evaluator.evaluate(plans)
     assert [each.score for each in found] == [each.score for each in alone.evaluate(plans)]
     given = GivenFits(library, problem)
