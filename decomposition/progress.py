@@ -24,18 +24,20 @@ what is being done, the number of finished steps and the number of all steps."""
 _FIRST_ESTIMATE = 10.0
 _WORTH_SAYING = 60.0
 _drawing = False
+_listeners: list[Callable[[str, int, int], None]] = []
 
 
 class ProgressBar:
     """One running bar; made by `progress_bar`.
 
     Args:
+        description: What is being done.
         total: Number of steps until done.
         show: Called with the finished steps and the best value so far, or None, after every change.
     """
 
-    def __init__(self, total: int, show: Callable[[int, float | None], None]) -> None:
-        self.total = total
+    def __init__(self, description: str, total: int, show: Callable[[int, float | None], None]) -> None:
+        self.description, self.total = description, total
         self.completed = 0
         self._show = show
 
@@ -47,6 +49,22 @@ class ProgressBar:
         """Set the number of finished steps, for callers that know the total and not the difference."""
         self.completed = completed
         self._show(completed, best)
+        for listener in _listeners:
+            listener(self.description, completed, self.total)
+
+
+@contextmanager
+def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Call a function with every step of all progress that the block makes, beside what is shown.
+
+    Args:
+        listener: Called with what is being done, the number of finished steps and the number of all steps.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 @contextmanager
@@ -74,14 +92,14 @@ def progress_bar(
     global _drawing
     if progress is not None:
         tell = progress or (lambda *_: None)
-        yield ProgressBar(total, lambda completed, best: tell(description, completed, total))
+        yield ProgressBar(description, total, lambda completed, best: tell(description, completed, total))
         return
     alone = multiprocessing.current_process().name == "MainProcess"  # bars of parallel jobs overwrite another
     visible = alone and sys.stdout.isatty() if console is None else console.is_terminal
     if not visible:
-        yield ProgressBar(total, _Estimates(description, total).show)
+        yield ProgressBar(description, total, _Estimates(description, total).show)
     elif _drawing:
-        yield ProgressBar(total, lambda completed, best: None)
+        yield ProgressBar(description, total, lambda completed, best: None)
     else:
         _drawing = True
         try:
@@ -120,7 +138,7 @@ def _drawn(description: str, total: int, console: Console | None) -> Iterator[Pr
             if best is not None:
                 drawn.update(task, best=f"best {best:.4f}")
 
-        yield ProgressBar(total, show)
+        yield ProgressBar(description, total, show)
 
 
 class _Estimates:

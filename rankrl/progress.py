@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from decomposition.progress import Progress, ProgressBar, in_words, progress_bar
+from decomposition.progress import Progress, ProgressBar, in_words, listening, progress_bar
 
-__all__ = ["Progress", "ProgressBar", "in_words", "progress_bar"]
+__all__ = ["Progress", "ProgressBar", "in_words", "listening", "progress_bar"]

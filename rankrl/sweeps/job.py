@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import RunStoppedError
+from rankrl.progress import listening
 from rankrl.sweeps.devices import runs_beside_others, take_one_gpu
 from rankrl.sweeps.failures import sweep_identifier, write_failure
+from rankrl.sweeps.progress import JobProgress
 from rankrl.workflow.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ def run_sweep_job(
             return
         if runs_beside_others():
             take_one_gpu(number)
-        run()
+        with listening(JobProgress(folder)):
+            run()
     except RunStoppedError:
         raise
     except Exception as error:  # whatever it is, the other jobs go on; the traceback is in the file

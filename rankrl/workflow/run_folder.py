@@ -119,6 +119,11 @@ class RunFolder:
         return self.state / "configuration.json"
 
     @property
+    def progress(self) -> Path:
+        """What a job of a sweep is at."""
+        return self.state / "progress.json"
+
+    @property
     def finished(self) -> bool:
         """Whether a run has ended here."""
         return self.metrics.exists()

@@ -382,7 +382,7 @@ def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.Capt
     rankrl("--help", "-m", "seed=1,2")
     shown = capfd.readouterr().out
     groups = (f"decomposition  auto, {', '.join(list_formats())}", "tracking       csv, ")
-    for expected in (*list_tasks(), *groups, "search:", "joblib, submitit_local", "seed: 1"):
+    for expected in (*list_tasks(), *groups, "search:", "joblib, local, ray", "seed: 1"):
         assert expected in shown
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rankrl.app import main
+from rankrl.models import save_checkpoint
 from rankrl.sweeps.devices import take_one_gpu
 
 Sweep = Callable[..., int]
@@ -148,22 +150,83 @@ def _no_network(*_: object, **__: object) -> None:
     raise OSError("no network in tests")
 
 
+LAUNCHERS = {
+    "joblib": ("joblib", ("hydra.launcher.n_jobs=2",)),
+    "submitit_local": ("submitit", ("hydra.launcher.timeout_min=5",)),
+    "local": ("submitit", ("hydra.launcher.n_jobs=2", "hydra.launcher.retries=1")),
+    "ray": ("ray", ("+hydra.launcher.init.num_cpus=2", "hydra.launcher.retries=1")),
+}
+
+
+@pytest.fixture
+def launched(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
+    """The options of a launcher, which ends with the test."""
+    package, options = LAUNCHERS[request.param]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    yield (f"hydra/launcher={request.param}", *options)
+    if package == "ray":
+        importlib.import_module("ray").shutdown()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "options"),
-    [
-        ("joblib", ("hydra.launcher.n_jobs=2",)),
-        ("submitit_local", ("hydra.launcher.timeout_min=5",)),
-        ("ray", ("+hydra.launcher.ray.init.num_cpus=2",)),
-    ],
-)
-def test_jobs_run_beside_each_other(launcher: str, options: tuple[str, ...], sweep: Sweep) -> None:
-    plugin = f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher"
-    if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(plugin) is None:
-        pytest.skip(f"the launcher {launcher} is not installed")
-    assert sweep(GOOD_AND_BAD, f"hydra/launcher={launcher}", *options) == 1
+@pytest.mark.parametrize("launched", LAUNCHERS, indirect=True)
+def test_jobs_run_beside_each_other(launched: tuple[str, ...], sweep: Sweep) -> None:
+    assert sweep(GOOD_AND_BAD, *launched) == 1
     assert finished() == [GOOD]
     assert (FOLDER / BAD / "error.json").exists()
+
+
+DEADLY = """
+import os, signal
+from pathlib import Path
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes, deaths=0):
+        super().__init__()
+        for number in range(deaths):
+            flag = Path(f"died-{deaths}-{number}")
+            if not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+    def forward(self, x):
+        return self.net(x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", ["local", "ray"], indirect=True)
+def test_a_killed_job_is_started_again_and_the_others_run_on(
+    launched: tuple[str, ...],
+    sweep: Sweep,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("deadly_network.py").write_text(DEADLY)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    save_checkpoint(importlib.import_module("deadly_network").Net(10), Path("deadly.safetensors"))
+    sys.modules.pop("deadly_network")
+    network = ("model=custom", "model._target_=deadly_network.Net", "model.checkpoint=deadly.safetensors")
+    assert sweep(*network, "+model.deaths=0,1,2,3", *launched) == 1
+    assert finished() == ["+model.deaths-0", "+model.deaths-1"]  # one start again is allowed
+    told = capfd.readouterr()
+    listed = told.err.partition("2 jobs of the sweep failed:")[2]
+    assert "+model.deaths-2: its process ended without a result each time that it was started" in listed
+    assert "+model.deaths-3: " in listed
+    assert "sweep: 2 of 4 jobs finished; 2 failed" in told.out
+
+    assert sweep(*network, "+model.deaths=0,1,2,3", *launched) == 0  # each flag is set by now
+    assert len(finished()) == 4
+
+
+def test_jobs_one_after_the_other_are_counted(sweep: Sweep, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sweep("seed=0,1", "dataset.heldout=10") == 0
+    told = capfd.readouterr()
+    assert "job 1 of 2: seed-0" in told.out + told.err
+    assert "job 2 of 2: seed-1" in told.out + told.err
 
 
 @pytest.mark.parametrize(
