@@ -73,7 +73,8 @@ class RunReport:
         layers: The layers in forward order.
         episodes: The evaluated plans in order.
         epochs: The epochs of fine-tuning in order.
-        setup: What the run was made with (command, seed, versions, hardware), in the order to show.
+        setup: What the run was made with (date, command, seed, versions, hardware), in the order to show.
+        files: Names of the run folder's files that the page leads to, and what each holds.
     """
 
     metrics: Mapping[str, Any]
@@ -81,3 +82,4 @@ class RunReport:
     episodes: Sequence[EpisodeRow] = ()
     epochs: Sequence[EpochRow] = ()
     setup: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[tuple[str, str]] = ()

@@ -110,7 +110,8 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
     return figure
 
 
-_ONLY_ROUNDED = "dense, in integers"
+LEFT_DENSE = "left dense"
+ONLY_ROUNDED = "dense, in integers"
 
 
 def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
@@ -136,10 +137,10 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     style_axes(shares, "", "parameters kept")
     formats = layer_formats(layers)
     mixed = len(formats) > 1
-    kinds = [_kind(row, mixed=mixed) for row in layers]
+    kinds = [layer_kind(row, mixed=mixed) for row in layers]
     styles = method_styles(formats) if mixed else {}
     colours = {name: colour for name, (colour, _) in styles.items()}
-    colours |= {"compressed": "accent", _ONLY_ROUNDED: "muted", "left dense": "soft"}
+    colours |= {"compressed": "accent", ONLY_ROUNDED: "muted", LEFT_DENSE: "soft"}
     for name, colour in colours.items():
         chosen = [index for index, each in enumerate(kinds) if each == name]
         if chosen:
@@ -159,11 +160,12 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     return figure
 
 
-def _kind(row: LayerRow, *, mixed: bool) -> str:
+def layer_kind(row: LayerRow, *, mixed: bool) -> str:
+    """Return what became of a layer, in a legend's words; its format where layers have several."""
     if not row.is_compressed:
-        return "left dense"
+        return LEFT_DENSE
     if row.precision and not row.ranks and row.params_after == row.params_before:
-        return _ONLY_ROUNDED
+        return ONLY_ROUNDED
     return row.format if mixed and row.format else "compressed"
 
 
@@ -225,8 +227,13 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def upper_legend(figure: Figure, *, columns: int) -> None:
-    """The legend of the first panel, above all of them."""
+    """The legend of the first panel, and of what others have beside it, above all of them."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
+    for axes in figure.axes[1:]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            if label not in labels:
+                handles.append(handle)
+                labels.append(label)
     figure.legend(
         handles,
         labels,

@@ -31,6 +31,7 @@ class GatheredRun:
         config: Its configuration, as far as it was recorded.
         stages: Baseline, compressed and fine-tuned, as far as the run went.
         has_page: Whether it has a page of its own.
+        best_in: What it is best in among the runs beside it (`rankrl.report.pareto`).
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class GatheredRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     has_page: bool = False
+    best_in: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> Stage | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import platform
 import shlex
 from collections.abc import Sequence
+from datetime import datetime
 from importlib import metadata
 
 import torch
 
 from rankrl.device import processor_name, usable_cores
 from rankrl.wording import counted
+
+DATE = "Date"
+"""What the time of writing is called in a setup."""
 
 _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
 
@@ -23,9 +27,10 @@ def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
         seed: The run's seed.
 
     Returns:
-        Text by name in the order to show: command, seed, versions, system, processor, GPU if there is one.
+        Text by name in the order to show: date, command, seed, versions, system, processor, GPU if there is
+        one.
     """
-    setup = {"Command": shlex.join(command), "Seed": str(seed)}
+    setup = {DATE: date_line(), "Command": shlex.join(command), "Seed": str(seed)}
     versions = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
@@ -38,6 +43,11 @@ def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
     if torch.cuda.is_available():
         setup["GPU"] = torch.cuda.get_device_name()
     return setup
+
+
+def date_line() -> str:
+    """Return the time now, to the minute: `2026-11-22 14:30 UTC`."""
+    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
 
 
 def hardware_line(*packages: str) -> str:

@@ -9,6 +9,9 @@ from typing import Any
 from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
+from rankrl.report.network_drawing import plan_drawing
+from rankrl.report.provenance import DATE
+from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
     UNKNOWN,
@@ -43,17 +46,21 @@ def run_page(report: RunReport) -> str:
         ReportError: A value in the metrics is no finite number.
     """
     metrics = report.metrics
-    head = Head(run_title(metrics), _eyebrow(metrics), metrics.get("warnings") or (), _headline(metrics))
+    eyebrow = [*_eyebrow(metrics), *([report.setup[DATE]] if DATE in report.setup else [])]
+    head = Head(run_title(metrics), eyebrow, metrics.get("warnings") or (), _headline(metrics))
     return render(
         "run",
         head,
+        remains=remains(metrics),
         comparison=_comparison(metrics),
         search=_search(report),
+        network=plan_drawing(report.layers),
         layers=_layers(report),
         layer_table=_layer_table(report.layers),
         fine_tuning=_fine_tuning(report),
         onnx=_onnx_facts(metrics),
         runtimes=_runtimes(metrics),
+        run_files=report.files,
         setup=report.setup,
     )
 

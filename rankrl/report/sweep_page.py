@@ -11,7 +11,16 @@ from rankrl.files import write_atomically
 from rankrl.report.figures import NARROW
 from rankrl.report.gather import GatheredRun, Status, gather_runs
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
-from rankrl.report.pareto import COSTS, dense_costs, dense_network, pareto_figure, plotted
+from rankrl.report.pareto import (
+    COSTS,
+    dense_costs,
+    dense_network,
+    pareto_figure,
+    plotted,
+    rivals,
+    with_fronts,
+)
+from rankrl.report.provenance import date_line
 from rankrl.report.run_page import run_title
 from rankrl.report.stages import format_accuracy
 from rankrl.report.sweep_table import runs_csv, shared_values, shown_columns, table_rows
@@ -34,18 +43,19 @@ def write_sweep_report(folder: str | Path) -> Path:
         StorageError: The folder cannot be written.
     """
     folder = Path(folder)
-    runs = gather_runs(folder)
+    runs = with_fronts(gather_runs(folder))
     write_atomically(folder / CSV_FILE, runs_csv(runs))
-    write_atomically(folder / PAGE_FILE, sweep_page(runs, folder))
+    write_atomically(folder / PAGE_FILE, sweep_page(runs, folder, date=date_line()))
     return folder / PAGE_FILE
 
 
-def sweep_page(runs: Sequence[GatheredRun], folder: Path) -> str:
+def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> str:
     """Write the page of many runs as one self-contained HTML document.
 
     Args:
         runs: The runs, at least one.
         folder: The folder that they were found in.
+        date: When the page is written.
 
     Returns:
         The document; it refers to nothing but the runs' own pages below its folder.
@@ -57,7 +67,7 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path) -> str:
     states = [f"{counts[status]} {status}" for status in get_args(Status) if counts[status]]
     return render(
         "sweep",
-        Head(title, [folder.resolve().name, *states], cards=_headline(runs)),
+        Head(title, [folder.resolve().name, *states, *([date] if date else [])], cards=_headline(runs)),
         pareto=_pareto(finished),
         runs=_table(finished),
         warnings=_warnings(finished),
@@ -77,6 +87,7 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
         ("Fewest parameters", "params"),
         ("Fewest MACs", "macs"),
         ("Least latency", "latency"),
+        ("Smallest file", "bytes"),
     ):
         dense = dense_costs(measured, cost)
         near = [
@@ -87,7 +98,11 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
         if near:
             kept, run = min(near, key=lambda pair: pair[0])
             note = f"{_name(run)}, {format_accuracy(_accuracy(run))}; at most 1 point lost"
-            change = run.latency_change if cost == "latency" else f"{1 / kept:.2f}× fewer"
+            change = (
+                run.latency_change
+                if cost == "latency"
+                else f"{1 / kept:.2f}× {'smaller' if cost == 'bytes' else 'fewer'}"
+            )
             values.append((title, change, note))
     return values
 
@@ -105,17 +120,23 @@ def _pareto(runs: Sequence[GatheredRun]) -> Drawing | None:
     if not any(plotted(runs, cost) for cost in COSTS):
         return None
     caption = (
-        "Each point is a run, as it ended. The line joins the runs that no other one beats in both accuracy "
-        "and cost. Accuracy is that on the test set, which nothing was chosen by."
+        "Each point is a run, as it ended. The line joins what nothing else beats in both accuracy and cost, "
+        "the dense network and its 8-bit integers included. Accuracy is that on the test set, which nothing "
+        "was chosen by."
     )
     if plotted(runs, "latency"):
         caption += (
             " Latency is that of the ONNX file, as a share of the dense network's, timed in turns with it."
         )
+    if any(rivals(runs, cost) for cost in COSTS):
+        caption += (
+            " The square is the dense network in 8-bit integers, by the runtime's own means and without any "
+            "compression: the first rival."
+        )
     return drawing(
         lambda size: pareto_figure(runs, narrow=size == NARROW),
         "pareto",
-        "Test accuracy over parameters, MACs and latency of every run. The table below holds the numbers.",
+        "Test accuracy over parameters, MACs, latency and bytes of every run. The table below holds them.",
         caption,
     )
 
@@ -125,7 +146,9 @@ def _table(runs: Sequence[GatheredRun]) -> Table | None:
         return None
     columns = shown_columns(runs)
     return Table(
-        "A click on a column's title sorts by it. The first column leads to the run's own page.",
+        "A click on a column's title sorts by it. The first column leads to the run's own page. A run is "
+        "best in a cost where nothing that costs no more is as accurate, and in all at once where no other "
+        "run is better in one measure and no worse in the others.",
         [column.title for column in columns],
         table_rows(runs, columns),
         [index for index, column in enumerate(columns) if column.is_text],

@@ -16,6 +16,18 @@ from rankrl.report.run_page import run_page
 from rankrl.training import EpochRow
 
 _DOTS_PER_INCH = 160
+METRICS = "metrics.json"
+_FILES = {
+    METRICS: "the numbers of this page, for programs",
+    "plan.json": "what becomes of every layer",
+    "model.safetensors": "the compressed network with its plan",
+    "model.onnx": "the same for onnxruntime, verified",
+    "dense.safetensors": "the dense network, as trained here",
+    "optimizer_step.onnx": "a step of the optimizer as an ONNX graph",
+    "episodes.csv": "every plan that was tried",
+    ".hydra/config.yaml": "the whole configuration",
+    "rankrl.log": "the log",
+}
 
 
 def write_report(
@@ -51,6 +63,7 @@ def write_report(
         read_episodes(folder),
         epochs,
         setup or {},
+        _files(folder),
     )
     page = folder / "report.html"
     document = run_page(report)
@@ -62,6 +75,11 @@ def write_report(
         save_figure(fine_tuning_figure(report.epochs), folder / "plots" / "finetune.png")
     write_atomically(page, document)
     return page
+
+
+def _files(folder: Path) -> list[tuple[str, str]]:
+    """Return the files of the folder that the page leads to; `metrics.json` is written after it."""
+    return [(name, text) for name, text in _FILES.items() if name == METRICS or (folder / name).is_file()]
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankrl.report import EpisodeRow, LayerRow, ReportError, RunReport, run_page
+from rankrl.report.network_drawing import plan_drawing
+from rankrl.report.remains import remains
 from rankrl.training import EpochRow
 
 VOID = {"meta", "br", "path", "use", "rect"}
@@ -63,7 +65,7 @@ def document(whole_run: RunReport) -> str:
 
 
 def test_a_whole_run_has_every_section(document: str) -> None:
-    expected = ["Before and after", "Search", "Layers", "Fine-tuning", "ONNX file", "Setup"]
+    expected = ["What is left", "Before and after", "Search", "Layers", "Fine-tuning", "ONNX file", "Setup"]
     assert outline(document).headings == expected
 
 
@@ -87,7 +89,7 @@ def test_every_id_is_used_once_and_every_reference_has_its_target(document: str)
 
 def test_figures_take_their_colours_from_the_theme(document: str) -> None:
     drawings = re.findall(r"<svg.*?</svg>", document, re.DOTALL)
-    assert len(drawings) == 6  # three figures, each for wide and for narrow windows
+    assert len(drawings) == 8  # three figures and the plan, each for wide and for narrow windows
     assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
     assert all('role="img" aria-label="' in drawing for drawing in drawings)
 
@@ -260,3 +262,48 @@ def test_a_file_in_integers_is_compared_by_its_classes(metrics: dict[str, Any]) 
     assert "Largest difference from PyTorch, before rounding" in page
     assert "Same class as in PyTorch, with rounding" in page
     assert "99.10" in page
+
+
+def test_a_bar_for_every_measure_says_what_is_left(document: str, metrics: dict[str, Any]) -> None:
+    bars = re.findall(
+        r'<dt>([^<]*)</dt>\s*<dd class="track"><span class="(\w+)" style="width:([\d.]+)%', document
+    )
+    assert [(name, kind) for name, kind, _ in bars] == [
+        *(("Test accuracy", "good"), ("Parameters", "kept"), ("MACs", "kept"), ("Time", "kept")),
+    ]
+    assert [float(width) for *_, width in bars] == pytest.approx([98.72, 39.93, 47.99, 76.34], abs=0.01)
+    metrics["onnx"] |= {"baseline_file_bytes": 400_000, "latency_ms": 20.0}
+    *_, time, size = remains({**metrics, "ratios": {}})
+    assert (time.name, time.share) == ("Time", "86.7\N{NO-BREAK SPACE}%")
+    assert (size.name, size.width, size.is_more) == ("Bytes of the file", 100.0, True)
+    assert remains({"baseline": metrics["baseline"]}) == []
+
+
+def test_the_plan_is_drawn_layer_by_layer_with_words_to_point_at(layers: list[LayerRow]) -> None:
+    first = dataclasses.replace(layers[5], name="<odd>", format="tucker", precision="int8")
+    drawn = plan_drawing([*layers[:5], first, *layers[6:]])
+    assert drawn is not None
+    for drawing in (drawn.wide, drawn.narrow):
+        assert len(drawing.blocks) == len(layers)
+        for block, row in zip(drawing.blocks, layers, strict=True):
+            assert block.filled == pytest.approx(block.height * row.kept, abs=0.1)
+            assert block.filled_y + block.filled == pytest.approx(block.y + block.height, abs=0.2)
+            assert 0 <= block.x < block.x + block.width <= drawing.width
+            assert 0 <= block.y < block.y + block.height <= drawing.height + 0.1
+    assert len(drawn.narrow.lines) == 2
+    title = drawn.wide.blocks[5].title
+    assert title.startswith("<odd>: 16×16×3×3\ntucker ")
+    assert "\nint8\n" in title
+    assert ("left dense", "soft") in drawn.legend
+    page = run_page(RunReport({"model": "a"}, [first]))
+    assert "<title>&lt;odd&gt;: 16×16×3×3\n" in page
+    assert plan_drawing([]) is None
+
+
+def test_the_page_says_when_it_was_written_and_leads_to_the_files(whole_run: RunReport) -> None:
+    files = [("metrics.json", "numbers"), ("model.onnx", "the network")]
+    report = dataclasses.replace(whole_run, files=files, setup={"Date": "2026-11-22 14:40 UTC"})
+    page = run_page(report)
+    assert "Files" in outline(page).headings
+    assert "seed 0 · 2026-11-22 14:40 UTC" in page
+    assert re.findall(r'<a href="([^"]*)"', page) == ["metrics.json", "model.onnx"]

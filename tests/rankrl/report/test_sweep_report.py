@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from decomposition import list_formats
 from rankrl.report import ReportError, gather_runs, write_sweep_report
 from rankrl.report.figures import method_styles
-from rankrl.report.pareto import dense_costs, pareto_front, plotted
+from rankrl.report.pareto import ALL_AT_ONCE, dense_costs, pareto_front, plotted, rivals, with_fronts
 
 METHODS = ("tensor_ring", "tucker", "cp")
 BUDGETS = (0.5, 0.25)
@@ -226,3 +226,35 @@ def test_formats_keep_their_colours_whatever_else_is_shown() -> None:
         name: together[name] for name in list_formats()
     }
     assert len(set(together.values())) == len(list_formats()) + 1
+
+
+def test_dense_integers_are_a_rival_in_time_and_bytes(tmp_path: Path) -> None:
+    for method, size in (("tucker", 500_000), ("cp", 200_000)):
+        content = metrics(method, 0.25)
+        content["dense_int8"] = {"accuracy": 0.9167, "latency_ratio": 2.0, "file_bytes": 300_000}
+        content["onnx"] |= {"baseline_file_bytes": 1_000_000, "file_bytes": size}
+        make_run(tmp_path / method, content)
+    runs = with_fronts(gather_runs(tmp_path))
+    assert rivals(runs, "params") == rivals(runs, "macs") == {}
+    assert list(rivals(runs, "latency").values()) == [(0.5, 0.9167)]
+    assert list(rivals(runs, "bytes").values()) == [(300_000, 0.9167)]
+    # The integers are more accurate and as fast, and smaller than one of the two files.
+    best = {run.method: run.best_in for run in runs}
+    assert best == {"tucker": ("parameters", "MACs", ALL_AT_ONCE), "cp": ("bytes", ALL_AT_ONCE)}
+    page = write_sweep_report(tmp_path).read_text()
+    assert "dense, 8-bit integers" in page
+    assert "bytes of the file" in page
+    assert "parameters, MACs, all at once" in page
+    assert {row["best_in"] for row in rows(tmp_path)} == {", ".join(each) for each in best.values()}
+
+
+def test_a_run_that_another_beats_in_everything_is_best_in_nothing(sweep: Path) -> None:
+    best = {(run.method, run.budget): run.best_in for run in with_fronts(gather_runs(sweep))}
+    assert best.pop(("tensor_ring", "params 0.5")) == ("parameters", "MACs", "all at once")
+    assert best.pop(("tensor_ring", "params 0.25")) == ("parameters", "MACs", "latency", "all at once")
+    assert set(best.values()) == {()}
+
+
+def test_the_page_says_when_it_was_written(sweep: Path) -> None:
+    page = write_sweep_report(sweep).read_text()
+    assert re.search(r'<p class="eyebrow">.*\d{4}-\d\d-\d\d \d\d:\d\d [^<]+</p>', page)

@@ -1,0 +1,86 @@
+"""What is left of a network: the share of each measure that the compressed one keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankrl.report.stages import (
+    format_accuracy,
+    format_count,
+    format_large,
+    format_latency,
+    format_share,
+    number,
+    ratio,
+    stages,
+)
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """One bar.
+
+    Attributes:
+        name: What was measured.
+        kept: The compressed network's share of the original's.
+        share: The same in words.
+        note: Both values.
+        good_if_kept: Whether more is better, as of accuracy.
+    """
+
+    name: str
+    kept: float
+    share: str
+    note: str
+    good_if_kept: bool = False
+
+    @property
+    def width(self) -> float:
+        """Length of the bar in per cent; more than everything is drawn as everything."""
+        return round(100 * min(1.0, self.kept), 2)
+
+    @property
+    def is_more(self) -> bool:
+        """Whether a cost has grown."""
+        return self.kept > 1 and not self.good_if_kept
+
+
+def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
+    """Return a bar for accuracy, parameters, MACs, time and bytes, as far as they were measured.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    found = stages(metrics)
+    if len(found) < 2:
+        return []
+    first, last = found[0], found[-1]
+    bars = []
+    for name, attribute in (("Test accuracy", "accuracy"), ("Agreement", "agreement")):
+        before, after = getattr(first, attribute), getattr(last, attribute)
+        if before and after is not None:
+            note = f"{format_accuracy(after)} of {format_accuracy(before)}"
+            bars.append(
+                Remaining(name, after / before, format_share(after / before), note, good_if_kept=True)
+            )
+    sizes = (number(metrics, "onnx", "baseline_file_bytes"), number(metrics, "onnx", "file_bytes"))
+    for name, key, before, after, write in (
+        ("Parameters", "params", first.params, last.params, format_count),
+        ("MACs", "macs", first.macs, last.macs, format_large),
+        ("Time", "latency", first.latency_ms, last.latency_ms, format_latency),
+        ("Bytes of the file", "file_bytes", *sizes, _bytes),
+    ):
+        if before and after is not None:
+            fewer = ratio(metrics, key, before, after)
+            kept = after / before if not fewer else 1 / fewer
+            bars.append(Remaining(name, kept, format_share(kept), f"{write(after)} of {write(before)}"))
+    return bars
+
+
+def _bytes(count: float | None) -> str:
+    return f"{format_large(count)}B"
