@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-all lint clean
+.PHONY: run test test-all lint docs clean
 
 run: $(INSTALLED)  ## the main job on the embedded default: train, search, rewrite, fine-tune, export, report
 	$(BIN)/rankrl
@@ -20,6 +20,9 @@ lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)  ## the pages with the reference of the API, in site/; a warning is an error
+	$(BIN)/mkdocs build --quiet --strict
+
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -27,4 +30,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,9 +7,11 @@ first of their values; what needs a dataset, a launcher or a package that is not
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -228,6 +230,21 @@ def test_readme_names_every_task_and_selector_and_links_every_page() -> None:
         assert f"`{name}`" in text, name
     for page in PAGES[1:]:
         assert f"(docs/{page.name})" in text, page.name
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings_and_documents_what_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    for package in ("rankrl", "decomposition", "pruning", "optim"):
+        page = (tmp_path / "api" / package / "index.html").read_text(encoding="utf-8")
+        exported = importlib.import_module(package)
+        for name in exported.__all__:
+            if inspect.isclass(getattr(exported, name)) or inspect.isfunction(getattr(exported, name)):
+                assert re.search(rf'id="{package}\.{name}[".]', page), f"{package}.{name}"
 
 
 @pytest.fixture(scope="session")
