@@ -334,8 +334,13 @@ def head(config: AppConfig, data: ImageData, network: nn.Module) -> dict[str, An
 
 
 def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an ONNX file is to hold beside the graph and its preprocessing."""
+    """Return what an ONNX file is to hold beside the graph and its preprocessing.
+
+    How long the search took is left out: the file of a resumed run is that of an undisturbed one.
+    """
     numbers = {key: value for key, value in metrics.items() if key != "preprocessing"}
+    if "search" in numbers:
+        numbers["search"] = {key: value for key, value in numbers["search"].items() if key != "seconds"}
     return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
 
 

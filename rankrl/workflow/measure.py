@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -44,12 +45,15 @@ from rankrl.export import (
     quantise_onnx,
     verify_onnx,
 )
-from rankrl.files import write_atomically
+from rankrl.files import write_atomically, write_json
 from rankrl.report import LayerRow
 from rankrl.training import report_accuracy
 from rankrl.workflow.network import images_for_ranges, range_images
 
 log = logging.getLogger(__name__)
+
+FORM_FILE = "onnx-form.json"
+"""Where the form of the exported file is kept, beside the files that were timed."""
 
 ONNX_TEST_BATCH = 500
 COMPARED_BATCH = 250
@@ -348,7 +352,8 @@ def _faster_form(
 
     Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores as layers,
     `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores; of
-    two that are equally fast the first is taken.
+    two that are equally fast the first is taken. What was chosen is kept in the scratch folder, so that a run
+    that goes on after an interruption does not choose otherwise by a later timing.
     """
     layers = factorised_layers(network).values()
     if not layers:
@@ -359,9 +364,22 @@ def _faster_form(
     for name, form in forms.items():
         path, inside = scratch / f"{name}.onnx", options.inside(data)
         export_onnx(form, path, data.input_shape, opset=options.opset, preprocessing=inside)
-    times = compare_latency(scratch / "staged.onnx", scratch / "contracted.onnx", **options.timing)
-    chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
+    digest = hashlib.sha256((scratch / "staged.onnx").read_bytes()).hexdigest()
+    chosen = _form_chosen_before(scratch / FORM_FILE, digest)
+    if chosen not in forms:
+        times = compare_latency(scratch / "staged.onnx", scratch / "contracted.onnx", **options.timing)
+        chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
+        write_json(scratch / FORM_FILE, {"chosen": chosen, "of": digest})
     return forms[chosen], chosen
+
+
+def _form_chosen_before(path: Path, digest: str) -> str:
+    """Return the form that was chosen for the same network, or nothing where none was."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return str(content["chosen"]) if content["of"] == digest else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:
