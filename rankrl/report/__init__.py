@@ -10,7 +10,7 @@ from rankrl.report.provenance import collect_setup
 from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metrics
 from rankrl.report.run_page import run_page
 from rankrl.report.stages import heldout_note
-from rankrl.report.summary import runtimes_table, summary_table
+from rankrl.report.summary import conclusion, runtimes_table, summary_table
 from rankrl.report.sweep_page import sweep_page, write_sweep_report
 from rankrl.report.write import write_report
 
@@ -21,6 +21,8 @@ __all__ = [
     "ReportError",
     "RunReport",
     "collect_setup",
+    "conclusion",
+    "conclusion",
     "gather_runs",
     "heldout_note",
     "read_episodes",

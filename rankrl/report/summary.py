@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
     format_accuracy,
@@ -21,6 +22,8 @@ from rankrl.report.stages import (
     ratio,
     stages,
 )
+
+_COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Bytes of the file": "bytes"}
 
 
 def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -76,6 +79,27 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
     name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
     known = number(metrics, "onnx", "latency_ratio_low") is not None
     return _table(columns, rows, title=name or None, caption=latency_note(metrics) if known else None)
+
+
+def conclusion(metrics: Mapping[str, Any]) -> str:
+    """Return what a run came to in one sentence; empty where it compressed nothing.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    bars = remains(metrics)
+    kept = [bar for bar in bars if bar.good_if_kept][:1]
+    costs = [f"{bar.share} of the {_COST_WORDS[bar.name]}" for bar in bars if not bar.good_if_kept]
+    if not costs:
+        return ""
+    needs = f"{', '.join(costs[:-1])} and {costs[-1]}" if len(costs) > 1 else costs[0]
+    quality = (
+        f" for a {kept[0].name.lower()} of {kept[0].note.replace(' of ', ' instead of ')}" if kept else ""
+    )
+    return f"The compressed network needs {needs}{quality}."
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:

@@ -28,6 +28,7 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.report import (
     LayerRow,
     collect_setup,
+    conclusion,
     heldout_note,
     runtimes_table,
     summary_table,
@@ -401,4 +402,7 @@ def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
         console.print(
             f"warning: {warning}", style="bold yellow", soft_wrap=True, markup=False, highlight=False
         )
+    sentence = conclusion(metrics)
+    if sentence:
+        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
     console.print(f"report: {page}", soft_wrap=True)

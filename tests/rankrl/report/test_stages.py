@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rankrl.report import collect_setup, summary_table
+from rankrl.report import collect_setup, conclusion, summary_table
 from rankrl.report.provenance import hardware_line
 from rankrl.report.stages import (
     format_accuracy,
@@ -203,3 +203,15 @@ def test_one_is_no_plural(count: int, text: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("rankrl.report.provenance.usable_cores", lambda: count)
     assert collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
     assert f", {text}, " in hardware_line()
+
+
+def test_a_run_ends_with_one_sentence(metrics: dict[str, Any]) -> None:
+    metrics["onnx"]["baseline_file_bytes"] = 1_090_000
+    assert conclusion(metrics).replace("\N{NO-BREAK SPACE}", " ") == (
+        "The compressed network needs 39.9 % of the parameters, 48.0 % of the MACs, 76.3 % of the time and "
+        "41.4 % of the bytes for a test accuracy of 90.56 % instead of 91.73 %."
+    )
+    assert conclusion({"baseline": {"accuracy": 0.9, "params": 10}}) == ""
+    halved = {"baseline": {"params": 10}, "compressed": {"params": 5}}
+    said = conclusion(halved).replace("\N{NO-BREAK SPACE}", " ")
+    assert said == "The compressed network needs 50.0 % of the parameters."
