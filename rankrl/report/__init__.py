@@ -22,7 +22,6 @@ __all__ = [
     "RunReport",
     "collect_setup",
     "conclusion",
-    "conclusion",
     "gather_runs",
     "heldout_note",
     "read_episodes",
