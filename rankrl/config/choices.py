@@ -63,10 +63,13 @@ def store_groups() -> None:
 
 
 def group_names() -> list[str]:
-    """Return the names of all groups, those within others too."""
+    """Return the names of all groups, those within others too, but for Hydra's own.
+
+    Those have more choices than there are files here: plugins bring some.
+    """
     folder = config_folder()
     files = {path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.yaml")}
-    return sorted({*groups(), *_UNTYPED, *files})
+    return sorted(name for name in {*groups(), *_UNTYPED, *files} if not name.startswith("hydra/"))
 
 
 def group_choices(group: str) -> list[str]:

@@ -31,7 +31,7 @@ def help_page(overrides: Sequence[str]) -> str:
         about = config.hydra.help
         launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
         values: Any = {key: config._get_node(key) for key in config if key != "hydra"}
-    groups = {name: ", ".join(group_choices(name)) for name in group_names() if not name.startswith("hydra/")}
+    groups = {name: ", ".join(group_choices(name)) for name in group_names()}
     parts = [
         about.header,
         "Tasks (task=NAME)",

@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
@@ -251,7 +252,9 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:
         name, value = group.groups()
-        known = group_choices(name)
+        hydras = name.startswith("hydra/")  # plugins bring choices that have no file here
+        loader = GlobalHydra.instance().config_loader() if hydras else None
+        known = group_choices(name) if loader is None else loader.get_group_options(name)
         return f"{name}={value} is unknown; choose from {', '.join(known)}.{did_you_mean(value, known)}"
     unknown = re.search(
         r"Could not override '([^']+)'|Could not find '([^']+)'|Key '([^']+)' is not in", text

@@ -113,6 +113,15 @@ def test_a_bad_value_anywhere_in_a_sweep_stops_it_before_it_starts(
     assert not FOLDER.exists()
 
 
+def test_a_misspelt_launcher_is_told_with_those_of_plugins(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("seed=0,1", "hydra/launcher=joblb") == 2
+    message = capfd.readouterr().err
+    assert "hydra/launcher=joblb is unknown; choose from basic, joblib, local, ray" in message
+    assert "Did you mean 'joblib'?" in message
+
+
 def test_a_sweep_is_not_resumed_by_resume(sweep: Sweep, capfd: pytest.CaptureFixture[str]) -> None:
     assert sweep("seed=0") == 0
     assert sweep("resume=sweep") == 2
