@@ -3,13 +3,14 @@ from .apply import apply_plan, build_structure, contracted, factorised_layers
 from .batch_norm import reestimate_batch_norm
 from .candidates import Candidate, CandidateSet, plan_from_choices
 from .compensation import compensate
-from .cost import count_macs, count_parameters, evaluation_mode, example_batch
+from .cost import count_macs, count_parameters, evaluation_mode
 from .errors import DecompositionError, PlanError
 from .exchange import apply_fits, from_tensorly
 from .factorised import FactorisedLayer
 from .fitting import Fit, FitOptions, fit_weight
 from .formats import TensorFormat, get_format, list_formats, register_format
 from .heuristics import Heuristic, get_heuristic, list_heuristics, plan_by_heuristic, register_heuristic
+from .inputs import ExampleInputs, Inputs, InputSpec, Positional, TensorSpec, example_batch, run_model
 from .latency import LatencyTable
 from .layers import LayerSpec, compressible_layers, inspect_layers
 from .library import FitLibrary
@@ -44,6 +45,7 @@ __all__ = [
     "CompressionPlan",
     "Cost",
     "DecompositionError",
+    "ExampleInputs",
     "Factorise",
     "FactorisedLayer",
     "Fit",
@@ -52,6 +54,8 @@ __all__ = [
     "GroupOperation",
     "Heuristic",
     "InputMoments",
+    "InputSpec",
+    "Inputs",
     "LatencyTable",
     "LayerOperation",
     "LayerPlan",
@@ -59,9 +63,11 @@ __all__ = [
     "MatrixRank",
     "Operation",
     "PlanError",
+    "Positional",
     "Quantise",
     "Registry",
     "TensorFormat",
+    "TensorSpec",
     "WeightModes",
     "allocate",
     "allocate_many",
@@ -100,6 +106,7 @@ __all__ = [
     "register_heuristic",
     "register_operation",
     "rounded_parameters",
+    "run_model",
     "save_compressed",
     "without_rounding",
 ]

@@ -11,6 +11,7 @@ from torch import nn
 from decomposition.candidates import CandidateSet, saved
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
+from decomposition.inputs import ExampleInputs
 from decomposition.operations.base import FLOAT_BYTES
 
 # The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
@@ -58,7 +59,7 @@ class Budget:
         cls,
         model: nn.Module,
         sites: Sequence[CandidateSet],
-        input_shape: Sequence[int],
+        input_shape: ExampleInputs,
         measure: str,
         fraction: float,
     ) -> Budget:
@@ -67,7 +68,7 @@ class Budget:
         Args:
             model: The dense model.
             sites: The candidates of its sites.
-            input_shape: Shape of one input without the batch axis.
+            input_shape: Shape of one input without the batch axis, or a batch of inputs.
             measure: `params`, `macs` or `bytes`.
             fraction: Fraction of the model's cost to keep, in (0, 1].
 

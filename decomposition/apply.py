@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,15 +12,10 @@ from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
 from decomposition.fitting import FitOptions
+from decomposition.inputs import CalibrationInputs, Inputs, calibration_batches, joined, split
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
 from decomposition.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
-from decomposition.moments import (
-    PATCHES_PER_LAYER,
-    InputMoments,
-    calibration_batches,
-    check_images,
-    collect_moments,
-)
+from decomposition.moments import PATCHES_PER_LAYER, InputMoments, check_images, collect_moments
 from decomposition.operations import (
     ApplyOptions,
     BatchNormCorrection,
@@ -41,7 +36,7 @@ _Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 def apply_plan(
     model: nn.Module,
     plan: CompressionPlan,
-    calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    calibration: CalibrationInputs | None = None,
     *,
     sequential: bool = True,
     weigh_outputs: bool = True,
@@ -49,7 +44,7 @@ def apply_plan(
     options: FitOptions = FINAL,
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
-    statistics: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    statistics: CalibrationInputs | None = None,
     progress: Progress = None,
 ) -> nn.Module:
     """Return a compressed copy of `model`.
@@ -57,7 +52,8 @@ def apply_plan(
     Args:
         model: The dense model; left untouched.
         plan: What becomes of every layer. Group operations (a removal of channels, say) are applied first.
-        calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches. Without them
+        calibration: Model inputs, a few hundred to a few thousand: one batch of them (a tensor, a tuple or a
+            dict of tensors), or batches, such as a data loader, whose labels are left away. Without them
             layers are fitted to their weights alone, which keeps far less accuracy.
         sequential: With calibration: fit each layer to the inputs it receives in the compressed network
             (one pass of twice the images through the model); otherwise to those of the dense network.
@@ -83,8 +79,8 @@ def apply_plan(
             does not reach a layer, or the result is not what the plan says.
     """
     specs = plan.specs(model)
-    images = None if calibration is None else _as_tensor(calibration)
-    inputs = images if images is None or statistics is None else _as_tensor(statistics)
+    images = None if calibration is None else _as_batch(calibration, model)
+    inputs = images if images is None or statistics is None else _as_batch(statistics, model)
     chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
 
     def apply_group(
@@ -226,9 +222,9 @@ def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
 
 
-def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
-    batches = calibration_batches(calibration)
-    images = torch.cat(batches) if batches else torch.empty(0)
+def _as_batch(calibration: CalibrationInputs, model: nn.Module) -> Inputs:
+    batches = calibration_batches(calibration, model)
+    images = joined(batches) if batches else torch.empty(0)
     check_images(images)
     return images
 
@@ -236,7 +232,7 @@ def _as_tensor(calibration: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tens
 def _apply_to_layers(
     model: nn.Module,
     entries: _Entries,
-    images: torch.Tensor | None,
+    images: Inputs | None,
     options: ApplyOptions,
     bar: ProgressBar,
 ) -> nn.Module:
@@ -258,9 +254,9 @@ def _apply_to_layers(
     else:
         _apply_apart(compressed, changed, images, sensitivities, options, bar)
     if options.batch_norm == "reestimate" and options.statistics is not None:
-        reestimate_batch_norm(compressed, options.statistics.split(256))
+        reestimate_batch_norm(compressed, split(options.statistics, 256))
     if images is not None:
-        calibrate_ranges(compressed, images.split(256))
+        calibrate_ranges(compressed, split(images, 256))
     _check_applied(model, compressed, entries)
     return compressed
 
@@ -268,7 +264,7 @@ def _apply_to_layers(
 def _apply_sequentially(
     model: nn.Module,
     entries: _Entries,
-    images: torch.Tensor,
+    images: Inputs,
     sensitivities: dict[str, torch.Tensor],
     options: ApplyOptions,
     bar: ProgressBar,
@@ -311,7 +307,7 @@ def _apply_sequentially(
 def _apply_apart(
     model: nn.Module,
     entries: _Entries,
-    images: torch.Tensor | None,
+    images: Inputs | None,
     sensitivities: dict[str, torch.Tensor],
     options: ApplyOptions,
     bar: ProgressBar,
@@ -321,7 +317,7 @@ def _apply_apart(
     moments: dict[str, InputMoments] = {}
     if images is not None and entries:
         watched = [spec for _, spec in entries.values()]
-        batches = images.split(256)
+        batches = split(images, 256)
         moments = collect_moments(model, watched, batches, max_patches=options.max_patches, seed=options.seed)
     for name, (entry, spec) in entries.items():
         dense: DecomposableModule = modules[name]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from decomposition.errors import DecompositionError
+from decomposition.inputs import ExampleInputs, input_shape_of
 from decomposition.layer_plan import LayerPlan
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Operation
@@ -265,7 +266,7 @@ def plan_from_choices(
     sites: Sequence[CandidateSet],
     choices: Iterable[int],
     all_specs: Sequence[LayerSpec],
-    input_shape: Sequence[int],
+    input_shape: ExampleInputs,
     chosen_by: str,
     *,
     keep: Callable[[tuple[int, ...]], Operation] | None = None,
@@ -276,7 +277,7 @@ def plan_from_choices(
         sites: The candidates of every site.
         choices: Index of a candidate for each site.
         all_specs: Every layer of the model (`inspect_layers`); those of no site are recorded with the reason.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
         chosen_by: Recorded in the plan.
         keep: Makes the operation that keeps these output channels of a layer, for candidates that read no
             others.
@@ -302,7 +303,7 @@ def plan_from_choices(
         chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
         for spec in all_specs
     )
-    return CompressionPlan(layers, fingerprint(all_specs), tuple(input_shape), chosen_by)
+    return CompressionPlan(layers, fingerprint(all_specs), input_shape_of(input_shape), chosen_by)
 
 
 def _in(cost: Cost, measure: str) -> float | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from decomposition.errors import DecompositionError
+from decomposition.inputs import Inputs
 from decomposition.layers import inspect_layers, weight_of
 from decomposition.lockstep import absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import PATCHES_PER_LAYER, check_images
@@ -17,7 +18,7 @@ from decomposition.surgery import copied
 def compensate(
     model: nn.Module,
     present: Mapping[str, torch.Tensor],
-    images: torch.Tensor,
+    images: Inputs,
     *,
     correct_batch_norm: bool = True,
     max_patches: int = PATCHES_PER_LAYER,
@@ -34,7 +35,7 @@ def compensate(
         model: The dense model; left untouched.
         present: For layers that lose inputs, which channels (or features) stay, boolean, shape (in,). The
             weights on the others are left in place, to be cut.
-        images: Model inputs (N, ...), a few hundred to a few thousand.
+        images: Model inputs, one batch of a few hundred to a few thousand.
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
         max_patches: Input patches that each layer is fitted on at most. A layer for which they are fewer than
             four for each weight of an output channel keeps its weights.
@@ -47,7 +48,7 @@ def compensate(
     check_images(images)
     network = copied(model)
     modules = dict(network.named_modules())
-    specs = {spec.name: spec for spec in inspect_layers(model, images.shape[1:]) if spec.refusal is None}
+    specs = {spec.name: spec for spec in inspect_layers(model, images) if spec.refusal is None}
     for name, mask in present.items():
         if name not in specs:
             raise DecompositionError(

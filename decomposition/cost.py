@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from decomposition.inputs import ExampleInputs, example_batch, run_model
 
 _COUNTED = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 
@@ -33,18 +35,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def example_batch(model: nn.Module, input_shape: Sequence[int], batch_size: int = 1) -> torch.Tensor:
-    """Return a zero batch of `input_shape` (without the batch axis) on the model's device and dtype."""
-    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    return torch.zeros((batch_size, *input_shape), device=reference.device, dtype=reference.dtype)
-
-
 def count_parameters(model: nn.Module) -> int:
     """Count every parameter of `model` once, batch normalisation's scale and shift included."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
+def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     """Count the multiply-accumulates of convolutions and linear layers for one input.
 
     Counting happens below the module level (`torch.utils.flop_counter`), so that layers made of several
@@ -57,8 +53,9 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
     share; all others add up to this number.
 
     Args:
-        model: Any module whose forward takes one tensor.
-        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`.
+        model: Any module.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`, or a batch of
+            inputs (`decomposition.inputs`).
 
     Returns:
         The number of multiply-accumulates (half the floating-point operations).
@@ -67,6 +64,6 @@ def count_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
 
     counter = FlopCounterMode(display=False)
     with evaluation_mode(model), counter:
-        model(example_batch(model, input_shape))
+        run_model(model, example_batch(model, input_shape))
     counts: dict[Any, int] = counter.get_flop_counts().get("Global", {})
     return sum(flops for operator, flops in counts.items() if operator in _COUNTED) // 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from decomposition.errors import DecompositionError, PlanError
 from decomposition.fitting import Fit
 from decomposition.formats import get_format
 from decomposition.formats.tensorly_objects import read_tensorly
+from decomposition.inputs import ExampleInputs, input_shape_of
 from decomposition.layers import (
     DecomposableModule,
     inspect_layers,
@@ -80,13 +81,13 @@ def as_operation(fit: Fit) -> Factorise:
 
 
 def apply_fits(
-    model: nn.Module, input_shape: Sequence[int], fits: Mapping[str, Fit], *, chosen_by: str = "user"
+    model: nn.Module, input_shape: ExampleInputs, fits: Mapping[str, Fit], *, chosen_by: str = "user"
 ) -> tuple[nn.Module, CompressionPlan]:
     """Return a copy of `model` whose layers hold given cores, not fitted again, and its plan.
 
     Args:
         model: The dense model; left untouched.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
         fits: Fits by layer name; layers that are not named stay dense, and so do those that would get no
             smaller, with the reason.
         chosen_by: Recorded in the plan.
@@ -107,7 +108,7 @@ def apply_fits(
         else LayerPlan(spec.name, reason=spec.refusal or "no factors were given")
         for spec in specs
     )
-    plan = CompressionPlan(layers, fingerprint(specs), tuple(input_shape), chosen_by)
+    plan = CompressionPlan(layers, fingerprint(specs), input_shape_of(input_shape), chosen_by)
     network = build_structure(model, plan)
     for name, layer in factorised_layers(network).items():
         dense: Any = model.get_submodule(name)

@@ -7,7 +7,7 @@ What remains unspent is less than one such step. `greedy` minimises the sum of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from decomposition.allocation import Budget, allocate
 from decomposition.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import CHOOSING, FitOptions
+from decomposition.inputs import CalibrationInputs, ExampleInputs
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
@@ -173,14 +174,14 @@ def greedy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -
 
 def plan_by_heuristic(
     model: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: ExampleInputs,
     tensor_format: str | Sequence[str],
     heuristic: str,
     fraction: float,
     *,
     measure: str = "params",
     latency: Callable[[Sequence[CandidateSet]], LatencyTable] | None = None,
-    calibration: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    calibration: CalibrationInputs | None = None,
     weigh_outputs: bool = True,
     precisions: Sequence[str] = ("float32",),
     skip: Sequence[str] = (),
@@ -196,15 +197,18 @@ def plan_by_heuristic(
 
     Args:
         model: The dense model; left as it was.
-        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`, or a batch of
+            inputs: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes
+            by name.
         tensor_format: Name of the format (`list_formats`), or names of several: every layer takes the one
             that serves it best.
         heuristic: Name of the heuristic (`list_heuristics`).
         fraction: Fraction of the whole model's cost to keep, in (0, 1].
         measure: What is kept: `params`, `macs`, `bytes` or `latency`.
         latency: For `measure="latency"`: measures all candidates of the sites, as they will be run.
-        calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None` fits
-            to the weights alone.
+        calibration: A few hundred real, preprocessed model inputs: one batch of them (a tensor, a tuple or a
+            dict of tensors), or batches, such as a data loader, whose labels are left away; `None` fits to
+            the weights alone.
         weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
         precisions: What layers may compute with or be stored in (`PRECISIONS`).
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names

@@ -15,8 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from decomposition.cost import evaluation_mode, example_batch
+from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
+from decomposition.inputs import (
+    ExampleInputs,
+    Inputs,
+    InputShape,
+    InputSpec,
+    example_batch,
+    input_shape_of,
+    run_model,
+)
 from decomposition.registry import did_you_mean
 
 Kind = Literal[
@@ -124,14 +133,15 @@ def weight_of(module: DecomposableModule) -> torch.Tensor:
     return weight.double().cpu().reshape(weight.shape[0], weight.shape[1], -1)
 
 
-def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSpec]:
+def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
     """Describe every convolution and linear layer of `model`, decomposable or not, in forward order.
 
     Runs one zero input through the model in eval mode; the model is left as it was.
 
     Args:
-        model: Any module whose forward takes one tensor.
-        input_shape: Shape of one input without the batch axis.
+        model: Any module.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs: a tensor, a tuple of
+            tensors that the forward takes in order, or a dict of those it takes by name.
 
     Returns:
         One `LayerSpec` a layer; those that no format can replace carry a `refusal`, and those that the
@@ -141,7 +151,7 @@ def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSp
         DecompositionError: If the model does not accept an input of that shape.
     """
     trace = _Trace(model)
-    trace.run(example_batch(model, input_shape), input_shape)
+    trace.run(example_batch(model, input_shape), input_shape_of(input_shape))
     reached = list(trace.calls)
     unreached = [m for m in trace.names if isinstance(m, ListedModule) and m not in trace.calls]
     owners = Counter(id(module.weight) for module in (*reached, *unreached))
@@ -151,12 +161,13 @@ def inspect_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSp
     ]
 
 
-def compressible_layers(model: nn.Module, input_shape: Sequence[int]) -> list[LayerSpec]:
+def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
     """Return the layers of `model` that tensor formats can replace, in forward order.
 
     Args:
-        model: Any module whose forward takes one tensor.
-        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`.
+        model: Any module.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`, or a batch of
+            inputs, as for `inspect_layers`.
 
     Returns:
         The specs without a `refusal` of `inspect_layers`; `index` counts among all layers.
@@ -212,7 +223,7 @@ class _Trace:
         # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
         self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
 
-    def run(self, batch: torch.Tensor, input_shape: Sequence[int]) -> None:
+    def run(self, batch: Inputs, shape: InputShape) -> None:
         handles = []
         for module in self.names:
             if isinstance(module, ListedModule):
@@ -221,12 +232,17 @@ class _Trace:
                 handles.append(module.register_forward_pre_hook(self._record_batch_norm))
         try:
             with evaluation_mode(self.model), _FunctionalUses(self):
-                self.model(batch)
+                run_model(self.model, batch)
         except Exception as error:  # whatever the model's own code raises
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            given, advice = (
+                f"an input of shape {shape}",
+                "the shape of one real input, or a batch of real ones",
+            )
+            if isinstance(shape, InputSpec):
+                given, advice = f"the inputs {shape}", "a batch of real inputs"
             raise DecompositionError(
-                f"the model does not accept an input of shape {tuple(input_shape)} (without the batch axis): "
-                f"{reason}; pass the shape of one real input"
+                f"the model does not accept {given} (without the batch axis): {reason}; pass {advice}"
             ) from error
         finally:
             for handle in handles:

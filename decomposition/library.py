@@ -22,12 +22,13 @@ from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.geometry import Geometry
 from decomposition.input_selection import Narrowing, Selection, select_inputs
+from decomposition.inputs import CalibrationInputs, ExampleInputs, calibration_batches
 from decomposition.layer_plan import total_cost
 from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, skipping, weight_of
 from decomposition.lockstep import RefitProblem
 from decomposition.metric import Metric, times, to_bytes
 from decomposition.modes import WeightModes
-from decomposition.moments import InputMoments, calibration_batches, collect_moments
+from decomposition.moments import InputMoments, collect_moments
 from decomposition.operations import (
     ChannelFactors,
     Cost,
@@ -137,9 +138,9 @@ class FitLibrary:
     def calibrated(
         cls,
         model: nn.Module,
-        input_shape: Sequence[int],
+        input_shape: ExampleInputs,
         formats: str | Sequence[str],
-        calibration: torch.Tensor | Iterable[torch.Tensor] | None,
+        calibration: CalibrationInputs | None,
         *,
         weigh_outputs: bool = True,
         skip: Sequence[str] = (),
@@ -150,10 +151,11 @@ class FitLibrary:
 
         Args:
             model: The dense model; left as it was.
-            input_shape: Shape of one input without the batch axis.
+            input_shape: Shape of one input without the batch axis, or a batch of inputs.
             formats: Name of the format, or names of several.
-            calibration: A few hundred real, preprocessed model inputs, as one tensor or as batches; `None`
-                fits to the weights alone.
+            calibration: A few hundred real, preprocessed model inputs: one batch of them (a tensor, a tuple
+                or a dict of tensors), or batches, whose labels are left away; `None` fits to the weights
+                alone.
             weigh_outputs: Weigh channels and layers by what the network's output makes of them.
             skip: Layers that stay as they are (`decomposition.layers.skipping`).
             seed: Seed of the sampled patches and of the directions that measure sensitivities.
@@ -177,7 +179,7 @@ class FitLibrary:
             if {name, each.producer} <= changing
         }
         if calibration is not None:
-            batches = calibration_batches(calibration)
+            batches = calibration_batches(calibration, model)
             options["moments"] = collect_moments(model, specs, batches, seed=seed)
             if weigh_outputs:
                 options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)

@@ -25,6 +25,7 @@ from decomposition.batch_norm import BatchNorm, tracked_batch_norms
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
+from decomposition.inputs import Inputs, count_inputs, joined, rows, run_model
 from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.metric import Metric, RowFactor, shrunk_matrix, shrunk_rows, trace, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
@@ -142,7 +143,7 @@ def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
 def refit_in_lockstep(
     model: nn.Module,
     refits: dict[str, Refit],
-    images: torch.Tensor,
+    images: Inputs,
     *,
     present: Mapping[str, torch.Tensor] | None = None,
     mean_absorbed: set[str],
@@ -156,7 +157,7 @@ def refit_in_lockstep(
     Args:
         model: The dense model; changed in place.
         refits: How to fit each layer, by name.
-        images: Calibration inputs (N, ...). Memory grows with 2 N activations of the largest layer.
+        images: Calibration inputs, one batch of N. Memory grows with 2 N activations of the largest layer.
         present: For some layers, which of their input channels there still are (boolean, shape (in,)); the
             others arrive as zero.
         mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
@@ -177,7 +178,7 @@ def refit_in_lockstep(
     """
     modules = dict(model.named_modules())
     with evaluation_mode(model):
-        expected = model(images[:2])
+        expected = run_model(model, rows(images, slice(2)))
     generator = torch.Generator().manual_seed(seed)
     pairs: dict[str, _LayerPair] = {}
     norms: list[_NormPair] = []
@@ -191,7 +192,7 @@ def refit_in_lockstep(
             name in mean_absorbed,
             max_patches,
             generator,
-            2 * len(images),
+            2 * count_inputs(images),
             shrink,
         )
         replace_module(model, dense, pairs[name])
@@ -201,7 +202,7 @@ def refit_in_lockstep(
             replace_module(model, norm, norms[-1])
     try:
         with evaluation_mode(model):
-            result = model(torch.cat([images, images]))
+            result = run_model(model, joined([images, images]))
     finally:
         for pair in pairs.values():
             replace_module(model, pair, pair.fitted if pair.fitted is not None else pair.dense)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,17 @@ from torch import nn
 
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
+from decomposition.inputs import (
+    CalibrationInputs,
+    Inputs,
+    calibration_batches,
+    count_inputs,
+    described,
+    joined,
+    rows,
+    run_model,
+    tensors_of,
+)
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.metric import Metric, RowFactor, is_finite, shrunk, with_mean, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
@@ -93,38 +104,19 @@ class MomentAccumulator:
         return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
 
 
-def calibration_batches(calibration: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a calibration set as a list of batches.
-
-    Raises:
-        DecompositionError: If it holds anything but tensors, or inputs of different shapes.
-    """
-    batches = [calibration] if isinstance(calibration, torch.Tensor) else list(calibration)
-    for batch in batches:
-        if not isinstance(batch, torch.Tensor):
-            raise DecompositionError(
-                f"the calibration set holds a {type(batch).__name__}; pass model inputs alone, as one tensor "
-                "(N, ...) or as batches of them, such as [x for x, _ in loader]"
-            )
-        if batch.shape[1:] != batches[0].shape[1:]:
-            raise DecompositionError(
-                f"the calibration set holds inputs of the shapes {tuple(batches[0].shape[1:])} and "
-                f"{tuple(batch.shape[1:])}; pass inputs of one shape, at which costs are counted too"
-            )
-    return batches
-
-
-def check_images(images: torch.Tensor) -> None:
+def check_images(images: Inputs) -> None:
     """Refuse calibration inputs that cannot calibrate.
 
     Raises:
         DecompositionError: If there are none or one holds NaN or an infinite value.
     """
-    if images.ndim < 2 or images.shape[0] == 0:
+    tensors = tensors_of(images)
+    if all(each.ndim < 2 for each in tensors) or count_inputs(images) == 0:
+        shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         raise DecompositionError(
-            f"the calibration set is empty (shape {tuple(images.shape)}); pass a few hundred model inputs"
+            f"the calibration set is empty (shape {shapes}); pass a few hundred model inputs"
         )
-    if not bool(torch.isfinite(images).all()):
+    if not all(bool(torch.isfinite(each).all()) for each in tensors):
         raise DecompositionError(
             "the calibration set holds NaN or infinite values; check how it is normalised"
         )
@@ -133,7 +125,7 @@ def check_images(images: torch.Tensor) -> None:
 def collect_moments(
     model: nn.Module,
     specs: Sequence[LayerSpec],
-    calibration: Iterable[torch.Tensor],
+    calibration: CalibrationInputs,
     *,
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
@@ -146,7 +138,7 @@ def collect_moments(
     Args:
         model: The dense network; left as it was.
         specs: Layers to watch.
-        calibration: Batches of model inputs, or one tensor of them.
+        calibration: Batches of model inputs, or one batch (`decomposition.inputs`); labels are left away.
         max_patches: Patches a layer at most, all batches together; several times in * kernel of them are
             needed for a well-determined moment matrix.
         seed: Seed of the patch positions.
@@ -158,19 +150,19 @@ def collect_moments(
         DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
             layer's input is not finite or never arrives.
     """
-    batches = calibration_batches(calibration)
-    check_images(torch.cat([batch[:1] for batch in batches]) if batches else torch.empty(0))
+    batches = calibration_batches(calibration, model)
+    check_images(joined([rows(batch, slice(1)) for batch in batches]) if batches else torch.empty(0))
     modules = dict(model.named_modules())
     accumulators = {spec.name: MomentAccumulator() for spec in specs}
     generator = torch.Generator().manual_seed(seed)
     per_batch = max(1, max_patches // len(batches))
-    batch, total = batches[0], sum(len(each) for each in batches)
+    batch, total = batches[0], sum(map(count_inputs, batches))
 
     def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             share = max(1, per_batch // calls)
             (patches,), labels = sample_labelled_patches(module, [inputs[0]], share, generator)
-            labels = labels_of_batch(labels, len(inputs[0]), len(batch))
+            labels = labels_of_batch(labels, len(inputs[0]), count_inputs(batch))
             accumulators[name].add(patches, labels_or_single(labels, total))
 
         return module.register_forward_pre_hook(hook)
@@ -181,12 +173,12 @@ def collect_moments(
             for batch in batches:
                 check_images(batch)
                 try:
-                    model(batch)
+                    run_model(model, batch)
                 except (RuntimeError, TypeError) as error:
                     reason = str(error).strip().splitlines()[0]
                     raise DecompositionError(
-                        f"the model fails on calibration inputs of shape {tuple(batch.shape)}, {batch.dtype} "
-                        f"on {batch.device}: {reason}; pass inputs that it takes"
+                        f"the model fails on calibration inputs of {described(batch)}: {reason}; pass inputs "
+                        "that it takes"
                     ) from error
     finally:
         for handle in handles:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from decomposition.errors import PlanError
+from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.formats import get_format
+from decomposition.inputs import ExampleInputs, InputShape, InputSpec, input_shape_of, shape_to_json
 from decomposition.layer_plan import LayerPlan, from_entry, to_entry, without_growth
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.metadata import checked_metadata
@@ -51,7 +52,8 @@ class CompressionPlan:
     Attributes:
         layers: One entry for each layer that was considered, in forward order.
         fingerprint: Fingerprint of the model it was made for (`fingerprint`).
-        input_shape: Shape of one model input without the batch axis; costs hold at this size.
+        input_shape: Shape of one model input without the batch axis, or the specification of what else the
+            model takes; costs hold at this size.
         chosen_by: Who chose it, for example `greedy` or `ddpg`.
         metadata: What else is to be kept with the plan and the networks saved with it, such as how the
             model's inputs are made: values that JSON holds, by name. Nothing here looks at it.
@@ -59,7 +61,7 @@ class CompressionPlan:
 
     layers: tuple[LayerPlan, ...]
     fingerprint: str
-    input_shape: tuple[int, ...]
+    input_shape: InputShape
     chosen_by: str = "user"
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -91,7 +93,7 @@ class CompressionPlan:
         content: dict[str, Any] = {
             "version": PLAN_VERSION,
             "fingerprint": self.fingerprint,
-            "input_shape": list(self.input_shape),
+            "input_shape": shape_to_json(self.input_shape),
             "chosen_by": self.chosen_by,
         }
         if self.metadata:
@@ -127,9 +129,7 @@ class CompressionPlan:
             )
         further = {"metadata"} if version == PLAN_VERSION else set()
         check_keys(content, _PLAN_KEYS | further, _PLAN_KEYS, source)
-        shape = content["input_shape"]
-        if not (isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)):
-            raise PlanError(f"{source}: input_shape must be a list of positive integers, got {shape!r}")
+        shape = _shape_from_json(content["input_shape"], source)
         for key in ("fingerprint", "chosen_by"):
             if not isinstance(content[key], str):
                 raise PlanError(f"{source}: {key} must be a string, got {content[key]!r}")
@@ -144,7 +144,7 @@ class CompressionPlan:
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
         metadata = checked_metadata(content.get("metadata", {}), source)
-        return cls(layers, content["fingerprint"], tuple(shape), content["chosen_by"], metadata)
+        return cls(layers, content["fingerprint"], shape, content["chosen_by"], metadata)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`, atomically."""
@@ -271,7 +271,7 @@ def fingerprint(specs: Any) -> str:
 
 def make_plan(
     model: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: ExampleInputs,
     tensor_format: str,
     ranks: int | Mapping[str, int | Sequence[int]],
     *,
@@ -282,7 +282,7 @@ def make_plan(
 
     Args:
         model: The dense model.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
         tensor_format: Name of the format.
         ranks: One rank for every compressible layer (capped at each layer's maximum), or ranks by layer name:
             one integer, or one a bond. Layers that are not named stay dense.
@@ -323,4 +323,21 @@ def make_plan(
         checked = chosen.check_ranks(modes, wanted, spec.name)
         operation = Factorise(tensor_format, checked, factors_of(modes))
         layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
-    return CompressionPlan(tuple(layers), fingerprint(all_specs), tuple(input_shape), chosen_by)
+    return CompressionPlan(tuple(layers), fingerprint(all_specs), input_shape_of(input_shape), chosen_by)
+
+
+def _shape_from_json(content: Any, source: str) -> InputShape:
+    """Read a shape, or a specification of inputs.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    if isinstance(content, list) and content and all(type(n) is int and n > 0 for n in content):
+        return tuple(content)
+    try:
+        return InputSpec.from_json(content)
+    except DecompositionError as error:
+        raise PlanError(
+            f"{source}: input_shape must be a list of positive integers, or tell of several inputs or types "
+            f"({error})"
+        ) from error

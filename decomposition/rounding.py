@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
+from decomposition.inputs import Inputs, run_model
 
 _LARGEST_ACTIVATION = 255
 _FOLLOWED = 0.05
@@ -261,7 +262,7 @@ def rounded_parameters(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def calibrate_ranges(model: nn.Module, batches: Iterable[Any], *, inside: str = "") -> None:
+def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str = "") -> None:
     """Set the ranges of all activations to what they take on some inputs, nothing rounded but the weights.
 
     Args:
@@ -278,7 +279,7 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Any], *, inside: str = 
     count = 0
     with _observing(model), evaluation_mode(model):
         for batch in batches:
-            tree_map(_settled, model(batch))
+            tree_map(_settled, run_model(model, batch))
             count += 1
     if not count:
         raise DecompositionError(

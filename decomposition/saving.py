@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +11,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from decomposition.apply import build_structure, dense_form
-from decomposition.cost import evaluation_mode, example_batch
+from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
+from decomposition.inputs import InputShape, random_batch, run_model, tensors_of
 from decomposition.plan import CompressionPlan
 
 _NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
@@ -135,7 +135,7 @@ def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Mo
     return load_compressed(architecture, path, left)[0].eval()
 
 
-def _compare(model: nn.Module, loaded: nn.Module, input_shape: Sequence[int], path: Path) -> None:
+def _compare(model: nn.Module, loaded: nn.Module, input_shape: InputShape, path: Path) -> None:
     """Refuse a model that was loaded back different.
 
     Raises:
@@ -148,14 +148,13 @@ def _compare(model: nn.Module, loaded: nn.Module, input_shape: Sequence[int], pa
                 f"{path} is not written: tensor {name!r} is another one when it is loaded back; load it into "
                 "an architecture of the same precision, and check the disk"
             )
-    reference = example_batch(model, input_shape)
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randn(reference.shape, generator=generator).to(reference)
+    batch = random_batch(model, input_shape, 1)
+    device = tensors_of(batch)[0].device
     outputs = []
-    for network in (model, loaded.to(reference.device)):
+    for network in (model, loaded.to(device)):
         with evaluation_mode(network), torch.random.fork_rng():
             torch.manual_seed(0)
-            outputs.append([y for y in tree_leaves(network(batch)) if isinstance(y, torch.Tensor)])
+            outputs.append([y for y in tree_leaves(run_model(network, batch)) if isinstance(y, torch.Tensor)])
     if not all(_equal_but_for_rounding(before, after) for before, after in zip(*outputs, strict=True)):
         raise PlanError(
             f"{path} is not written: loaded back, the model has other outputs, although its tensors are the "

@@ -9,7 +9,7 @@ E[J' v v' J] = E[J' J].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
+from decomposition.inputs import (
+    CalibrationInputs,
+    Inputs,
+    calibration_batches,
+    count_inputs,
+    mapped,
+    numbers_in_one,
+    run_model,
+    split,
+    tensors_of,
+)
 from decomposition.layers import LayerSpec
 from decomposition.metric import shrunk_matrix
 from decomposition.patches import labels_of_batch
@@ -30,7 +41,7 @@ _ELEMENTS = 2**20
 def collect_sensitivities(
     model: nn.Module,
     specs: Sequence[LayerSpec],
-    calibration: Iterable[torch.Tensor],
+    calibration: CalibrationInputs,
     *,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
@@ -39,7 +50,7 @@ def collect_sensitivities(
     Args:
         model: The dense network; left as it was. Its output may be a tensor or any nesting of tensors.
         specs: Layers to watch.
-        calibration: Batches of model inputs, or one tensor of them.
+        calibration: Batches of model inputs, or one batch (`decomposition.inputs`); labels are left away.
         seed: Seed of the random directions.
 
     Returns:
@@ -51,13 +62,13 @@ def collect_sensitivities(
     Raises:
         DecompositionError: If no gradient can be sent back through the model.
     """
-    batches = [calibration] if isinstance(calibration, torch.Tensor) else calibration
+    batches = calibration_batches(calibration, model)
     modules = dict(model.named_modules())
     sums: dict[str, torch.Tensor] = {}
     spreads: dict[str, Spread] = {}
     generator = torch.Generator().manual_seed(seed)
     inputs = 0
-    current: list[torch.Tensor] = []  # the batch that is sent through
+    current: list[Inputs] = []  # the batch that is sent through
 
     def watch(name: str, linear: bool) -> torch.utils.hooks.RemovableHandle:
         def add(gradient: torch.Tensor) -> None:
@@ -65,7 +76,9 @@ def collect_sensitivities(
             rows = (gradient if linear else gradient.movedim(1, -1)).flatten(0, -2).float()
             sums[name] = sums.get(name, torch.zeros(())) + (rows.T @ rows).double().cpu()
             labels = torch.arange(len(rows), device=rows.device) // (len(rows) // axis)
-            spreads.setdefault(name, Spread()).add(rows, labels_of_batch(labels, axis, len(current[0])))
+            spreads.setdefault(name, Spread()).add(
+                rows, labels_of_batch(labels, axis, count_inputs(current[0]))
+            )
 
         def hook(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if output.requires_grad:
@@ -79,15 +92,15 @@ def collect_sensitivities(
     try:
         with evaluation_mode(model), torch.enable_grad():
             for images in batches:
-                for batch in images.split(max(1, min(_BATCH, _ELEMENTS // max(1, images[0].numel())))):
+                size = max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
+                for batch in split(images, size):
                     current[:] = [batch]
-                    real = batch.is_floating_point()
+                    real = all(each.is_floating_point() for each in tensors_of(batch))
                     for parameter in learnt:  # only gradients of activations are needed
                         parameter.requires_grad_(not real)
-                    # A copy of the leaf, since models may change their input in place.
-                    outputs = model(batch.detach().requires_grad_(real).clone())
+                    outputs = run_model(model, mapped(_watched, batch))
                     _send_back(outputs, generator)
-                    inputs += len(batch)
+                    inputs += count_inputs(batch)
     except RuntimeError as error:
         raise DecompositionError(
             f"no gradient can be sent back through {type(model).__name__} ({str(error).splitlines()[0]}); "
@@ -105,6 +118,11 @@ def collect_sensitivities(
         for name, matrix in found.items()
         if bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
     }
+
+
+def _watched(x: torch.Tensor) -> torch.Tensor:
+    """Return an input that gradients are sent back to; a copy of it, since models may change it in place."""
+    return x.detach().requires_grad_(x.is_floating_point()).clone()
 
 
 def _send_back(outputs: object, generator: torch.Generator) -> None:

@@ -3,10 +3,12 @@ from .envs import RankSelectionEnv
 from .export import export_onnx
 from .onnx_graph import ImagePreprocessing, compress_onnx
 from .operations import KeepChannels
+from .workflow.latency import LatencyOptions
 
 __all__ = [
     "ImagePreprocessing",
     "KeepChannels",
+    "LatencyOptions",
     "RankSelectionEnv",
     "apply_plan",
     "compress_onnx",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from decomposition import CompressionPlan, apply_plan, load_compressed
-from decomposition.moments import calibration_batches
+from decomposition.inputs import CalibrationInputs, calibration_batches, input_shape_of, split
 from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
@@ -34,7 +34,7 @@ def search(
     model: nn.Module,
     *,
     score: Score,
-    calibration: Tensor | Iterable[Tensor],
+    calibration: CalibrationInputs,
     decomposition: str | Sequence[str] = "tensor_ring",
     precisions: Sequence[str] = ("float32",),
     channels: Sequence[float] = (),
@@ -64,10 +64,12 @@ def search(
     """Choose what becomes of every layer so that a score is best within a budget.
 
     Args:
-        model: The dense network: any module whose forward takes one tensor. It may return anything that
-            the score understands. It is left untouched.
+        model: The dense network: any module. It may take several tensors and return anything that the score
+            understands. It is left untouched.
         score: Function from a network to a number, higher is better. It must not read test data.
-        calibration: Model inputs, a few hundred to a few thousand, as one tensor or in batches.
+        calibration: Model inputs, a few hundred to a few thousand: one batch (a tensor, a tuple of tensors
+            that the forward takes in order, or a dict of those it takes by name), or batches of such, alone
+            or in pairs with labels, as a data loader yields them.
         decomposition: Name of the tensor format, or names of several that every layer chooses from.
         precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
             `int4_weights`.
@@ -137,7 +139,8 @@ def search(
     )
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
-    batches = [part for batch in calibration_batches(calibration) for part in batch.split(CALIBRATION_BATCH)]
+    given = calibration_batches(calibration, model)
+    batches = [part for batch in given for part in split(batch, CALIBRATION_BATCH)]
     if not batches:
         raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
@@ -150,7 +153,8 @@ def search(
         skip=tuple(skip),
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
-    check_reachable(model, batches[0].shape[1:], chosen, options)
+    shape = input_shape_of(batches[0])
+    check_reachable(model, shape, chosen, options)
     library = calibrated_library(
         model, batches, chosen, cache=None if cache is None else Path(cache), seed=seed
     )
@@ -164,7 +168,7 @@ def search(
         FunctionScoring(score, batches),
         options,
         candidates=candidates,
-        input_shape=batches[0].shape[1:],
+        input_shape=shape,
         apply=applied,
         progress=progress,
     )

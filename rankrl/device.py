@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.cost import evaluation_mode
+from decomposition.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
     return x if x.stride() == strides else torch.empty_like(x, memory_format=layout).copy_(x)
 
 
-def accepted_layout(model: nn.Module, example: Tensor) -> torch.memory_format:
+def accepted_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
     """Return the memory order in which a network, as it is, takes its inputs.
 
     Channels last is the faster one; contiguous where the network's own code asks for it, such as
@@ -80,9 +81,9 @@ def accepted_layout(model: nn.Module, example: Tensor) -> torch.memory_format:
 
     Args:
         model: The network; it runs in evaluation mode, and its mode stays as it was.
-        example: An input or two (N, ...), on the network's device.
+        example: An input or two, on the network's device.
     """
-    if example.ndim != 4:
+    if not isinstance(example, Tensor) or example.ndim != 4:
         return torch.contiguous_format
     with evaluation_mode(model):
         try:
@@ -92,12 +93,12 @@ def accepted_layout(model: nn.Module, example: Tensor) -> torch.memory_format:
     return torch.channels_last
 
 
-def to_fastest_layout(model: nn.Module, example: Tensor) -> torch.memory_format:
+def to_fastest_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
     """Put a network's weights into the memory order in which it runs fastest, and return it for the inputs.
 
     Args:
         model: The network, changed in place; its values stay as they were.
-        example: An input or two (N, ...), on the network's device.
+        example: An input or two, on the network's device.
     """
     weights = {parameter: parameter.data for parameter in model.parameters() if parameter.ndim == 4}
     for parameter, weight in weights.items():

@@ -9,7 +9,7 @@ first, and the others see the network that they leave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from decomposition.errors import PlanError
 from decomposition.fitting import FitOptions
+from decomposition.inputs import Inputs, InputShape
 from decomposition.layers import LayerSpec
 from decomposition.registry import Registry
 
@@ -75,7 +76,7 @@ class ApplyOptions:
     fit: FitOptions = FINAL
     max_patches: int = 65_536
     seed: int = 0
-    statistics: torch.Tensor | None = None
+    statistics: Inputs | None = None
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,14 @@ class GroupOperation(Operation):
     @classmethod
     @abstractmethod
     def group_structure(
-        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: Sequence[int]
+        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
         """Return a copy of `model` as the operations leave it, its values of no account.
 
         Args:
             model: The network; left untouched.
             chosen: The operation of each layer that has one, by name.
-            input_shape: Shape of one input without the batch axis.
+            input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
 
         Raises:
             PlanError: If the operations do not fit the network or one another.
@@ -213,8 +214,8 @@ class GroupOperation(Operation):
         cls,
         model: nn.Module,
         chosen: Mapping[str, Self],
-        input_shape: Sequence[int],
-        images: torch.Tensor | None,
+        input_shape: InputShape,
+        images: Inputs | None,
         options: ApplyOptions,
     ) -> nn.Module:
         """Return a copy of `model` with the operations applied.
@@ -222,8 +223,8 @@ class GroupOperation(Operation):
         Args:
             model: The network; left untouched.
             chosen: The operation of each layer that has one, by name.
-            input_shape: Shape of one input without the batch axis.
-            images: Calibration inputs, or `None`.
+            input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
+            images: Calibration inputs as one batch, or `None`.
             options: How the plan is applied.
 
         Raises:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -25,8 +26,10 @@ from decomposition import (
     inspect_layers,
 )
 from decomposition.geometry import Geometry
+from decomposition.inputs import ExampleInputs
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from rankrl.device import processor_name
+from rankrl.export.feeds import random_feed
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import clock_for, measure_latency
 from rankrl.export.layer_timing import LayerTimer
@@ -49,7 +52,7 @@ _SiteTimes = tuple[tuple[float, ...], _Rows]
 def measure_layer_latencies(
     model: nn.Module,
     sites: Sequence[CandidateSet],
-    input_shape: Sequence[int],
+    input_shape: ExampleInputs,
     *,
     batch: int = 64,
     threads: int = 1,
@@ -66,7 +69,7 @@ def measure_layer_latencies(
     Args:
         model: The dense network.
         sites: The candidates of its layers.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
         batch: Inputs of a forward pass.
         threads: Threads of onnxruntime.
         runs: Timed passes of each candidate.
@@ -100,13 +103,14 @@ def measure_layer_latencies(
             progress=progress,
         )
         dense = scratch / "network.onnx"
-        export_onnx(model, dense, tuple(input_shape), progress=False)
-        whole = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
+        export_onnx(model, dense, input_shape, progress=False)
+        timing: dict[str, Any] = {"batch": batch, "threads": threads, "runs": 2 * runs}
+        sample = random_feed(model, input_shape, batch)
+        whole = measure_latency(dense, **timing, inputs=sample).median_ms
         in_integers = None
         if integers:
-            sample = np.random.default_rng(0).standard_normal((batch, *input_shape), dtype=np.float32)
             quantise_onnx(dense, dense, [sample], weights={f"{site.name}.weight" for site in sites})
-            in_integers = measure_latency(dense, batch=batch, threads=threads, runs=2 * runs).median_ms
+            in_integers = measure_latency(dense, **timing, inputs=sample).median_ms
     table = measured.table(sites, whole, in_integers, conditions)
     if path is not None and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

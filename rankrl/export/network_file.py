@@ -19,11 +19,12 @@ from onnxruntime.quantization.quant_utils import compute_scale_zp, quantize_onnx
 from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
+from decomposition.inputs import ExampleInputs
 from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.onnx_file import ExportResult, export_onnx
-from rankrl.export.runtimes import DEFAULT_RUNTIME, open_session
+from rankrl.export.runtimes import DEFAULT_RUNTIME, Batch, open_session
 from rankrl.files import write_atomically
 
 _INT4_OPSET = 21  # the first in which DequantizeLinear takes INT4
@@ -32,8 +33,8 @@ _INT4_OPSET = 21  # the first in which DequantizeLinear takes INT4
 def export_network(
     network: nn.Module,
     path: Path,
-    input_shape: tuple[int, ...],
-    inputs: Iterable[np.ndarray[Any, Any]],
+    input_shape: ExampleInputs,
+    inputs: Iterable[Batch],
     *,
     opset: int | None = None,
     **options: Any,
@@ -43,7 +44,7 @@ def export_network(
     Args:
         network: The network as `decomposition.apply_plan` or `build_structure` made it; it is not changed.
         path: The file to write.
-        input_shape: Shape of one input without the batch.
+        input_shape: Shape of one input without the batch, or a batch of inputs.
         inputs: Batches that set the ranges of activations, as the file takes them; used where a layer
             computes in integers.
         opset: Version of the ONNX operator set; None for the exporter's default, or what 4 bits need.

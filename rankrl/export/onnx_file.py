@@ -9,11 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from decomposition.inputs import (
+    ExampleInputs,
+    Inputs,
+    InputShape,
+    InputSpec,
+    as_inputs,
+    count_inputs,
+    described,
+    example_batch,
+    holds_tensors,
+    input_shape_of,
+    joined,
+    mapped,
+)
 from rankrl.data import Preprocessing
 from rankrl.export.errors import ExportError
+from rankrl.export.feeds import input_names
 from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
 from rankrl.export.tracing import convert, inference_copy, trace
 from rankrl.files import write_atomically
@@ -46,9 +60,9 @@ class ExportResult:
 def export_onnx(
     model: nn.Module,
     path: str | Path,
-    input_shape: tuple[int, ...],
+    input_shape: ExampleInputs,
     *,
-    sample: Tensor | None = None,
+    sample: ExampleInputs | None = None,
     opset: int | None = None,
     metadata: Mapping[str, str] | None = None,
     fold_batchnorm: bool = True,
@@ -62,11 +76,13 @@ def export_onnx(
     cores: a runtime contracts them once, when it loads the file. The file appears complete or not at all.
 
     Args:
-        model: Any module that takes one tensor of shape (N, *input_shape); it is not changed.
+        model: Any module; it is not changed.
         path: The file to write.
-        input_shape: Shape of one input without the batch, e.g. (3, 32, 32).
-        sample: A batch of inputs of shape (N, *input_shape) to trace with; needed only where zeros of float32
-            will not do (another dtype, a model that checks its input).
+        input_shape: Shape of one input without the batch, e.g. (3, 32, 32); or a batch of inputs to trace
+            with: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by
+            name. The file's input is called `input`; several are called as the forward's parameters.
+        sample: A batch of inputs to trace with where a shape is given and zeros will not do (a model that
+            checks its input).
         opset: Version of the ONNX operator set, at least 18; None for the default of torch's exporter.
         metadata: Text to store in the file, e.g. the plan and the metrics as JSON.
         fold_batchnorm: Fold every batch normalisation that follows a convolution or linear layer into it.
@@ -94,16 +110,19 @@ def export_onnx(
         raise ExportError("metadata must map strings to strings; write other values as JSON text first.")
     if preprocessing is not None:
         preprocessing = replace(preprocessing, in_graph=False)
-        if tuple(input_shape) != preprocessing.input_shape:
+        shape = input_shape_of(input_shape)
+        if shape != preprocessing.input_shape:
             raise ExportError(
                 f"preprocessing is for inputs of shape {preprocessing.input_shape}, the model's is "
-                f"{tuple(input_shape)}; give the preprocessing of the images that the model was trained on."
+                f"{shape}; give the preprocessing of the images that the model was trained on."
             )
-    name, batch = type(model).__name__, _sample_batch(sample, input_shape, dynamic_batch)
+    name = type(model).__name__
     with progress_bar("export", _STEPS, progress=progress) as bar:
-        program = trace(inference_copy(model), batch, dynamic_batch=dynamic_batch)
+        network = inference_copy(model)
+        batch = _sample_batch(network, input_shape, sample, 2 if dynamic_batch else 1)
+        program = trace(network, batch, dynamic_batch=dynamic_batch)
         bar.advance()
-        graph = convert(program, name, opset)
+        graph = convert(program, name, opset, inputs=input_names(network, batch))
         bar.advance()
         proto = simplify(graph, fold_batchnorm=fold_batchnorm)
         bar.advance()
@@ -124,17 +143,26 @@ def export_onnx(
     )
 
 
-def _sample_batch(sample: Tensor | None, input_shape: tuple[int, ...], dynamic_batch: bool) -> Tensor:
-    """The batch to trace with; never of one image where the batch size is to stay free."""
-    if sample is None:
-        return torch.zeros(2 if dynamic_batch else 1, *input_shape)
-    if tuple(sample.shape[1:]) != tuple(input_shape) or len(sample) == 0:
+def _sample_batch(
+    model: nn.Module, input_shape: ExampleInputs, sample: ExampleInputs | None, least: int
+) -> Inputs:
+    """The batch to trace with; never of one input where the batch size is to stay free."""
+    shape = input_shape_of(input_shape)
+    if sample is None and not holds_tensors(input_shape):
+        return example_batch(model, shape, least)
+    batch = as_inputs(input_shape if sample is None else sample)
+    found, wanted = (_sizes(input_shape_of(each)) for each in (batch, shape))
+    if found != wanted or count_inputs(batch) == 0:
         raise ExportError(
-            f"sample has the shape {tuple(sample.shape)}; it must be (N, "
-            f"{', '.join(map(str, input_shape))}) with N at least 1."
+            f"sample has the {described(batch)}; without its first axis, of at least 1, it must have the "
+            f"shape {', '.join(map(str, wanted))}."
         )
-    batch = sample.detach().cpu()
-    return torch.cat([batch, batch]) if dynamic_batch and len(batch) == 1 else batch
+    batch = mapped(lambda x: x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu(), batch)
+    return joined([batch] * least) if count_inputs(batch) < least else batch
+
+
+def _sizes(shape: InputShape) -> list[tuple[int, ...]]:
+    return [each.shape for each in shape.tensors] if isinstance(shape, InputSpec) else [shape]
 
 
 def _checked_bytes(proto: onnx.ModelProto, name: str) -> bytes:

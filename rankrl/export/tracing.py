@@ -7,12 +7,13 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from decomposition.inputs import Inputs, described, run_model, tensors_of
 from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
 
@@ -39,14 +40,14 @@ def inference_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def trace(model: nn.Module, sample: Tensor, *, dynamic_batch: bool) -> torch.export.ExportedProgram:
+def trace(model: nn.Module, sample: Inputs, *, dynamic_batch: bool) -> torch.export.ExportedProgram:
     """Capture the graph of a model.
 
     Args:
-        model: A module in evaluation mode that takes one tensor.
-        sample: Any input of the right shape and dtype, batch first; two images or more where the batch is
-            dynamic, because `torch.export` treats 0 and 1 as constants.
-        dynamic_batch: Whether the first dimension stays free.
+        model: A module in evaluation mode.
+        sample: Any inputs of the right shapes and types, batch first; two or more where the batch is dynamic,
+            because `torch.export` treats 0 and 1 as constants.
+        dynamic_batch: Whether the first dimension, which all inputs share, stays free.
 
     Returns:
         The captured program.
@@ -54,10 +55,12 @@ def trace(model: nn.Module, sample: Tensor, *, dynamic_batch: bool) -> torch.exp
     Raises:
         ExportError: The model cannot be traced; the message names the layer whose `forward` failed.
     """
-    dynamic_shapes = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
+    free = {0: torch.export.Dim("batch")}
+    given, keywords = ((), sample) if isinstance(sample, dict) else (tensors_of(sample), {})
+    dynamic_shapes: Any = dict.fromkeys(keywords, free) or (free,) * len(given) if dynamic_batch else None
     try:
         with _silence():
-            return torch.export.export(model, (sample,), dynamic_shapes=dynamic_shapes, strict=False)
+            return torch.export.export(model, given, keywords, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export passes on whatever the model's own code raises
         layer = _failing_layer(model, error)
         advice = "Use only tensor operations in its forward: no branches on the values of tensors, no NumPy"
@@ -66,21 +69,24 @@ def trace(model: nn.Module, sample: Tensor, *, dynamic_batch: bool) -> torch.exp
         elif layer is None and dynamic_batch and isinstance(error, torch._dynamo.exc.UserError):
             advice = "If a layer needs a fixed batch size, export with dynamic_batch=False"
         raise ExportError(
-            f"cannot export {type(model).__name__} to ONNX: {layer or 'the model'} cannot be traced with an "
-            f"input of shape {tuple(sample.shape)}: {_one_line(error)}. {advice}."
+            f"cannot export {type(model).__name__} to ONNX: {layer or 'the model'} cannot be traced with "
+            f"{_given(sample)}: {_one_line(error)}. {advice}."
         ) from error
 
 
-def convert(program: torch.export.ExportedProgram, model_name: str, opset: int | None) -> ir.Model:
+def convert(
+    program: torch.export.ExportedProgram, model_name: str, opset: int | None, *, inputs: Sequence[str]
+) -> ir.Model:
     """Translate a captured program into an ONNX graph, one node after the other, without optimising it.
 
     Args:
         program: What `trace` returned.
         model_name: The name that error messages give to the model.
         opset: The version of the ONNX operator set; None for the exporter's own default.
+        inputs: The names of the graph's inputs.
 
     Returns:
-        The ONNX model in memory; its input is `input`, its output `output` (or `output_0`, `output_1`, ...).
+        The ONNX model in memory; its output is `output` (or `output_0`, `output_1`, ...).
 
     Raises:
         ExportError: An operator has no ONNX counterpart (its layer is named), or not in this opset.
@@ -93,7 +99,7 @@ def convert(program: torch.export.ExportedProgram, model_name: str, opset: int |
                 program,
                 dynamo=True,
                 external_data=False,
-                input_names=["input"],
+                input_names=list(inputs),
                 output_names=names,
                 opset_version=opset,
                 optimize=False,
@@ -130,11 +136,17 @@ def _silence() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _runs(model: nn.Module, sample: Tensor) -> bool:
+def _given(sample: Inputs) -> str:
+    if isinstance(sample, torch.Tensor):
+        return f"an input of shape {tuple(sample.shape)}"
+    return f"the inputs {described(sample)}"
+
+
+def _runs(model: nn.Module, sample: Inputs) -> bool:
     """Whether the model accepts the sample at all."""
     try:
         with torch.no_grad():
-            model(sample)
+            run_model(model, sample)
     except Exception:  # whatever the model's own code raises
         return False
     return True

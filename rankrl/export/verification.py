@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decomposition.inputs import ExampleInputs, as_inputs, count_inputs, mapped, rows, run_model
 from rankrl.data import Preprocessing
 from rankrl.device import in_layout
 from rankrl.export.errors import ExportError
+from rankrl.export.feeds import feed_of
 from rankrl.export.runtimes import DEFAULT_RUNTIME, open_session
 from rankrl.export.tracing import inference_copy
 
@@ -23,7 +25,7 @@ BATCH_SIZES = (1, 7)
 def verify_onnx(
     model: nn.Module,
     path: str | Path,
-    inputs: Tensor,
+    inputs: ExampleInputs,
     *,
     tolerance: float = 1e-4,
     preprocessing: Preprocessing | None = None,
@@ -36,7 +38,8 @@ def verify_onnx(
     Args:
         model: The model that was exported; it is not changed.
         path: The ONNX file.
-        inputs: Real inputs, shape (N, ...), N >= 1; repeated where a batch needs more than N.
+        inputs: Real inputs, N >= 1 of them (a tensor, a tuple or a dict of tensors); repeated where a batch
+            needs more than N.
         tolerance: The largest absolute difference of any output element that is accepted. Where outputs
             exceed 1 it is multiplied by their largest magnitude, as rounding errors are.
         preprocessing: What a file that was exported with it does itself. The inputs are then the uint8 images
@@ -50,20 +53,21 @@ def verify_onnx(
         ConfigError: The runtime is unknown, or cannot be used here.
         ExportError: The difference is above the tolerance or not finite, or the outputs' shapes differ.
     """
-    if len(inputs) == 0:
+    real = as_inputs(inputs)
+    if count_inputs(real) == 0:
         raise ExportError("inputs holds no image; give at least one to compare the ONNX file with the model.")
     session = open_session(path, runtime=runtime)
     fixed = session.fixed_batch
     duplicate = inference_copy(model)
-    inputs = inputs.detach().cpu()
-    inputs = inputs.float() if inputs.is_floating_point() else inputs
     largest = 0.0
     for size in (fixed,) if fixed is not None else BATCH_SIZES:
-        batch = in_layout(inputs[torch.arange(size) % len(inputs)], torch.contiguous_format)
-        images = batch if preprocessing is None else preprocessing.normalised(batch)
+        batch = mapped(_plain, rows(real, torch.arange(size) % count_inputs(real)))
+        images = batch
+        if preprocessing is not None and isinstance(batch, Tensor):
+            images = preprocessing.normalised(batch)
         with torch.no_grad():
-            expected = [output.numpy() for output in _tensors(duplicate(images))]
-        got = session.run(batch.numpy())
+            expected = [output.numpy() for output in _tensors(run_model(duplicate, images))]
+        got = session.run(feed_of(duplicate, batch))
         shapes = [output.shape for output in expected], [output.shape for output in got]
         if shapes[0] != shapes[1]:
             raise ExportError(
@@ -111,6 +115,12 @@ def onnx_accuracy(
     if total == 0:
         raise ExportError("there are no images to measure the accuracy of the ONNX file on.")
     return correct / total
+
+
+def _plain(x: Tensor) -> Tensor:
+    """An input on the CPU, in float32 where it is no integer, in the order of memory that files take."""
+    x = x.detach().cpu()
+    return in_layout(x.float() if x.is_floating_point() else x, torch.contiguous_format)
 
 
 def _array(values: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -19,7 +19,7 @@ from decomposition import (
     reestimate_batch_norm,
     register_operation,
 )
-from decomposition.cost import example_batch
+from decomposition.inputs import Inputs, InputShape, example_tensor, split
 from pruning import KeptChannels, PruningError, kept_inputs, remove_channels
 
 _STATISTICS_BATCH = 256
@@ -86,7 +86,7 @@ class KeepChannels(GroupOperation):
 
     @classmethod
     def group_structure(
-        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: Sequence[int]
+        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
         """Return a copy of `model` without the other channels.
 
@@ -100,8 +100,8 @@ class KeepChannels(GroupOperation):
         cls,
         model: nn.Module,
         chosen: Mapping[str, Self],
-        input_shape: Sequence[int],
-        images: torch.Tensor | None,
+        input_shape: InputShape,
+        images: Inputs | None,
         options: ApplyOptions,
     ) -> nn.Module:
         """Return a copy of `model` without the other channels; what stays makes up for them.
@@ -120,7 +120,7 @@ class KeepChannels(GroupOperation):
         pruned = cls.group_structure(model, chosen, input_shape)
         shifted = options.batch_norm == "reestimate" or (correct_mean and not options.sequential)
         if options.statistics is not None and shifted:
-            reestimate_batch_norm(pruned, options.statistics.split(_STATISTICS_BATCH))
+            reestimate_batch_norm(pruned, split(options.statistics, _STATISTICS_BATCH))
         return pruned
 
 
@@ -133,11 +133,11 @@ def _of_kept_channels(
     function: Callable[[nn.Module, KeptChannels, torch.Tensor], _Result],
     model: nn.Module,
     chosen: Mapping[str, KeepChannels],
-    input_shape: Sequence[int],
+    input_shape: InputShape,
 ) -> _Result:
     """Call a function of `pruning` with the kept channels; what it refuses is an error of the plan."""
     kept = {name: list(operation.indices) for name, operation in chosen.items()}
     try:
-        return function(model, kept, example_batch(model, input_shape, _EXAMPLES))
+        return function(model, kept, example_tensor(model, input_shape, _EXAMPLES))
     except PruningError as error:
         raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.fitting import Fit
+from decomposition.inputs import Inputs
 from decomposition.library import FitLibrary
 from decomposition.moments import InputMoments
 from decomposition.operations import Factorise
@@ -101,7 +102,7 @@ class _FunctionScorer:
     library: GivenFits
     problem: SearchProblem
     score: Score
-    example: Tensor
+    example: Inputs
 
     def __call__(self) -> Any:
         evaluator = ScoreEvaluator(self.model, self.library, self.problem, self.score, self.example)
@@ -279,7 +280,7 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
         library: The fits of its layers.
         problem: The search problem made of them.
         score: Higher is better.
-        example: A few model inputs (N, ...).
+        example: A few model inputs.
         cluster: Where the workers are.
 
     Raises:
@@ -293,7 +294,7 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
         library: FitLibrary,
         problem: SearchProblem,
         score: Score,
-        example: Tensor,
+        example: Inputs,
         *,
         cluster: WorkerCluster,
     ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from decomposition.allocation import Budget, allocate
 from decomposition.candidates import CandidateSet, plan_from_choices, saved
 from decomposition.cost import count_macs, count_parameters
+from decomposition.inputs import ExampleInputs, InputShape, input_shape_of, shape_to_json
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary
@@ -69,7 +70,7 @@ class SearchProblem:
     Attributes:
         specs: Every layer of the network in forward order, compressible or not (`inspect_layers`).
         sites: The candidates of each compressible layer, with what they cost and lose, in forward order.
-        input_shape: Shape of one network input without the batch axis.
+        input_shape: Shape of one network input without the batch axis, or what else is known of the inputs.
         params: Parameters of the dense network.
         macs: Multiply-accumulates of the dense network for one input.
         budget: What every plan must keep within, or None when the reward alone weighs size.
@@ -78,7 +79,7 @@ class SearchProblem:
 
     specs: tuple[LayerSpec, ...]
     sites: tuple[CandidateSet, ...]
-    input_shape: tuple[int, ...]
+    input_shape: InputShape
     params: int
     macs: int
     budget: Budget | None = None
@@ -98,7 +99,7 @@ class SearchProblem:
         cls,
         model: nn.Module,
         sites: Sequence[CandidateSet],
-        input_shape: Sequence[int],
+        input_shape: ExampleInputs,
         *,
         params: float | None = None,
         macs: float | None = None,
@@ -114,7 +115,7 @@ class SearchProblem:
             sites: The candidates of its compressible layers (`FitLibrary.all_candidates`). Where several
                 generators proposed them, only those are kept that no other beats in error and in what the
                 budget counts (parameters without one).
-            input_shape: Shape of one input without the batch axis.
+            input_shape: Shape of one input without the batch axis, or a batch of inputs.
             params: Fraction of the parameters that may be kept, in (0, 1], or None.
             macs: Fraction of the multiply-accumulates that may be kept, in (0, 1], or None.
             bytes: Fraction of the parameters' bytes that may be kept, in (0, 1], or None.
@@ -149,7 +150,7 @@ class SearchProblem:
         cls,
         specs: Sequence[LayerSpec],
         sites: Sequence[CandidateSet],
-        input_shape: Sequence[int],
+        input_shape: ExampleInputs,
         totals: Mapping[str, int],
         fractions: Mapping[str, float | None],
         *,
@@ -193,7 +194,7 @@ class SearchProblem:
         return cls(
             tuple(specs),
             tuple(site.efficient(*measures) for site in sites),
-            tuple(input_shape),
+            input_shape_of(input_shape),
             totals["params"],
             totals["macs"],
             budget,
@@ -228,7 +229,7 @@ class SearchProblem:
         digest = hashlib.sha256()
         limits = () if self.budget is None else self.budget.limits
         budget = [value for each in limits for value in (each.fraction, each.measure)] or None
-        digest.update(json.dumps([fingerprint(self.specs), list(self.input_shape), budget]).encode())
+        digest.update(json.dumps([fingerprint(self.specs), shape_to_json(self.input_shape), budget]).encode())
         for site in self.sites:
             content = [one.content() for one in site.candidates]
             digest.update(json.dumps([site.layer_names, content], sort_keys=True).encode())

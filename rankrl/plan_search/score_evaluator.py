@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from decomposition import FitLibrary
+from decomposition.inputs import Inputs, count_inputs
 from decomposition.surgery import copied
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
@@ -39,11 +40,11 @@ class ScoreEvaluator:
         library: The fits of its layers.
         problem: The search problem made of them.
         score: Higher is better; rewards that combine it with size expect 0 to 1.
-        example: A few model inputs (N, ...), on any device.
+        example: A few model inputs, on any device.
     """
 
     def __init__(
-        self, model: nn.Module, library: FitLibrary, problem: SearchProblem, score: Score, example: Tensor
+        self, model: nn.Module, library: FitLibrary, problem: SearchProblem, score: Score, example: Inputs
     ) -> None:
         self.problem = problem
         self.score = score
@@ -52,7 +53,7 @@ class ScoreEvaluator:
         )
         self.network.model.register_forward_hook(_contiguous)
         self._known: dict[Choices, Evaluation] = {}
-        self._count = len(example)
+        self._count = count_inputs(example)
 
     @cached_property
     def fingerprint(self) -> str:

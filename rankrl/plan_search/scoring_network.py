@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from decomposition.candidates import Candidate, CandidateSet
+from decomposition.inputs import Inputs, mapped, rows, run_model
 from decomposition.layers import DecomposableModule, is_decomposable_module
 from decomposition.library import FitLibrary
 from decomposition.surgery import copied
@@ -73,7 +74,7 @@ class ScoringNetwork:
         library: The fits of its layers.
         sites: The candidates of its layers.
         precision: Device and precision to run in.
-        example: Normalised images (N, C, H, W), float32, to try the network on.
+        example: Model inputs to try the network on, such as normalised images (N, C, H, W), float32.
         fold: Whether to fold batch norms; not for networks whose statistics are re-estimated.
         cache_bytes: Memory for reconstructed weights, about.
     """
@@ -84,7 +85,7 @@ class ScoringNetwork:
         library: FitLibrary,
         sites: Sequence[CandidateSet],
         precision: Precision,
-        example: Tensor,
+        example: Inputs,
         *,
         fold: bool = True,
         cache_bytes: int = CACHE_BYTES,
@@ -96,8 +97,8 @@ class ScoringNetwork:
         self._cache: OrderedDict[tuple[int, int], _Weight] = OrderedDict()
         self._cached = 0
         self.model, self._layers = self._copy(model)
-        example = example.to(self.precision.device)
-        self.layout = to_fastest_layout(self.model, example[:2])
+        example = mapped(lambda x: x.to(self.precision.device), example)
+        self.layout = to_fastest_layout(self.model, rows(example, slice(2)))
         self.folded = fold and self._fold(model, example)
         self._dense = {name: self._keep(layer) for name, layer in self._layers.items()}
         self._written = [site.dense for site in self.sites]
@@ -159,7 +160,7 @@ class ScoringNetwork:
             layers[name] = _ScoredLayer(module, norm)
         return network, layers
 
-    def _fold(self, model: nn.Module, example: Tensor) -> bool:
+    def _fold(self, model: nn.Module, example: Inputs) -> bool:
         """Fold every batch norm into its layer, unless that changes what the network computes."""
         if all(layer.norm is None for layer in self._layers.values()):
             return False
@@ -178,7 +179,7 @@ class ScoringNetwork:
             setattr(network.get_submodule(parent), child, nn.Identity())
         network.to(memory_format=self.layout)
         with torch.inference_mode():
-            before, after = self.model(example), network(example)
+            before, after = run_model(self.model, example), run_model(network, example)
         if not _equal(before, after):
             return False
         self.model, self._layers = network, layers

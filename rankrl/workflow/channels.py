@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from decomposition import compressible_layers
-from decomposition.cost import example_batch
+from decomposition import DecompositionError, compressible_layers
 from decomposition.input_selection import Narrowing
+from decomposition.inputs import InputShape, example_tensor
 from pruning import PruningError, channel_groups
 from rankrl.errors import ConfigError
 
@@ -17,7 +17,7 @@ _EXAMPLES = 2
 
 
 def channel_narrowings(
-    model: nn.Module, input_shape: Sequence[int], fractions: Sequence[float], multiple: int = 1
+    model: nn.Module, input_shape: InputShape, fractions: Sequence[float], multiple: int = 1
 ) -> dict[str, Narrowing]:
     """Return how many channels layers may read, by the name of the reading layer.
 
@@ -27,7 +27,7 @@ def channel_narrowings(
 
     Args:
         model: The dense network.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
         fractions: Of the channels to keep, each in (0, 1).
         multiple: Numbers of channels are multiples of it, but for layers that have no more than that.
 
@@ -41,8 +41,8 @@ def channel_narrowings(
             "for example [0.75,0.5]"
         )
     try:
-        groups = channel_groups(model, example_batch(model, input_shape, _EXAMPLES))
-    except PruningError as error:
+        groups = channel_groups(model, example_tensor(model, input_shape, _EXAMPLES))
+    except (PruningError, DecompositionError) as error:
         raise ConfigError(
             f"decomposition.channels: the network cannot be traced ({error}); leave channels empty"
         ) from error

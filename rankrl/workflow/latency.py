@@ -26,8 +26,10 @@ from decomposition import (
     inspect_layers,
     plan_from_choices,
 )
+from decomposition.inputs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.export import compare_latency, export_network, measure_layer_latencies
+from rankrl.export.feeds import random_feed
 from rankrl.export.latency import SMALLEST_CHANGE
 from rankrl.files import write_json
 from rankrl.operations import KeepChannels
@@ -107,7 +109,7 @@ class LatencyBudget:
     Args:
         model: The dense network.
         sites: The candidates of its layers.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
         fraction: Fraction of the dense network's time to keep at most, in (0, 1].
         options: How time is measured.
         preprocessing: What an exported network that preprocesses does to its images.
@@ -117,12 +119,12 @@ class LatencyBudget:
         self,
         model: nn.Module,
         sites: Sequence[CandidateSet],
-        input_shape: Sequence[int],
+        input_shape: InputShape,
         fraction: float,
         options: LatencyOptions,
         preprocessing: Preprocessing | None = None,
     ) -> None:
-        self.model, self.sites, self.shape = model, list(sites), tuple(input_shape)
+        self.model, self.sites, self.shape = model, list(sites), input_shape
         self.fraction, self.options = fraction, options
         self.inside = preprocessing if options.preprocess else None
 
@@ -229,20 +231,18 @@ class LatencyBudget:
         for layer in factorised_layers(compressed).values():
             for parameter in layer.parameters():
                 nn.init.normal_(parameter, std=0.1)
-        shape, sizes = self.shape, self.inside
+        sizes = self.inside
+        sample = random_feed(self.model, self.shape, self.options.batch)
         if sizes is not None:
-            shape = (sizes.height, sizes.width, sizes.channels)
-        generator = np.random.default_rng(0)
-        size = (self.options.batch, *shape)
-        sample: np.ndarray = generator.standard_normal(size, dtype=np.float32)
-        if sizes is not None:
-            sample = generator.integers(256, size=size, dtype=np.uint8)
+            size = (self.options.batch, sizes.height, sizes.width, sizes.channels)
+            sample = np.random.default_rng(0).integers(256, size=size, dtype=np.uint8)
         with tempfile.TemporaryDirectory() as scratch:
             paths = Path(scratch) / "dense.onnx", Path(scratch) / "compressed.onnx"
             for network, path in zip((self.model, compressed), paths, strict=True):
                 export_network(network, path, self.shape, [sample], preprocessing=self.inside)
+            options = self.options
             times = compare_latency(
-                *paths, batch=self.options.batch, threads=self.options.threads, runs=self.options.runs
+                *paths, batch=options.batch, threads=options.threads, runs=options.runs, inputs=sample
             )
         return 1 / times.ratio
 

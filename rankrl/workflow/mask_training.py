@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decomposition import count_macs, count_parameters
-from decomposition.cost import example_batch
+from decomposition.inputs import example_tensor
 from pruning import MaskedNetwork, MaskEpoch, MaskTrainingResult, MaskTrainingState, train_masks
 from pruning.selection import Cost
 from pruning.training import adam
@@ -55,7 +55,7 @@ def train_channel_masks(
     """
     precision = inference_precision()
     dense = copy.deepcopy(model).to(precision.device)
-    inputs = example_batch(dense, data.input_shape, EXAMPLES)
+    inputs = example_tensor(dense, data.input_shape, EXAMPLES)
     layout = to_fastest_layout(dense, inputs)
     steps, training = options.steps, options.training
 

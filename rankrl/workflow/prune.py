@@ -22,7 +22,7 @@ from decomposition import (
     fingerprint,
     inspect_layers,
 )
-from decomposition.cost import example_batch
+from decomposition.inputs import example_tensor
 from pruning import (
     ChannelGroup,
     KeptChannels,
@@ -81,7 +81,7 @@ def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningO
         PruningError: If no layer can be pruned, a named one cannot, or the target cannot be reached.
         ConfigError: If `strengths` names a layer that heads no channel group.
     """
-    inputs = example_batch(model, input_shape, EXAMPLES)
+    inputs = example_tensor(model, input_shape, EXAMPLES)
     groups = removable_groups(channel_groups(model, inputs), options.layers)
     names = [group.name for group in groups]
     for name in options.training.strengths:
@@ -124,7 +124,7 @@ def prune_network(
     if options.definition.is_mask:
         masks = None if state_file is None else state_file.with_stem(f"{state_file.stem}-masks")
         masked, result = train_channel_masks(model, data, options, masks)
-        groups = channel_groups(model, example_batch(model, data.input_shape, EXAMPLES))
+        groups = channel_groups(model, example_tensor(model, data.input_shape, EXAMPLES))
         plan = removal_plan(model, data.input_shape, masked.kept_channels(), groups, options.pruner)
         trained = masked.removed().cpu().to(memory_format=torch.contiguous_format).eval()
         network, rewound = _rewound(trained, model, plan, data, options, calibration)
@@ -170,7 +170,7 @@ def removal_plan(
 def _by_criterion(
     model: nn.Module, data: ImageData, options: PruningOptions, calibration: Tensor
 ) -> PrunedNetwork:
-    inputs = example_batch(model, data.input_shape, EXAMPLES)
+    inputs = example_tensor(model, data.input_shape, EXAMPLES)
     every = channel_groups(model, inputs)
     groups = removable_groups(every, options.layers)
     generator = torch.Generator().manual_seed(options.seed)

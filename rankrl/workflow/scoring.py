@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from decomposition import FitLibrary
+from decomposition import FitLibrary, Inputs
+from decomposition.inputs import joined, rows
 from rankrl.data import ImageData, augmented_copy
 from rankrl.plan_search.evaluator import (
     Evaluator,
@@ -110,7 +110,7 @@ class FunctionScoring:
     """
 
     score: Score
-    inputs: Sequence[Tensor]
+    inputs: Sequence[Inputs]
 
     def check(self, model: nn.Module) -> None:
         """Call the function on the dense network.
@@ -130,7 +130,7 @@ class FunctionScoring:
         cluster: WorkerCluster | None,
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
-        example = torch.cat([batch[:2] for batch in self.inputs[:4]])
+        example = joined([rows(batch, slice(2)) for batch in self.inputs[:4]])
         if cluster is None:
             return nullcontext(ScoreEvaluator(model, library, problem, self.score, example))
         return ParallelScoreEvaluator(model, library, problem, self.score, example, cluster=cluster)

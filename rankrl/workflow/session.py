@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
-from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions, Inputs
 from decomposition.fitting import CHOOSING
+from decomposition.inputs import InputShape, input_shape_of
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import Evaluator
@@ -144,7 +145,7 @@ class SearchOptions:
 
 def calibrated_library(
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Inputs],
     options: CandidateOptions,
     *,
     cache: Path | None,
@@ -165,10 +166,10 @@ def calibrated_library(
     """
     narrowings = {}
     if options.channels:
-        narrowings = channel_narrowings(model, inputs[0].shape[1:], options.channels, options.multiple)
+        narrowings = channel_narrowings(model, input_shape_of(inputs[0]), options.channels, options.multiple)
     return FitLibrary.calibrated(
         model,
-        inputs[0].shape[1:],
+        inputs[0],
         options.formats,
         inputs,
         weigh_outputs=options.weigh_outputs,
@@ -184,7 +185,7 @@ def calibrated_library(
 
 
 def check_reachable(
-    model: nn.Module, input_shape: Sequence[int], candidates: CandidateOptions, search: SearchOptions
+    model: nn.Module, input_shape: InputShape, candidates: CandidateOptions, search: SearchOptions
 ) -> None:
     """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
 
@@ -192,7 +193,7 @@ def check_reachable(
 
     Args:
         model: The network, trained or not.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
         candidates: What may become of its layers.
         search: The budgets.
 
@@ -235,7 +236,7 @@ class SearchSession:
         scoring: What plans are scored by.
         options: Budget, reward, limits.
         candidates: Candidate ranks a layer and format at most.
-        input_shape: Shape of one input without the batch axis.
+        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
         apply: From a plan to the compressed network, for finalists.
         preprocessing: What the network's images go through, for a budget in time of files that do it
             themselves.
@@ -266,14 +267,14 @@ class SearchSession:
         options: SearchOptions,
         *,
         candidates: int,
-        input_shape: Sequence[int],
+        input_shape: InputShape,
         apply: Apply,
         preprocessing: Preprocessing | None = None,
         progress: Progress = None,
     ) -> None:
         self.progress = progress
         self.model, self.library, self.scoring, self.options = model, library, scoring, options
-        self.candidates, self.input_shape, self.apply = candidates, tuple(input_shape), apply
+        self.candidates, self.input_shape, self.apply = candidates, input_shape, apply
         self.preprocessing = preprocessing
         self._network_score: Callable[[nn.Module], float] | None = None
         self._cluster: WorkerCluster | None = None

@@ -461,7 +461,8 @@ def test_layer_whose_input_does_not_count_the_batch_is_refused_by_name(images: t
 @pytest.mark.parametrize(
     ("calibration", "message"),
     [
-        ([(torch.zeros(4, 3, 8, 8), torch.zeros(4))], "holds a tuple; pass model inputs alone"),
+        ([("an image", torch.zeros(4))], "given as a str; pass a tensor"),
+        ([torch.zeros(4, 3, 8, 8), None], "holds a NoneType; pass batches of model inputs"),
         (np.zeros((4, 3, 8, 8)), "holds a ndarray"),
         ([torch.zeros(4, 3, 8, 8), torch.zeros(4, 3, 9, 9)], r"shapes \(3, 8, 8\) and \(3, 9, 9\)"),
     ],

@@ -1,0 +1,398 @@
+"""What goes into a model: one tensor, several in order, or several by name; and what is known of them.
+
+A batch of inputs (`Inputs`) is a tensor, `Positional` tensors that the forward takes in order, or a dict of
+tensors that it takes by name; the first axis of all of them counts the inputs. Wherever a function takes an
+`ExampleInputs`, the shape of one input will do for a model with one input of floating-point numbers; for all
+others it takes a batch of real inputs, of which it keeps an `InputSpec`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from decomposition.errors import DecompositionError
+
+FLOAT = "float"
+"""The type of a `TensorSpec` that stands for the model's own floating-point type."""
+
+
+class Positional(tuple[torch.Tensor, ...]):
+    """Several inputs that a model's forward takes in this order, one batch of them."""
+
+    __slots__ = ()
+
+
+Inputs = torch.Tensor | Positional | dict[str, torch.Tensor]
+"""A batch of inputs; a dict's go to the forward by name."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input tensor.
+
+    Attributes:
+        shape: Its shape without the batch axis.
+        dtype: Name of its type in torch, such as `int64`; `float` for the model's own floating-point type.
+        value: What stands in for its values, where integers must mean something: one that really occurs.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = FLOAT
+    value: int | bool = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a batch; of integers its very first one stands for all, which no padding comes before."""
+        shape = tuple(tensor.shape[1:])
+        if tensor.is_floating_point():
+            return cls(shape)
+        if tensor.is_complex() or not tensor.numel():
+            return cls(shape, _name(tensor.dtype))
+        value = tensor.flatten()[0].item()
+        return cls(shape, _name(tensor.dtype), value if isinstance(value, bool) else int(value))
+
+    def batch(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a batch of that many inputs, zeros where they are floating-point numbers."""
+        own = dtype if self.dtype == FLOAT else getattr(torch, self.dtype)
+        return torch.full((size, *self.shape), self.value, dtype=own, device=device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        values = {} if self.dtype == FLOAT else {"value": self.value}
+        return {"shape": list(self.shape), "dtype": self.dtype, **values}
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The inputs of a model that takes something else than one tensor of floating-point numbers.
+
+    Attributes:
+        tensors: At least one.
+        names: The forward's parameters that take them; `None` where it takes them in order.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    names: tuple[str, ...] | None = None
+
+    def to_json(self) -> list[dict[str, Any]] | dict[str, dict[str, Any]]:
+        """Return plain values for JSON: a list of tensors, or an object of them by name."""
+        entries = [each.to_dict() for each in self.tensors]
+        return entries if self.names is None else dict(zip(self.names, entries, strict=True))
+
+    @classmethod
+    def from_json(cls, content: Any) -> InputSpec:
+        """Read what `to_json` returned; strict.
+
+        Raises:
+            DecompositionError: It is something else.
+        """
+        named = isinstance(content, dict)
+        entries = list(content.values()) if named else content
+        if not isinstance(entries, list) or not entries:
+            raise DecompositionError(f"inputs must be a list or an object of tensors, got {content!r}")
+        return cls(tuple(map(_tensor_spec, entries)), tuple(content) if named else None)
+
+    def __str__(self) -> str:
+        names = self.names or ("",) * len(self.tensors)
+        return ", ".join(f"{name} {each}".strip() for name, each in zip(names, self.tensors, strict=True))
+
+
+InputShape = tuple[int, ...] | InputSpec
+"""What is known of a model's inputs: the shape of its only one without the batch axis, or a specification."""
+
+ExampleInputs = Sequence[int] | InputSpec | torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+"""The shape of one input without the batch axis, or a batch of inputs: a tensor, a tuple or a dict."""
+
+CalibrationInputs = torch.Tensor | Mapping[str, torch.Tensor] | Iterable[Any]
+"""Model inputs: one batch (a tensor, a tuple or a dict of tensors), or batches, such as a data loader."""
+
+
+def input_shape_of(example: ExampleInputs) -> InputShape:
+    """Return what is known of a model's inputs, from an example or from what is known already.
+
+    Args:
+        example: The shape of one input without the batch axis, for a model that takes one tensor of
+            floating-point numbers; or a batch of inputs, the first axis of each tensor counting them: one
+            tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by name.
+
+    Raises:
+        DecompositionError: It is something else, or its tensors hold different numbers of inputs.
+    """
+    if isinstance(example, InputSpec):
+        return example
+    if isinstance(example, torch.Tensor):
+        if example.ndim > 1 and example.is_floating_point():
+            return tuple(example.shape[1:])
+        return InputSpec((_described(example, "the example input"),))
+    if isinstance(example, Mapping):
+        inputs = as_inputs(example)
+        return InputSpec(tuple(map(TensorSpec.of, tensors_of(inputs))), tuple(example))
+    if holds_tensors(example):
+        inputs = as_inputs(example)
+        if isinstance(inputs, torch.Tensor):
+            return input_shape_of(inputs)
+        return InputSpec(tuple(map(TensorSpec.of, tensors_of(inputs))))
+    try:
+        return tuple(operator.index(cast(int, size)) for size in example)
+    except TypeError as error:
+        raise DecompositionError(
+            "an example input must be the shape of one input without the batch axis, such as (3, 32, 32), "
+            f"or a batch of inputs (a tensor, a tuple or a dict of tensors), got {example!r}"
+        ) from error
+
+
+def holds_tensors(example: ExampleInputs) -> bool:
+    """Tell whether an example is a batch of inputs, and not what is known of them."""
+    if isinstance(example, torch.Tensor | Mapping):
+        return True
+    return not isinstance(example, InputSpec) and any(isinstance(each, torch.Tensor) for each in example)
+
+
+def shape_to_json(shape: InputShape) -> Any:
+    """Return what is known of a model's inputs as plain values for JSON."""
+    return shape.to_json() if isinstance(shape, InputSpec) else list(shape)
+
+
+def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1) -> Inputs:
+    """Return a batch of inputs on the model's device and in its type.
+
+    Args:
+        model: The model.
+        example: What it takes; see `input_shape_of`.
+        batch_size: Inputs in the batch.
+
+    Returns:
+        Zeros; in place of integers the value that stands for them (`TensorSpec`).
+    """
+    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    shape = input_shape_of(example)
+    spec = shape if isinstance(shape, InputSpec) else InputSpec((TensorSpec(shape),))
+    dtype, device = reference.dtype, reference.device
+    tensors = [each.batch(batch_size, dtype=dtype, device=device) for each in spec.tensors]
+    return _assembled(tensors, spec.names)
+
+
+def example_tensor(model: nn.Module, example: ExampleInputs, batch_size: int = 1) -> torch.Tensor:
+    """Return an `example_batch` of a model with one input.
+
+    Raises:
+        DecompositionError: The model has several.
+    """
+    batch = example_batch(model, example, batch_size)
+    if not isinstance(batch, torch.Tensor):
+        raise DecompositionError(
+            f"channels can be removed from networks with one input alone, this one takes "
+            f"{input_shape_of(example)}; decompose it without removing channels"
+        )
+    return batch
+
+
+def random_batch(model: nn.Module, example: ExampleInputs, batch_size: int, *, seed: int = 0) -> Inputs:
+    """Return an `example_batch` of which what is floating-point is drawn from a normal distribution."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape, generator=generator).to(x) if x.is_floating_point() else x
+
+    return mapped(drawn, example_batch(model, example, batch_size))
+
+
+def as_inputs(given: Any) -> Inputs:
+    """Return a batch of inputs that is given as a tensor, a sequence or a mapping of tensors.
+
+    Raises:
+        DecompositionError: It is something else, or its tensors hold different numbers of inputs.
+    """
+    if isinstance(given, torch.Tensor):
+        return given
+    named = isinstance(given, Mapping)
+    tensors = list(given.values()) if named else list(given) if isinstance(given, list | tuple) else []
+    if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
+        held = f" of {', '.join(sorted({type(each).__name__ for each in tensors}))}" if tensors else ""
+        raise DecompositionError(
+            f"model inputs are given as a {type(given).__name__}{held}; pass a tensor, a tuple of tensors in "
+            "the order in which the model's forward takes them, or a dict of tensors by its parameters' names"
+        )
+    lengths = {len(_batched(each, "an input")) for each in tensors}
+    if len(lengths) > 1:
+        raise DecompositionError(
+            "the input tensors hold different numbers of inputs on their first axis, "
+            f"{sorted(lengths)}; give as many of each"
+        )
+    return _assembled(tensors, tuple(given) if named else None)
+
+
+def calibration_batches(calibration: CalibrationInputs, model: nn.Module | None = None) -> list[Inputs]:
+    """Return a calibration set as a list of batches, labels left away.
+
+    Args:
+        calibration: One batch (a tensor, a tuple or a dict of tensors) or an iterable of batches. Batches may
+            be pairs of inputs and labels, as data loaders yield them.
+        model: What takes the inputs; its forward tells a pair of inputs from inputs with labels.
+
+    Raises:
+        DecompositionError: If it holds anything but tensors, cannot be told from labels, or holds inputs of
+            different shapes.
+    """
+    least, most = _parameters(model)
+    several = isinstance(calibration, tuple) and least > 1 and _all_tensors(calibration)
+    if several or isinstance(calibration, torch.Tensor | Mapping | Positional):
+        batches = [as_inputs(calibration)]
+    else:
+        batches = [_without_labels(batch, least, most) for batch in calibration]
+    for batch in batches:
+        shapes, first = ([tuple(x.shape[1:]) for x in tensors_of(each)] for each in (batch, batches[0]))
+        if shapes != first or type(batch) is not type(batches[0]):
+            raise DecompositionError(
+                f"the calibration set holds inputs of the shapes {_listed(first)} and {_listed(shapes)}; "
+                "pass inputs of one shape, at which costs are counted too"
+            )
+    return batches
+
+
+def run_model(model: nn.Module, inputs: Inputs) -> Any:
+    """Return the model's output for a batch of inputs."""
+    if isinstance(inputs, torch.Tensor):
+        return model(inputs)
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def tensors_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a batch in order."""
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    return tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
+
+
+def mapped(function: Callable[..., torch.Tensor], inputs: Inputs, *others: Inputs) -> Inputs:
+    """Return a batch of what a function makes of its tensors, and of those of like batches beside it."""
+    tensors = [function(*each) for each in zip(*map(tensors_of, (inputs, *others)), strict=True)]
+    if isinstance(inputs, torch.Tensor):
+        return tensors[0]
+    return dict(zip(inputs, tensors, strict=True)) if isinstance(inputs, dict) else Positional(tensors)
+
+
+def count_inputs(inputs: Inputs) -> int:
+    """Return how many inputs a batch holds."""
+    return len(tensors_of(inputs)[0])
+
+
+def numbers_in_one(inputs: Inputs) -> int:
+    """Return how many numbers one input of a batch is made of."""
+    return sum(math.prod(each.shape[1:]) for each in tensors_of(inputs))
+
+
+def rows(inputs: Inputs, index: slice | torch.Tensor) -> Inputs:
+    """Return some inputs of a batch."""
+    return mapped(lambda x: x[index], inputs)
+
+
+def split(inputs: Inputs, size: int) -> list[Inputs]:
+    """Return a batch in parts of `size` inputs, the last one of what is left."""
+    if isinstance(inputs, torch.Tensor):
+        return list(inputs.split(size))
+    return [rows(inputs, slice(first, first + size)) for first in range(0, count_inputs(inputs), size)]
+
+
+def joined(batches: Sequence[Inputs]) -> Inputs:
+    """Return like batches, at least one, as a single one."""
+    return mapped(lambda *tensors: torch.cat(tensors), *batches)
+
+
+def described(inputs: Inputs) -> str:
+    """Return a batch's shapes and types, for messages."""
+    names = list(inputs) if isinstance(inputs, dict) else [""] * len(tensors_of(inputs))
+    return "; ".join(
+        f"{name} shape {tuple(each.shape)}, {each.dtype} on {each.device}".strip()
+        for name, each in zip(names, tensors_of(inputs), strict=True)
+    )
+
+
+def _assembled(tensors: Sequence[torch.Tensor], names: Sequence[str] | None) -> Inputs:
+    if names is not None:
+        return dict(zip(names, tensors, strict=True))
+    return tensors[0] if len(tensors) == 1 else Positional(tensors)
+
+
+def _without_labels(batch: Any, least: int, most: float) -> Inputs:
+    """Return the inputs of a batch; see `calibration_batches`."""
+    if isinstance(batch, torch.Tensor | Mapping | Positional):
+        return as_inputs(batch)
+    if not isinstance(batch, list | tuple) or not batch:
+        raise DecompositionError(
+            f"the calibration set holds a {type(batch).__name__}; pass batches of model inputs: tensors, "
+            "tuples or dicts of tensors, or pairs of such and labels"
+        )
+    if len(batch) == 2 and not isinstance(batch[0], torch.Tensor):
+        return as_inputs(batch[0])
+    if len(batch) == most + 1 and _all_tensors(batch):
+        return as_inputs(batch[0] if most == 1 else batch[:-1])
+    if least <= 1 and len(batch) == 2 and _all_tensors(batch):
+        if batch[1].ndim == 1 and not batch[1].is_floating_point():
+            return as_inputs(batch[0])
+        raise DecompositionError(
+            "the calibration set holds pairs of tensors, which may be two inputs of the model or inputs and "
+            "labels; pass inputs alone, dicts of inputs by name, or pairs of a tuple of inputs and labels"
+        )
+    return as_inputs(batch)
+
+
+def _parameters(model: nn.Module | None) -> tuple[int, float]:
+    """Return how many positional arguments a model's forward needs, and how many it takes."""
+    if model is None:
+        return 1, 1
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 1, 1
+    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in ordered)
+    return least, math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(ordered)
+
+
+def _tensor_spec(entry: Any) -> TensorSpec:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    dtype, value = (entry.get("dtype"), entry.get("value", 0)) if isinstance(entry, dict) else (None, None)
+    known = dtype == FLOAT or isinstance(getattr(torch, str(dtype), None), torch.dtype)
+    sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    if not (sizes and known and isinstance(value, int) and set(entry) <= {"shape", "dtype", "value"}):
+        raise DecompositionError(
+            "an input must be an object of shape (positive integers), dtype (such as int64, or float) and "
+            f"value (an integer), got {entry!r}"
+        )
+    return TensorSpec(tuple(cast(list[int], shape)), cast(str, dtype), value)
+
+
+def _described(tensor: torch.Tensor, what: str) -> TensorSpec:
+    return TensorSpec.of(_batched(tensor, what))
+
+
+def _batched(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    if tensor.ndim == 0:
+        raise DecompositionError(
+            f"{what} is a single number; give a batch, its first axis counting the inputs"
+        )
+    return tensor
+
+
+def _all_tensors(given: Sequence[Any]) -> bool:
+    return bool(given) and all(isinstance(each, torch.Tensor) for each in given)
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
