@@ -1,5 +1,6 @@
 from .allocation import Budget, allocate, allocate_many
 from .apply import apply_plan, build_structure, contracted, factorised_layers
+from .attention import PlainAttention, plain_attention
 from .batch_norm import reestimate_batch_norm
 from .candidates import Candidate, CandidateSet, plan_from_choices
 from .compensation import compensate
@@ -62,6 +63,7 @@ __all__ = [
     "LayerSpec",
     "MatrixRank",
     "Operation",
+    "PlainAttention",
     "PlanError",
     "Positional",
     "Quantise",
@@ -99,6 +101,7 @@ __all__ = [
     "load_compressed",
     "make_plan",
     "matrix_rank",
+    "plain_attention",
     "plan_by_heuristic",
     "plan_from_choices",
     "reestimate_batch_norm",

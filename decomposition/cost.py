@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,9 +49,8 @@ def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     cores into a weight, which does not grow with the image, are left out.
 
     The projections of attention (`nn.MultiheadAttention`, on queries, keys, values and outputs) are linear
-    layers and counted; what attention does between them, the scaled dot products, is not. The projection on
-    queries, keys and values is a parameter and no module, so no `LayerSpec` of `inspect_layers` holds its
-    share; all others add up to this number.
+    layers and counted; what attention does between them, the scaled dot products, is not. Recurrent layers
+    are counted at every step. The `LayerSpec`s of `inspect_layers` add up to this number.
 
     Args:
         model: Any module.
@@ -63,7 +63,21 @@ def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton where it is installed
 
     counter = FlopCounterMode(display=False)
-    with evaluation_mode(model), counter:
+    with evaluation_mode(model), _recurrence_in_steps(model), counter:
         run_model(model, example_batch(model, input_shape))
     counts: dict[Any, int] = counter.get_flop_counts().get("Global", {})
     return sum(flops for operator, flops in counts.items() if operator in _COUNTED) // 2
+
+
+@contextmanager
+def _recurrence_in_steps(model: nn.Module) -> Iterator[None]:
+    """Let recurrent layers multiply matrices, which is counted, instead of calling a library's kernel."""
+    if not any(isinstance(each, nn.RNNBase) for each in model.modules()):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*oneDNN.*"
+        )  # setting flags warns of what they do on a GPU
+        with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+            yield

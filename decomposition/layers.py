@@ -26,11 +26,15 @@ from decomposition.inputs import (
     input_shape_of,
     run_model,
 )
+from decomposition.opaque import OPAQUE, OpaqueKind, OpaqueModule, macs_of_call, opaque
 from decomposition.registry import did_you_mean
 
-Kind = Literal[
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
-]
+Kind = (
+    Literal[
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
+    ]
+    | OpaqueKind
+)
 DecomposableModule = nn.Conv1d | nn.Conv2d | nn.Linear
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 ListedModule = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed | nn.Linear
@@ -49,12 +53,17 @@ _KINDS: dict[type[nn.Module], Kind] = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What is known of one convolution or linear layer at the model's real input size.
+    """What is known of one layer at the model's real input size.
+
+    Layers are convolutions, linear layers, recurrent ones, and the projections inside `nn.MultiheadAttention`
+    on queries, keys and values; of the latter two, which no format replaces, in and out channels are those of
+    the first weight.
 
     Attributes:
         name: Dotted name of the module; the first one where a module has several.
         index: Position in the order of the forward pass, from 0.
-        kind: `conv1d`, `conv2d`, `conv3d`, `conv_transpose1d` to `conv_transpose3d`, or `linear`.
+        kind: `conv1d`, `conv2d`, `conv3d`, `conv_transpose1d` to `conv_transpose3d`, `linear`, `lstm`, `gru`,
+            `rnn` or `attention`.
         out_channels: Output channels (features of a linear layer).
         in_channels: Input channels (features of a linear layer).
         kernel_size: Spatial kernel, `()` for a linear layer.
@@ -134,9 +143,10 @@ def weight_of(module: DecomposableModule) -> torch.Tensor:
 
 
 def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
-    """Describe every convolution and linear layer of `model`, decomposable or not, in forward order.
+    """Describe every layer of `model` that multiplies with weights, decomposable or not, in forward order.
 
-    Runs one zero input through the model in eval mode; the model is left as it was.
+    Those are convolutions, linear and recurrent layers and attention. Runs one input of zeros through the
+    model in eval mode; the model is left as it was.
 
     Args:
         model: Any module.
@@ -152,12 +162,15 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     """
     trace = _Trace(model)
     trace.run(example_batch(model, input_shape), input_shape_of(input_shape))
-    reached = list(trace.calls)
-    unreached = [m for m in trace.names if isinstance(m, ListedModule) and m not in trace.calls]
-    owners = Counter(id(module.weight) for module in (*reached, *unreached))
+    reached = trace.reached
+    unreached = [m for m in trace.names if isinstance(m, ListedModule | OpaqueModule) and m not in reached]
+    layers = (*reached, *unreached)
+    owners = Counter(id(module.weight) for module in layers if isinstance(module, ListedModule))
     return [
         _spec(trace, module, index, shared=owners[id(module.weight)] > 1)
-        for index, module in enumerate((*reached, *unreached))
+        if isinstance(module, ListedModule)
+        else _opaque_spec(trace, module, index)
+        for index, module in enumerate(layers)
     ]
 
 
@@ -210,6 +223,8 @@ class _Trace:
 
     Attributes:
         calls: Shapes of input and output at each call of each layer.
+        opaque_calls: Positions and multiply-accumulates at each call of recurrent layers and attention.
+        reached: All layers that were called, in that order.
         uses: The same for linear layers whose weight is used without calling them, as attention does.
         batch_norms: The batch norm that directly receives a layer's output.
     """
@@ -218,6 +233,8 @@ class _Trace:
         self.model = model
         self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
         self.calls: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.opaque_calls: dict[OpaqueModule, list[tuple[int, int]]] = {}
+        self.reached: dict[ListedModule | OpaqueModule, None] = {}
         self.uses: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
         self.batch_norms: dict[nn.Module, nn.Module] = {}
         # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
@@ -228,6 +245,8 @@ class _Trace:
         for module in self.names:
             if isinstance(module, ListedModule):
                 handles.append(module.register_forward_hook(self._record_call))
+            elif isinstance(module, OPAQUE):
+                handles.append(module.register_forward_hook(self._record_opaque, with_kwargs=True))
             elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
                 handles.append(module.register_forward_pre_hook(self._record_batch_norm))
         try:
@@ -251,8 +270,15 @@ class _Trace:
     def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         tensors = [each for each in (*inputs[:1], output) if isinstance(each, torch.Tensor)]
         if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
+            self.reached[module] = None
             self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
             self._outputs.append((output, module))
+
+    def _record_opaque(
+        self, module: OpaqueModule, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> None:
+        self.reached[module] = None
+        self.opaque_calls.setdefault(module, []).append(macs_of_call(module, inputs, keywords))
 
     def _record_batch_norm(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         for output, producer in self._outputs:
@@ -331,6 +357,27 @@ def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> L
         macs=positions * module.weight.numel(),
         batch_norm=trace.names[batch_norm] if batch_norm is not None else None,
         refusal=_refusal(module, called=called, shared=shared),
+    )
+
+
+def _opaque_spec(trace: _Trace, module: OpaqueModule, index: int) -> LayerSpec:
+    found, calls = opaque(module), trace.opaque_calls.get(module, [])
+    sizes = tuple((positions,) for positions, _ in calls)
+    return LayerSpec(
+        name=trace.names[module],
+        index=index,
+        kind=found.kind,
+        out_channels=found.out_features,
+        in_channels=found.in_features,
+        kernel_size=(),
+        stride=(),
+        groups=1,
+        bias=found.bias,
+        input_sizes=sizes,
+        output_sizes=sizes,
+        params=found.params,
+        macs=sum(macs for _, macs in calls),
+        refusal=found.refusal,
     )
 
 
