@@ -29,6 +29,7 @@ from .operations import (
     list_operations,
     register_operation,
 )
+from .plain_layers import plain_layers
 from .plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from .rank_grid import candidate_ranks
 from .registry import Registry
@@ -102,6 +103,7 @@ __all__ = [
     "make_plan",
     "matrix_rank",
     "plain_attention",
+    "plain_layers",
     "plan_by_heuristic",
     "plan_from_choices",
     "reestimate_batch_norm",

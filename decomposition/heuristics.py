@@ -185,6 +185,7 @@ def plan_by_heuristic(
     weigh_outputs: bool = True,
     precisions: Sequence[str] = ("float32",),
     skip: Sequence[str] = (),
+    only: Sequence[str] = (),
     tensorised: bool = False,
     candidates: int = 16,
     multiple: int = 1,
@@ -213,6 +214,7 @@ def plan_by_heuristic(
         precisions: What layers may compute with or be stored in (`PRECISIONS`).
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
             (`layer1`, `*.downsample.*`).
+        only: Layers that alone may change, named likewise; empty for all.
         tensorised: Split channel counts into small factors (tensor ring and tensor train).
         candidates: Ranks to fit a layer at most.
         multiple: They are multiples of it; 8 suits budgets in time.
@@ -244,6 +246,7 @@ def plan_by_heuristic(
         calibration,
         weigh_outputs=weigh_outputs,
         skip=skip,
+        only=only,
         precisions=precisions,
         tensorised=tensorised,
         multiple=multiple,

@@ -188,34 +188,44 @@ def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[La
     return [spec for spec in inspect_layers(model, input_shape) if spec.refusal is None]
 
 
-def skipping(specs: Sequence[LayerSpec], skip: Sequence[str]) -> list[LayerSpec]:
+def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str] = ()) -> list[LayerSpec]:
     """Return layers of which some are refused because they are to stay as they are.
 
     Args:
         specs: All layers of a model, from `inspect_layers`.
         skip: Names of layers or of modules that hold some, or shell-style patterns of such names: `fc`,
             `layer1`, `*.downsample.*`.
+        only: The same for the layers that alone may change; empty for all.
 
     Raises:
         DecompositionError: If an entry matches no layer.
     """
+    skipped, allowed = _matching("skip", specs, skip), _matching("only", specs, only)
 
-    def matches(spec: LayerSpec, pattern: str) -> bool:
-        return fnmatchcase(spec.name, pattern) or fnmatchcase(spec.name, f"{pattern}.*")
+    def refused(spec: LayerSpec) -> LayerSpec:
+        reason = None
+        if spec.name in skipped:
+            reason = "stays as it is, as asked (skip)"
+        elif only and spec.name not in allowed:
+            reason = "stays as it is, because others alone may change (only)"
+        return spec if reason is None or spec.refusal is not None else replace(spec, refusal=reason)
 
-    for pattern in skip:
-        if not any(matches(spec, pattern) for spec in specs):
-            names = [spec.name for spec in specs]
+    return [refused(spec) for spec in specs]
+
+
+def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) -> set[str]:
+    """Return the names of the layers that match any of some patterns."""
+    found: set[str] = set()
+    for pattern in patterns:
+        names = {s.name for s in specs if fnmatchcase(s.name, pattern) or fnmatchcase(s.name, f"{pattern}.*")}
+        if not names:
+            known = [spec.name for spec in specs]
             raise DecompositionError(
-                f"skip: no layer matches {pattern!r}; the layers are {', '.join(names[:8])}"
-                f"{', ...' if len(names) > 8 else ''}.{did_you_mean(pattern, names)}"
+                f"{option}: no layer matches {pattern!r}; the layers are {', '.join(known[:8])}"
+                f"{', ...' if len(known) > 8 else ''}.{did_you_mean(pattern, known)}"
             )
-    return [
-        replace(spec, refusal="stays as it is, as asked (skip)")
-        if spec.refusal is None and any(matches(spec, pattern) for pattern in skip)
-        else spec
-        for spec in specs
-    ]
+        found |= names
+    return found
 
 
 class _Trace:
@@ -385,7 +395,11 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
     name = type(module).__name__
     if type(module) not in _KINDS:
         base = next(each.__name__ for each in _KINDS if isinstance(module, each))
-        return f"a {name}, which may compute something else than the {base} that it extends"
+        way = "; decomposition.plain_layers lets it in if it does not"
+        return (
+            f"a {name}, which may compute something else than the {base} that it extends"
+            f"{way if isinstance(module, _DECOMPOSABLE) and called else ''}"
+        )
     if not is_decomposable_module(module):
         return f"a {name}; only Conv1d, Conv2d and Linear can be decomposed"
     if not called:

@@ -144,6 +144,7 @@ class FitLibrary:
         *,
         weigh_outputs: bool = True,
         skip: Sequence[str] = (),
+        only: Sequence[str] = (),
         seed: int = 0,
         **options: Any,
     ) -> FitLibrary:
@@ -158,13 +159,14 @@ class FitLibrary:
                 alone.
             weigh_outputs: Weigh channels and layers by what the network's output makes of them.
             skip: Layers that stay as they are (`decomposition.layers.skipping`).
+            only: Layers that alone may change; empty for all.
             seed: Seed of the sampled patches and of the directions that measure sensitivities.
             **options: Those of `FitLibrary`.
 
         Raises:
             DecompositionError: If the model has no layer to decompose or the calibration set cannot be used.
         """
-        every = skipping(inspect_layers(model, input_shape), skip)
+        every = skipping(inspect_layers(model, input_shape), skip, only)
         specs = [spec for spec in every if spec.refusal is None]
         if not specs:
             reasons = "; ".join(f"{spec.name}: {spec.refusal}" for spec in every[:5])

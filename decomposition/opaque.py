@@ -63,8 +63,8 @@ def opaque(module: OpaqueModule) -> Opaque:
         weights[0].shape[1],
         bool(module.bias),
         params,
-        f"its weights are applied anew at every step of a sequence inside one function ({name}): an error would "
-        "feed back on itself, which no fit accounts for",
+        f"its weights are applied anew at every step of a sequence inside one function ({name}): an error "
+        "would feed back on itself, which no fit accounts for",
     )
 
 

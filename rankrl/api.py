@@ -39,6 +39,7 @@ def search(
     precisions: Sequence[str] = ("float32",),
     channels: Sequence[float] = (),
     skip: Sequence[str] = (),
+    only: Sequence[str] = (),
     params: float | None = None,
     macs: float | None = None,
     bytes: float | None = None,
@@ -77,6 +78,7 @@ def search(
             others are removed. Empty keeps all.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
             (`layer1`, `*.downsample.*`).
+        only: Layers that alone may change, named likewise; empty for all.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
@@ -151,6 +153,7 @@ def search(
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
         skip=tuple(skip),
+        only=tuple(only),
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
     shape = input_shape_of(batches[0])

@@ -53,6 +53,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
         precisions=_precisions(config),
         channels=tuple(chosen.channels),
         skip=tuple(chosen.skip),
+        only=tuple(chosen.only),
         formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,

@@ -54,6 +54,7 @@ class DecompositionConfig:
             first layer loses the others, where the second alone reads them. Empty keeps all of them.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
             names, for example [fc, layer1, "*.downsample.*"].
+        only: Layers that alone may change, named likewise; empty for all.
         rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
             a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
@@ -65,6 +66,7 @@ class DecompositionConfig:
     precisions: list[str] | None = None
     channels: list[float] = field(default_factory=list)
     skip: list[str] = field(default_factory=list)
+    only: list[str] = field(default_factory=list)
     tensorised: bool = owned(_CANDIDATES, "tensorised")
     candidates: int = owned(_CANDIDATES, "candidates")
     rank_multiple: int | None = None

@@ -29,7 +29,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     chosen = options.candidate_options(config)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    specs = skipping(inspect_layers(network, data.input_shape), chosen.skip)
+    specs = skipping(inspect_layers(network, data.input_shape), chosen.skip, chosen.only)
     fitted = _fitted(config, data, network, specs) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{model_title(config.model, network)} as {options.decomposition_name(config)}")

@@ -58,6 +58,7 @@ class CandidateOptions:
         channels: Fractions of the channels between two layers that may be kept; empty keeps all.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
             names, for example [fc, layer1, "*.downsample.*"].
+        only: Layers that alone may change, named likewise; empty for all.
     """
 
     formats: tuple[str, ...]
@@ -69,6 +70,7 @@ class CandidateOptions:
     weigh_outputs: bool = True
     channels: tuple[float, ...] = ()
     skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.candidates < 1:
@@ -174,6 +176,7 @@ def calibrated_library(
         inputs,
         weigh_outputs=options.weigh_outputs,
         skip=options.skip,
+        only=options.only,
         precisions=options.precisions,
         tensorised=options.tensorised,
         multiple=options.multiple,
@@ -210,6 +213,7 @@ def check_reachable(
         candidates.formats,
         None,
         skip=candidates.skip,
+        only=candidates.only,
         precisions=candidates.precisions,
         tensorised=candidates.tensorised,
         narrowings=narrowings,

@@ -81,6 +81,8 @@ def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
         ({"params": 1e-5}, "the least is 0."),
         ({"skip": ["3"]}, "skip: no layer matches '3'; the layers are 0, 2."),
         ({"skip": ["0"], "params": 0.2}, "the least is 0."),
+        ({"only": ["fc"]}, "only: no layer matches 'fc'; the layers are 0, 2."),
+        ({"only": ["2"], "skip": ["2"]}, "the network has no layer that can be decomposed"),
         ({"selector": "bayes", "selector_options": {"optimizm": 1}}, "Did you mean 'optimism'?"),
     ],
 )

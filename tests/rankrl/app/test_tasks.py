@@ -255,9 +255,11 @@ def test_inspect_lists_the_layers_without_fitting_any(
         *small_network(tmp_path),
         "decomposition=auto",
         "decomposition.skip=['fc?']",
+        "decomposition.only=['fc?','*1']",
     )
     shown = capsys.readouterr().out
     assert shown.count("stays as it is, as asked (skip)") == 2
+    assert shown.count("others alone may change (only)") == 1
     assert "16x1x3x3" in shown
     assert "cp 1-" in shown
     assert "inspect.errors=true" in shown
