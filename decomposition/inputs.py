@@ -245,15 +245,30 @@ def calibration_batches(calibration: CalibrationInputs, model: nn.Module | None 
         DecompositionError: If it holds anything but tensors, cannot be told from labels, or holds inputs of
             different shapes.
     """
+    return [inputs for inputs, _ in labelled_batches(calibration, model)]
+
+
+def labelled_batches(
+    data: CalibrationInputs, model: nn.Module | None = None
+) -> list[tuple[Inputs, Any | None]]:
+    """Return a set of inputs as a list of batches, each with its labels, or `None` where it has none.
+
+    Args:
+        data: As for `calibration_batches`.
+        model: As for `calibration_batches`.
+
+    Raises:
+        DecompositionError: As `calibration_batches`.
+    """
     least, most = _parameters(model)
-    several = isinstance(calibration, tuple) and least > 1 and _all_tensors(calibration)
-    if several or isinstance(calibration, torch.Tensor | Mapping | Positional):
-        batches = [as_inputs(calibration)]
+    several = isinstance(data, tuple) and least > 1 and _all_tensors(data)
+    if several or isinstance(data, torch.Tensor | Mapping | Positional):
+        batches = [(as_inputs(data), None)]
     else:
-        batches = [_without_labels(batch, least, most) for batch in calibration]
-    for batch in batches:
-        shapes, first = ([tuple(x.shape[1:]) for x in tensors_of(each)] for each in (batch, batches[0]))
-        if shapes != first or type(batch) is not type(batches[0]):
+        batches = [_parted(batch, least, most) for batch in data]
+    for batch, _ in batches:
+        shapes, first = ([tuple(x.shape[1:]) for x in tensors_of(each)] for each in (batch, batches[0][0]))
+        if shapes != first or type(batch) is not type(batches[0][0]):
             raise DecompositionError(
                 f"the calibration set holds inputs of the shapes {_listed(first)} and {_listed(shapes)}; "
                 "pass inputs of one shape, at which costs are counted too"
@@ -325,27 +340,27 @@ def _assembled(tensors: Sequence[torch.Tensor], names: Sequence[str] | None) -> 
     return tensors[0] if len(tensors) == 1 else Positional(tensors)
 
 
-def _without_labels(batch: Any, least: int, most: float) -> Inputs:
-    """Return the inputs of a batch; see `calibration_batches`."""
+def _parted(batch: Any, least: int, most: float) -> tuple[Inputs, Any | None]:
+    """Return the inputs of a batch, and its labels if it has any; see `calibration_batches`."""
     if isinstance(batch, torch.Tensor | Mapping | Positional):
-        return as_inputs(batch)
+        return as_inputs(batch), None
     if not isinstance(batch, list | tuple) or not batch:
         raise DecompositionError(
             f"the calibration set holds a {type(batch).__name__}; pass batches of model inputs: tensors, "
             "tuples or dicts of tensors, or pairs of such and labels"
         )
     if len(batch) == 2 and not isinstance(batch[0], torch.Tensor):
-        return as_inputs(batch[0])
+        return as_inputs(batch[0]), batch[1]
     if len(batch) == most + 1 and _all_tensors(batch):
-        return as_inputs(batch[0] if most == 1 else batch[:-1])
+        return as_inputs(batch[0] if most == 1 else batch[:-1]), batch[-1]
     if least <= 1 and len(batch) == 2 and _all_tensors(batch):
         if batch[1].ndim == 1 and not batch[1].is_floating_point():
-            return as_inputs(batch[0])
+            return as_inputs(batch[0]), batch[1]
         raise DecompositionError(
             "the calibration set holds pairs of tensors, which may be two inputs of the model or inputs and "
             "labels; pass inputs alone, dicts of inputs by name, or pairs of a tuple of inputs and labels"
         )
-    return as_inputs(batch)
+    return as_inputs(batch), None
 
 
 def _parameters(model: nn.Module | None) -> tuple[int, float]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from rankrl.training.accuracy import accuracy, predict_logits, report_accuracy
 from rankrl.training.chance import guessing_share, near_guessing
 from rankrl.training.constraint import RankConstraint
-from rankrl.training.loop import TrainingProgress, TrainingResult, train
+from rankrl.training.epochs import TrainingProgress, TrainingResult
+from rankrl.training.general import Loss, train_on
+from rankrl.training.loop import train
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import list_schedules
 from rankrl.training.state import EpochRow
 
 __all__ = [
     "EpochRow",
+    "Loss",
     "RankConstraint",
     "TrainingProgress",
     "TrainingRecipe",
@@ -23,4 +26,5 @@ __all__ = [
     "predict_logits",
     "report_accuracy",
     "train",
+    "train_on",
 ]

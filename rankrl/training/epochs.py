@@ -1,0 +1,292 @@
+"""Epochs of any training: steps, scores, divergence and a way back, whatever is learned from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decomposition import FactorisedLayer, Inputs, factorised_layers, run_model
+from decomposition.rounding import is_rounded
+from rankrl.device import Precision
+from rankrl.errors import NonFiniteError
+from rankrl.training.recipe import TrainingRecipe
+from rankrl.training.schedule import learning_rate_factor
+from rankrl.training.state import EpochRow, TrainingState
+
+log = logging.getLogger(__name__)
+
+_ADVICE = "Lower the learning rate, lengthen the warm-up, or set gradient_clip."
+# Reading a loss makes the host wait for a GPU; doing so rarely keeps the GPU busy.
+_STEPS_BETWEEN_CHECKS = 25
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """Where a training is, for a progress bar or a tracker.
+
+    Attributes:
+        epoch: The running epoch, from 1 on.
+        epochs: Epochs of the recipe.
+        step: Steps done in the whole training.
+        steps: Steps of the whole training.
+        lr: Learning rate of the last step.
+        loss: Mean loss since the last report; at the end of an epoch, of the whole epoch.
+        best_accuracy: Best held-out accuracy so far, that of the first weights included.
+        row: The epoch's row at its end, or None before.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    lr: float
+    loss: float
+    best_accuracy: float | None
+    row: EpochRow | None = None
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training brought.
+
+    Attributes:
+        history: One row per epoch.
+        start: Held-out accuracy before the first epoch, 0 to 1.
+        epoch: The epoch whose weights the network has now; 0 where none was better than the first weights.
+        accuracy: Held-out accuracy of these weights, 0 to 1.
+        stopped_early: Whether the held-out accuracy stopped rising before the last epoch.
+        lr: Highest learning rate of the schedule that was followed to the end.
+        halvings: How often the training started again with half the rate before.
+    """
+
+    history: tuple[EpochRow, ...]
+    start: float
+    epoch: int
+    accuracy: float
+    stopped_early: bool
+    lr: float
+    halvings: int
+
+
+class DivergedError(Exception):
+    """The training diverged; the message says where and at which rate."""
+
+
+class Epochs(ABC):
+    """Runs one epoch after the other on a `TrainingState`; holds what does not change between them.
+
+    Args:
+        recipe: How to train.
+        precision: Device and precision.
+        teacher: The network to learn from beside the labels, or None.
+        products: Factorised layers whose contracted weights decay.
+        batch_size: Inputs in a step.
+        steps: Steps in an epoch.
+        on_step: Called every few steps and at the end of every epoch.
+    """
+
+    def __init__(
+        self,
+        recipe: TrainingRecipe,
+        precision: Precision,
+        *,
+        teacher: nn.Module | None,
+        products: Sequence[FactorisedLayer],
+        batch_size: int,
+        steps: int,
+        on_step: Callable[[TrainingProgress], None] | None,
+    ) -> None:
+        self.recipe, self.precision, self.products = recipe, precision, products
+        self.teacher = None if teacher is None else teacher.eval()
+        self.batch_size, self.steps, self.on_step = batch_size, steps, on_step
+
+    @abstractmethod
+    def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
+        """Walk through the inputs and labels of an epoch, whose order follows from the seed."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
+        """Return the loss of a step; `taught` is what the teacher says, or None."""
+
+    @abstractmethod
+    def score(self, model: nn.Module) -> float:
+        """Return a network's score on what is held out; higher is better.
+
+        Raises:
+            NonFiniteError: It has none.
+        """
+
+    def judge(self, state: TrainingState, epoch: int, loss: float) -> None:
+        """Tell whether an epoch, whose steps had this mean loss, has led anywhere.
+
+        Raises:
+            DivergedError: It has not.
+        """
+        state.learned = True
+
+    def run(self, state: TrainingState) -> None:
+        """Train for one epoch, score it, and add it to the history."""
+        started = time.perf_counter()
+        epoch = len(state.history) + 1
+        loss, lr = self._train_epoch(state, epoch)
+        self.judge(state, epoch, loss)
+        try:
+            score = self.score(state.scored_model)
+        except NonFiniteError as error:
+            raise DivergedError(
+                f"after epoch {epoch} of training (learning rate {lr:.3g}): {error}"
+            ) from error
+        row = EpochRow(epoch, lr, loss, score, time.perf_counter() - started)
+        state.finish_epoch(row)
+        if state.constraint is not None and epoch < self.recipe.epochs:
+            state.constraint.end_epoch()
+        self._report(state, epoch, epoch * self.steps, lr, loss, row)
+
+    def _train_epoch(self, state: TrainingState, epoch: int) -> tuple[float, float]:
+        """Take the steps of an epoch; return its mean loss and the learning rate of its last step."""
+        # Order, augmentation and dropout follow from the seed and the epoch alone: nothing to save.
+        seed = int(np.random.SeedSequence((self.recipe.seed, epoch)).generate_state(1)[0])
+        torch.manual_seed(seed)
+        state.model.train()
+        losses = torch.zeros(self.steps, device=self.precision.device)
+        lr, checked = 0.0, 0
+        for step, (x, y) in enumerate(self.batches(seed)):
+            done = (epoch - 1) * self.steps + step
+            total = self.recipe.epochs * self.steps
+            lr = state.lr * learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
+            losses[step] = self._step(state, x, y, lr)
+            if step + 1 - checked >= _STEPS_BETWEEN_CHECKS or step + 1 == self.steps:
+                mean_loss = self._check(losses, checked, step + 1, epoch, state.lr)
+                checked = step + 1
+                if checked < self.steps:
+                    self._report(state, epoch, done + 1, lr, mean_loss)
+        return float(losses.mean()), lr
+
+    def _step(self, state: TrainingState, x: Inputs, y: Any, lr: float) -> Tensor:
+        """Return the loss of one step, which has been taken."""
+        recipe = self.recipe
+        with self.precision.autocast():
+            outputs = run_model(state.model, x)
+            taught = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    taught = run_model(self.teacher, x)
+        loss = self.loss(outputs, y, taught)
+        if self.products:
+            norms = torch.stack([layer.squared_norm() for layer in self.products])
+            loss = loss + recipe.product_decay / 2 * norms.sum()
+        if state.constraint is not None:
+            loss = loss + state.constraint.penalty()
+        state.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if recipe.gradient_clip is not None:
+            nn.utils.clip_grad_norm_(state.model.parameters(), recipe.gradient_clip)
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        state.optimizer.step()
+        if state.average is not None:
+            state.average.update_parameters(state.model)
+        return loss.detach()
+
+    def _check(self, losses: Tensor, start: int, stop: int, epoch: int, highest: float) -> float:
+        """Return the mean loss of steps `start` to `stop` (excluded), all of which must be finite."""
+        recent = losses[start:stop].tolist()
+        for step, loss in enumerate(recent, start):
+            if not np.isfinite(loss):
+                done, total = (epoch - 1) * self.steps + step, self.recipe.epochs * self.steps
+                factor = learning_rate_factor(self.recipe.schedule, done, total, self.recipe.warmup)
+                raise DivergedError(
+                    f"the training loss became {loss} in epoch {epoch}, step {step + 1} of {self.steps}, at "
+                    f"learning rate {highest * factor:.3g}"
+                )
+        return sum(recent) / len(recent)
+
+    def _report(
+        self, state: TrainingState, epoch: int, step: int, lr: float, loss: float, row: EpochRow | None = None
+    ) -> None:
+        if self.on_step is None:
+            return
+        best = state.best_row
+        self.on_step(
+            TrainingProgress(
+                epoch=epoch,
+                epochs=self.recipe.epochs,
+                step=step,
+                steps=self.recipe.epochs * self.steps,
+                lr=lr,
+                loss=loss,
+                best_accuracy=None if best is None else best.accuracy,
+                row=row,
+            )
+        )
+
+
+def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: Path | None) -> TrainingResult:
+    """Train to the last epoch, or until patience ends, and give the network the weights that are returned.
+
+    Args:
+        state: The training, at its beginning or restored.
+        epochs: Runs its epochs.
+        recipe: How to train.
+        path: Where the state is written after every epoch, or None.
+
+    Raises:
+        NonFiniteError: The training diverged at the last of the rates too.
+    """
+    start = state.begin(epochs.score(state.model)) if state.start is None else state.start
+    while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
+        try:
+            epochs.run(state)
+        except DivergedError as error:
+            if state.halvings == recipe.halvings:
+                raise NonFiniteError(f"{error}. {_ADVICE}") from error
+            state.start_again()
+            log.warning(
+                "%s; the training starts again with half the highest rate, %.3g (halving %d of %d)",
+                error,
+                state.lr,
+                state.halvings,
+                recipe.halvings,
+            )
+        if path is not None:
+            state.save(path)
+    row = state.history[-1]
+    weights = state.scored_model.state_dict()
+    if recipe.restore_best and state.best is not None and state.best_row is not None:
+        row, weights = state.best_row, state.best
+    state.model.load_state_dict(weights)
+    return TrainingResult(
+        tuple(state.history),
+        start,
+        row.epoch,
+        row.accuracy,
+        len(state.history) < recipe.epochs,
+        state.lr,
+        state.halvings,
+    )
+
+
+def balanced(model: nn.Module, recipe: TrainingRecipe) -> list[FactorisedLayer]:
+    """Size the cores of a network alike if the recipe says so; return the layers whose products decay."""
+    layers = list(factorised_layers(model).values())
+    if recipe.balance_cores:
+        for layer in layers:
+            if not is_rounded(layer):
+                layer.balance()
+    return layers if recipe.product_decay else []
+
+
+def _out_of_patience(state: TrainingState, recipe: TrainingRecipe) -> bool:
+    best = state.best_row
+    if recipe.early_stop_patience is None or best is None:
+        return False
+    return len(state.history) - best.epoch >= recipe.early_stop_patience

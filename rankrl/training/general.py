@@ -1,0 +1,141 @@
+"""Training any network on any inputs, with a loss of the user's own or by imitating a teacher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from decomposition import FactorisedLayer, Inputs
+from decomposition.inputs import count_inputs, mapped, rows
+from rankrl.device import Precision, model_device
+from rankrl.errors import ConfigError
+from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, balanced, follow
+from rankrl.training.recipe import TrainingRecipe
+from rankrl.training.state import TrainingState
+
+Loss = Callable[[Any, Any], Tensor]
+"""From a network's outputs for a batch, and its labels, to a scalar."""
+
+
+def train_on(
+    model: nn.Module,
+    inputs: Inputs,
+    labels: Tensor | None,
+    recipe: TrainingRecipe,
+    *,
+    score: Callable[[nn.Module], float],
+    loss: Loss | None = None,
+    teacher: nn.Module | None = None,
+    on_step: Callable[[TrainingProgress], None] | None = None,
+) -> TrainingResult:
+    """Train a network of any kind in place, in float32 on the device that it is on.
+
+    Args:
+        model: The network; it is left in evaluation mode.
+        inputs: All training inputs.
+        labels: Their labels, first axis like the inputs'; without them the network learns to give the
+            teacher's outputs.
+        recipe: How to train; options for images and classes (augmentation, distillation, smoothing) do not
+            apply.
+        score: From a network to a number, higher is better, on what is held out; tells which epoch is kept.
+        loss: From outputs and labels to a scalar. Cross-entropy when omitted, for labels that are integers
+            (N,).
+        teacher: The network to imitate where there are no labels.
+        on_step: Called every few steps and at the end of every epoch.
+
+    Raises:
+        ConfigError: There is nothing to learn from, or a loss is needed.
+        NonFiniteError: The loss became NaN or infinite, at the last of the rates too.
+    """
+    if labels is None and teacher is None:
+        raise ConfigError("there are neither labels nor a teacher to learn from")
+    if labels is not None and loss is None and (labels.ndim != 1 or labels.is_floating_point()):
+        raise ConfigError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, which says nothing of the loss; give "
+            "loss=, a function from outputs and labels to a scalar"
+        )
+    products = balanced(model, recipe)
+    precision = Precision(model_device(model), torch.float32)
+    epochs = _GeneralEpochs(
+        inputs, labels, recipe, precision, score, loss, teacher if labels is None else None, products, on_step
+    )
+    with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
+        result = follow(TrainingState(model, recipe, {}, None), epochs, recipe, None)
+    model.eval()
+    return result
+
+
+def imitation_loss(outputs: Any, taught: Any) -> Tensor:
+    """Return |outputs - taught|^2 / |taught|^2, the mean over all tensors of floating-point numbers.
+
+    Args:
+        outputs: A network's outputs, a tensor or any nesting of tensors.
+        taught: Those of its teacher, alike.
+    """
+    pairs = zip(tree_leaves(outputs), tree_leaves(taught), strict=True)
+    shares = [
+        (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(1e-30)
+        for y, t in pairs
+        if isinstance(y, Tensor) and y.is_floating_point()
+    ]
+    if not shares:
+        raise ConfigError("the network returns no floating-point numbers, so there is nothing to imitate")
+    return torch.stack(shares).mean()
+
+
+class _GeneralEpochs(Epochs):
+    """Epochs over tensors in memory."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        labels: Tensor | None,
+        recipe: TrainingRecipe,
+        precision: Precision,
+        score: Callable[[nn.Module], float],
+        loss: Loss | None,
+        teacher: nn.Module | None,
+        products: Sequence[FactorisedLayer],
+        on_step: Callable[[TrainingProgress], None] | None,
+    ) -> None:
+        count = count_inputs(inputs)
+        size = min(recipe.batch_size, count)
+        super().__init__(
+            recipe,
+            precision,
+            teacher=teacher,
+            products=products,
+            batch_size=size,
+            steps=math.ceil(count / size),
+            on_step=on_step,
+        )
+        self.inputs, self.labels = inputs, labels
+        self._score, self._loss = score, loss
+
+    def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
+        """Walk through all inputs in random order."""
+        order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
+        device = self.precision.device
+        for chosen in order.split(self.batch_size):
+            labels = None if self.labels is None else self.labels[chosen].to(device)
+            yield mapped(lambda x: x.to(device), rows(self.inputs, chosen)), labels
+
+    def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
+        """Return the user's loss, cross-entropy, or what the teacher's outputs are missed by."""
+        if labels is None:
+            return imitation_loss(outputs, taught)
+        if self._loss is not None:
+            return self._loss(outputs, labels)
+        return F.cross_entropy(outputs.float(), labels, label_smoothing=self.recipe.label_smoothing)
+
+    def score(self, model: nn.Module) -> float:
+        """Return what the user's score says."""
+        model.eval()
+        with torch.no_grad():
+            return self._score(model)
