@@ -1,16 +1,21 @@
 from .api import apply_plan, load_compressed, search
 from .envs import RankSelectionEnv
 from .export import export_onnx
+from .network_compression import NetworkCompression, compress
 from .onnx_graph import ImagePreprocessing, compress_onnx
 from .operations import KeepChannels
+from .training import TrainingRecipe
 from .workflow.latency import LatencyOptions
 
 __all__ = [
     "ImagePreprocessing",
     "KeepChannels",
     "LatencyOptions",
+    "NetworkCompression",
     "RankSelectionEnv",
+    "TrainingRecipe",
     "apply_plan",
+    "compress",
     "compress_onnx",
     "export_onnx",
     "load_compressed",

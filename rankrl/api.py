@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from decomposition import CompressionPlan, apply_plan, load_compressed
-from decomposition.inputs import CalibrationInputs, calibration_batches, input_shape_of, split
+from decomposition import apply_plan, load_compressed
+from decomposition.inputs import CalibrationInputs, calibration_batches, split
 from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
@@ -22,9 +22,7 @@ from rankrl.workflow.session import (
     CALIBRATION_BATCH,
     CandidateOptions,
     SearchOptions,
-    SearchSession,
-    calibrated_library,
-    check_reachable,
+    session_on_inputs,
 )
 
 __all__ = ["apply_plan", "load_compressed", "search"]
@@ -156,23 +154,14 @@ def search(
         only=tuple(only),
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
-    shape = input_shape_of(batches[0])
-    check_reachable(model, shape, chosen, options)
-    library = calibrated_library(
-        model, batches, chosen, cache=None if cache is None else Path(cache), seed=seed
-    )
-
-    def applied(plan: CompressionPlan) -> nn.Module:
-        return apply_plan(model, plan, batches, weigh_outputs=weigh_outputs, seed=seed, progress=progress)
-
-    session = SearchSession(
+    session = session_on_inputs(
         model,
-        library,
+        batches,
         FunctionScoring(score, batches),
+        chosen,
         options,
-        candidates=candidates,
-        input_shape=shape,
-        apply=applied,
+        cache=None if cache is None else Path(cache),
+        seed=seed,
         progress=progress,
     )
     with session:

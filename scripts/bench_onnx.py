@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from rankrl.agreement import agreement, agreement_score
 from rankrl.errors import RankrlError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import LatencyComparison, compare_latency
 from rankrl.onnx_graph import OnnxNetwork, compress_onnx, split_inputs
-from rankrl.onnx_graph.score import agreement, agreement_score
 from rankrl.workflow.latency import LatencyOptions
 
 Array = np.ndarray[Any, Any]

@@ -7,7 +7,7 @@ sensitivity of the network's outputs to it; fits, costs and allocation are that 
 from __future__ import annotations
 
 from rankrl.onnx_graph.budget import network_costs
-from rankrl.onnx_graph.compress import OnnxCompression, chosen_formats, compress_onnx, summary
+from rankrl.onnx_graph.compress import OnnxCompression, chosen_formats, compress_onnx
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import read_inputs, split_inputs
@@ -26,5 +26,4 @@ __all__ = [
     "network_costs",
     "read_inputs",
     "split_inputs",
-    "summary",
 ]

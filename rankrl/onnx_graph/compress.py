@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from decomposition import CompressionPlan, FitLibrary, FitOptions, get_heuristic
+from decomposition import FitLibrary, FitOptions, get_heuristic
 from decomposition.fitting import CHOOSING
 from decomposition.operations.base import FINAL
+from rankrl.agreement import agreement, agreement_score
+from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
-from rankrl.export.latency import LatencyComparison
 from rankrl.onnx_graph.budget import (
     OnnxLatencyBudget,
     compared_with_original,
@@ -31,7 +32,6 @@ from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inpu
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, open_session
 from rankrl.onnx_graph.refit import refitted_graph
 from rankrl.onnx_graph.rewrite import MARKED, check_formats, writable_formats
-from rankrl.onnx_graph.score import OutputAgreement, agreement, agreement_score
 from rankrl.onnx_graph.sensitivity import collect_sensitivities
 from rankrl.onnx_graph.sites import Site, SiteModules, find_sites
 from rankrl.plan_search.problem import SearchProblem, check_budgets
@@ -48,40 +48,17 @@ _TIMED_BATCH = 16
 
 
 @dataclass(frozen=True)
-class OnnxCompression:
+class OnnxCompression(Compression):
     """A compressed ONNX file and what is known of it.
 
+    `verified` compares the factorised nodes with their contracted weights, relative to the largest number at
+    the outputs.
+
     Attributes:
-        path: The file.
-        plan: What became of every node.
         sites: The nodes.
-        before: `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original.
-        after: The same of the compressed network.
-        outputs: How far each output agrees with the original's on the held-out inputs.
-        score: The user's score of the compressed network, or the agreement of its outputs (1 at most).
-        baseline_score: The same of the original.
-        verified: Largest difference between the factorised nodes and their contracted weights, at the
-            outputs, relative to the largest number there.
-        errors: Relative output error of each node that was touched, by name.
-        latency: Its time beside the original's.
     """
 
-    path: Path
-    plan: CompressionPlan
     sites: tuple[Site, ...]
-    before: Mapping[str, int]
-    after: Mapping[str, int]
-    outputs: tuple[OutputAgreement, ...]
-    score: float
-    baseline_score: float
-    verified: float
-    errors: Mapping[str, float]
-    latency: LatencyComparison
-
-    @property
-    def untouched(self) -> dict[str, str]:
-        """The reason for each node that stays as it is, by name."""
-        return {layer.name: layer.reason or "" for layer in self.plan if not layer.operations}
 
 
 def compress_onnx(
@@ -311,44 +288,6 @@ def scored(score: SessionScore, network: OnnxNetwork) -> float:
     if isinstance(found, bool) or not isinstance(found, int | float | np.floating) or not np.isfinite(found):
         raise OnnxGraphError(f"the score is {found!r}; it must be a finite number, higher for better")
     return float(found)
-
-
-def summary(result: OnnxCompression) -> dict[str, Any]:
-    """Return what metrics.json says of a compressed file."""
-    times = result.latency
-    return {
-        "baseline": {**result.before, "score": result.baseline_score, "agreement": 1.0},
-        "compressed": {
-            **result.after,
-            "score": result.score,
-            "agreement": agreement_score(result.outputs),
-        },
-        "outputs": {
-            each.name: {"error": each.error, **({} if each.top1 is None else {"top1": each.top1})}
-            for each in result.outputs
-        },
-        "ratios": {
-            **{
-                name: result.before[name] / max(1, result.after[name])
-                for name in ("params", "macs", "bytes", "file_bytes")
-            },
-            "latency": times.ratio,
-        },
-        "onnx": {
-            "verified": result.verified,
-            "latency_ms": times.compressed.median_ms,
-            "baseline_latency_ms": times.baseline.median_ms,
-            "latency_ratio_low": times.ratio_low,
-            "latency_ratio_high": times.ratio_high,
-            "batch": times.baseline.batch,
-            "threads": times.baseline.threads,
-            "runs": times.baseline.runs,
-            "clock": times.baseline.clock,
-            "busy": times.busy,
-        },
-        "untouched": result.untouched,
-        "errors": dict(result.errors),
-    }
 
 
 def _alike(feed: Feed, other: Feed) -> bool:

@@ -62,6 +62,19 @@ class SearchResult:
         return sum(not row.cached for row in self.rows)
 
 
+def search_numbers(result: SearchResult) -> dict[str, Any]:
+    """Return the section `search` of metrics.json."""
+    return {
+        "episodes": len(result.rows),
+        "evaluations": result.evaluations,
+        "seconds": result.seconds,
+        "best_reward": result.best.reward,
+        "chosen_reward": result.chosen.reward,
+        "chosen_episode": result.chosen.episode,
+        "stopped_by": result.stopped_by,
+    }
+
+
 def choosing(
     problem: SearchProblem, result: SearchResult, row: EpisodeRow, missed: str | None = None
 ) -> SearchResult:

@@ -67,6 +67,7 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
     agreements = {
         "Baseline": number(metrics, "baseline", "agreement"),
         "Compressed": number(metrics, "compressed", "agreement"),
+        "Fine-tuned": number(metrics, "finetuned", "agreement"),
     }
     latencies = {}
     if found:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decomposition import list_heuristics
+from rankrl.compression import summary
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
@@ -23,7 +24,6 @@ from rankrl.onnx_graph import (
     network_costs,
     read_inputs,
     split_inputs,
-    summary,
 )
 from rankrl.report import LayerRow
 from rankrl.tasks import steps

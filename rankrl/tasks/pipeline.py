@@ -7,6 +7,7 @@ import copy
 from decomposition import save_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
+from rankrl.plan_search.run import search_numbers
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import (
@@ -46,7 +47,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         "baseline": network_numbers(dense, data),
         "compressed": network_numbers(compressed, data),
         "finetuned": {"accuracy": test_accuracy(finetuned, data)},
-        "search": steps.search_numbers(result),
+        "search": search_numbers(result),
     }
     metrics["onnx"], latency = export_numbers(
         finetuned,

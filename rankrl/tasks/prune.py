@@ -17,6 +17,7 @@ from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels, kept_channels
+from rankrl.plan_search.run import search_numbers
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import (
@@ -107,7 +108,7 @@ def _decomposed(
         chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",
     )
     plan.save(folder.plan)
-    return network, plan, steps.search_numbers(result)
+    return network, plan, search_numbers(result)
 
 
 def _head(

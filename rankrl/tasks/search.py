@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
+from rankrl.plan_search.run import search_numbers
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import layer_rows
@@ -22,7 +23,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     cost = problem.cost(result.chosen.key)
     metrics = {
         **steps.head(config, data, dense),
-        "search": steps.search_numbers(result),
+        "search": search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
     steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))

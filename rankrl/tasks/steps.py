@@ -351,19 +351,6 @@ def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
     folder.tracking.result({key: value for key, value in metrics.items() if key not in given})
 
 
-def search_numbers(result: SearchResult) -> dict[str, Any]:
-    """Return the section `search` of metrics.json."""
-    return {
-        "episodes": len(result.rows),
-        "evaluations": result.evaluations,
-        "seconds": result.seconds,
-        "best_reward": result.best.reward,
-        "chosen_reward": result.chosen.reward,
-        "chosen_episode": result.chosen.episode,
-        "stopped_by": result.stopped_by,
-    }
-
-
 def finish(
     folder: RunFolder,
     metrics: dict[str, Any],

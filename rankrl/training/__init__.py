@@ -6,7 +6,7 @@ from rankrl.training.accuracy import accuracy, predict_logits, report_accuracy
 from rankrl.training.chance import guessing_share, near_guessing
 from rankrl.training.constraint import RankConstraint
 from rankrl.training.epochs import TrainingProgress, TrainingResult
-from rankrl.training.general import Loss, train_on
+from rankrl.training.general import Loss, check_loss, train_on
 from rankrl.training.loop import train
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import list_schedules
@@ -20,6 +20,7 @@ __all__ = [
     "TrainingRecipe",
     "TrainingResult",
     "accuracy",
+    "check_loss",
     "guessing_share",
     "list_schedules",
     "near_guessing",

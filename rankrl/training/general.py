@@ -53,13 +53,9 @@ def train_on(
         ConfigError: There is nothing to learn from, or a loss is needed.
         NonFiniteError: The loss became NaN or infinite, at the last of the rates too.
     """
+    check_loss(labels, loss)
     if labels is None and teacher is None:
         raise ConfigError("there are neither labels nor a teacher to learn from")
-    if labels is not None and loss is None and (labels.ndim != 1 or labels.is_floating_point()):
-        raise ConfigError(
-            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, which says nothing of the loss; give "
-            "loss=, a function from outputs and labels to a scalar"
-        )
     products = balanced(model, recipe)
     precision = Precision(model_device(model), torch.float32)
     epochs = _GeneralEpochs(
@@ -69,6 +65,22 @@ def train_on(
         result = follow(TrainingState(model, recipe, {}, None), epochs, recipe, None)
     model.eval()
     return result
+
+
+def check_loss(labels: Tensor | None, loss: Loss | None) -> None:
+    """Refuse labels that say nothing of the loss, and a loss without labels.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    if labels is None:
+        if loss is not None:
+            raise ConfigError("loss= needs labels; give data in pairs of inputs and labels, or leave it out")
+    elif loss is None and (labels.ndim != 1 or labels.is_floating_point()):
+        raise ConfigError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, which says nothing of the loss; give "
+            "loss=, a function from outputs and labels to a scalar"
+        )
 
 
 def imitation_loss(outputs: Any, taught: Any) -> Tensor:

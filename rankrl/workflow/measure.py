@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,10 @@ from decomposition import (
     CompressionPlan,
     Factorise,
     FactorisedLayer,
+    Inputs,
     LayerPlan,
     LayerSpec,
     Quantise,
-    calibrate_ranges,
-    contracted,
     count_macs,
     count_parameters,
     factorised_layers,
@@ -39,21 +37,19 @@ from rankrl.export import (
     ExportError,
     class_agreement,
     compare_latency,
-    export_network,
     export_onnx,
     onnx_accuracy,
     quantise_onnx,
     verify_onnx,
 )
-from rankrl.files import write_atomically, write_json
+from rankrl.export.runtimes import Batch
+from rankrl.files import write_atomically
 from rankrl.report import LayerRow
 from rankrl.training import report_accuracy
+from rankrl.workflow.file_export import FileInputs, export_file
 from rankrl.workflow.network import images_for_ranges, range_images
 
 log = logging.getLogger(__name__)
-
-FORM_FILE = "onnx-form.json"
-"""Where the form of the exported file is kept, beside the files that were timed."""
 
 ONNX_TEST_BATCH = 500
 COMPARED_BATCH = 250
@@ -165,57 +161,49 @@ def export_numbers(
         ExportError: The network cannot be exported, or the file does not compute what the network does; it
             stays in the scratch folder then.
     """
-    calibrate_ranges(network, range_images(data))
-    fastest, execution = _faster_form(network, data, scratch, options)
-    inside, unverified = options.inside(data), scratch / "unverified.onnx"
+    inputs = ImageInputs(data, options)
     notes = {"preprocessing": json.dumps(data.preprocessing.to_dict()), **metadata}
-    written = export_network(
-        fastest,
-        unverified,
-        data.input_shape,
-        range_batches(data, options),
+    section, latency = export_file(
+        network,
+        baseline,
+        inputs,
+        path,
         opset=options.opset,
+        timing=options.timing,
         metadata=notes,
-        preprocessing=inside,
+        scratch=scratch,
     )
-    difference, agreement = verified(network, unverified, data, scratch, options)
-    write_atomically(path, unverified.read_bytes())
-    unverified.unlink()
-    accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
-    latency = compare_latency(baseline, path, **options.timing)
-    warn_if_busy(latency.busy)
-    section = {
-        "max_abs_difference": difference,
-        "agreement": agreement,
-        "execution": execution,
-        "accuracy": accuracy,
-        "latency_ms": latency.compressed.median_ms,
-        "latency_low_ms": latency.compressed.low_ms,
-        "latency_high_ms": latency.compressed.high_ms,
-        "baseline_latency_ms": latency.baseline.median_ms,
-        "baseline_latency_low_ms": latency.baseline.low_ms,
-        "baseline_latency_high_ms": latency.baseline.high_ms,
-        "latency_ratio_low": latency.ratio_low,
-        "latency_ratio_high": latency.ratio_high,
-        "clock": latency.compressed.clock,
-        "busy": latency.busy,
-        "batch": options.batch,
-        "threads": options.threads,
-        "file_bytes": written.file_bytes,
-        "baseline_file_bytes": baseline.stat().st_size,
-        "opset": written.opset,
-        "preprocess": options.preprocess,
-    }
     return section, latency.ratio
 
 
-def warn_if_busy(busy: str | None) -> None:
-    """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
-    if busy is not None:
-        log.warning(
-            "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
-            busy,
-        )
+class ImageInputs(FileInputs):
+    """Images of a dataset: held-out ones verify a file, test images say how good it is.
+
+    Args:
+        data: The dataset.
+        options: Preprocessing and timing.
+    """
+
+    def __init__(self, data: ImageData, options: ExportOptions) -> None:
+        self.data, self.options = data, options
+        self.shape, self.preprocessing = data.input_shape, options.inside(data)
+
+    def ranges(self) -> Iterator[Inputs]:
+        """Walk through the held-out images that set ranges of activations."""
+        return range_images(self.data)
+
+    def feeds(self) -> Iterator[Batch]:
+        """Walk through the same as the file takes them."""
+        return range_batches(self.data, self.options)
+
+    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+        """Compare a file with its network on held-out images; see `verified`."""
+        return verified(network, path, self.data, scratch, self.options)
+
+    def scores(self, path: Path) -> dict[str, float]:
+        """Return the accuracy of a file on the test set."""
+        walk = file_batches(self.data.test.for_report(), ONNX_TEST_BATCH, self.data, self.options)
+        return {"accuracy": onnx_accuracy(path, walk)}
 
 
 def rival_numbers(
@@ -343,43 +331,6 @@ def file_batches(
     for part in torch.arange(len(images)).split(batch_size):
         chosen = images.subset(part)
         yield chosen.x.permute(0, 2, 3, 1), chosen.y
-
-
-def _faster_form(
-    network: nn.Module, data: ImageData, scratch: Path, options: ExportOptions
-) -> tuple[nn.Module, str]:
-    """Return the form of a compressed network that is faster in onnxruntime, and its name.
-
-    Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores as layers,
-    `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores; of
-    two that are equally fast the first is taken. What was chosen is kept in the scratch folder, so that a run
-    that goes on after an interruption does not choose otherwise by a later timing.
-    """
-    layers = factorised_layers(network).values()
-    if not layers:
-        return network, "dense"
-    if is_rounded(network):  # cores are stored as they are, stages computed in integers
-        return network, "staged"
-    forms = {"staged": network, "contracted": contracted(network)}
-    for name, form in forms.items():
-        path, inside = scratch / f"{name}.onnx", options.inside(data)
-        export_onnx(form, path, data.input_shape, opset=options.opset, preprocessing=inside)
-    digest = hashlib.sha256((scratch / "staged.onnx").read_bytes()).hexdigest()
-    chosen = _form_chosen_before(scratch / FORM_FILE, digest)
-    if chosen not in forms:
-        times = compare_latency(scratch / "staged.onnx", scratch / "contracted.onnx", **options.timing)
-        chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
-        write_json(scratch / FORM_FILE, {"chosen": chosen, "of": digest})
-    return forms[chosen], chosen
-
-
-def _form_chosen_before(path: Path, digest: str) -> str:
-    """Return the form that was chosen for the same network, or nothing where none was."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return str(content["chosen"]) if content["of"] == digest else ""
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:

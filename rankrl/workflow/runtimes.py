@@ -20,6 +20,7 @@ from rankrl.export import (
     quantise_onnx,
     time_in_turns,
 )
+from rankrl.workflow.file_export import warn_if_busy
 from rankrl.workflow.measure import (
     COMPARED_BATCH,
     ExportOptions,
@@ -27,7 +28,6 @@ from rankrl.workflow.measure import (
     file_batches,
     range_batches,
     verified,
-    warn_if_busy,
 )
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions, Inputs
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions, Inputs, apply_plan
 from decomposition.fitting import CHOOSING
 from decomposition.inputs import InputShape, input_shape_of
 from rankrl.data import Preprocessing
@@ -225,6 +225,53 @@ def check_reachable(
         params=search.kept_params,
         macs=search.macs,
         bytes=search.bytes,
+    )
+
+
+def session_on_inputs(
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    scoring: Scoring,
+    candidates: CandidateOptions,
+    options: SearchOptions,
+    *,
+    cache: Path | None,
+    seed: int,
+    progress: Progress = None,
+) -> SearchSession:
+    """Return the session of a search over a network of the user's own.
+
+    Args:
+        model: The dense network.
+        inputs: Batches of calibration inputs, at least one.
+        scoring: What plans are scored by.
+        candidates: What may become of its layers.
+        options: Budget, reward, limits.
+        cache: Folder of fits that later searches reuse, or None.
+        seed: Seed of everything random.
+        progress: As for `SearchSession`.
+
+    Raises:
+        ConfigError: The network has nothing to search over.
+        DecompositionError: No plan can reach a budget, or no layer can be decomposed.
+    """
+    shape = input_shape_of(inputs[0])
+    check_reachable(model, shape, candidates, options)
+    library = calibrated_library(model, inputs, candidates, cache=cache, seed=seed)
+
+    def applied(plan: CompressionPlan) -> nn.Module:
+        weighed = candidates.weigh_outputs
+        return apply_plan(model, plan, inputs, weigh_outputs=weighed, seed=seed, progress=progress)
+
+    return SearchSession(
+        model,
+        library,
+        scoring,
+        options,
+        candidates=candidates.candidates,
+        input_shape=shape,
+        apply=applied,
+        progress=progress,
     )
 
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from rankrl.onnx_graph.errors import OnnxGraphError
-from rankrl.onnx_graph.network import Array, Feed, GraphSession
+from rankrl.export.errors import ExportError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Answers(Protocol):
+    """What answers batches of inputs: a session, or a network."""
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the outputs."""
+
+    def run(self, feed: Any, /) -> list[Array]:
+        """Return all outputs for one batch."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,7 @@ class OutputAgreement:
     top1: float | None
 
 
-def agreement(
-    original: GraphSession, compressed: GraphSession, batches: Sequence[Feed]
-) -> list[OutputAgreement]:
+def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
     """Compare the outputs of two networks.
 
     Args:
@@ -38,17 +49,17 @@ def agreement(
         batches: Inputs.
 
     Raises:
-        OnnxGraphError: There are no inputs, or an output has another shape than the original's.
+        ExportError: There are no inputs, or an output has another shape than the original's.
     """
     if not batches:
-        raise OnnxGraphError("there are no inputs to compare the networks on")
+        raise ExportError("there are no inputs to compare the networks on")
     names = original.output_names
     lost, whole = np.zeros(len(names)), np.zeros(len(names))
     same: list[list[Array]] = [[] for _ in names]
     for feed in batches:
         for index, (before, after) in enumerate(zip(original.run(feed), compressed.run(feed), strict=True)):
             if before.shape != after.shape:
-                raise OnnxGraphError(
+                raise ExportError(
                     f"the output {names[index]!r} has the shape {after.shape} in the compressed network, "
                     f"{before.shape} in the original"
                 )

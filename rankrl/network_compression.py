@@ -1,0 +1,403 @@
+"""`rankrl.compress`: from a module and some inputs to a smaller network, its file and a report."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import (
+    count_macs,
+    count_parameters,
+    plain_attention,
+    save_compressed,
+)
+from decomposition.inputs import CalibrationInputs, count_inputs, input_shape_of, mapped, split
+from decomposition.operations.base import FLOAT_BYTES
+from decomposition.surgery import copied
+from rankrl.agreement import agreement_score
+from rankrl.compression import Compression, summary
+from rankrl.device import model_device
+from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.export import export_onnx, fast_multiple
+from rankrl.files import write_json
+from rankrl.plan_search.run import SearchResult, search_numbers
+from rankrl.plan_search.score_evaluator import Score, scored
+from rankrl.progress import Progress, progress_bar
+from rankrl.report import collect_setup, write_report
+from rankrl.selectors import check_selector
+from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
+from rankrl.workflow.file_export import export_file
+from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.measure import layer_rows
+from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs, Sample
+from rankrl.workflow.run_folder import RunFolder, check_writable
+from rankrl.workflow.scoring import FunctionScoring
+from rankrl.workflow.session import (
+    CALIBRATION_BATCH,
+    CandidateOptions,
+    SearchOptions,
+    session_on_inputs,
+)
+
+log = logging.getLogger(__name__)
+
+HELDOUT = 0.2
+"""The share of the inputs that plans are scored on and results compared on; nothing is fitted to them."""
+
+FineTuning = int | TrainingRecipe | Callable[[nn.Module], Any]
+"""Epochs, a recipe, or a function that trains the network it is given in place (or returns another)."""
+
+
+@dataclass(frozen=True)
+class NetworkCompression(Compression):
+    """A compressed network and what is known of it.
+
+    Attributes:
+        model: The network: an ordinary module on the original's device, in evaluation mode.
+        dense: The network that the plan was made for: the original, the projections of its attention as
+            linear layers. `decomposition.load_compressed(dense, folder / "model.safetensors")` loads `model`.
+        folder: Holds `plan.json`, `model.safetensors`, `model.onnx`, `metrics.json`, `episodes.csv` and
+            `report.html`.
+        search: The record of the search.
+        compressed_score: The score before fine-tuning.
+        epochs: The epochs of fine-tuning by a recipe.
+        test: Score of the original (`baseline`) and of the compressed network (`compressed`) on the test
+            inputs, if there are any.
+        missed: What to tell a reader if the budget in time is missed, else None.
+    """
+
+    model: nn.Module
+    dense: nn.Module
+    folder: Path
+    search: SearchResult
+    compressed_score: float
+    epochs: tuple[EpochRow, ...] = ()
+    test: Mapping[str, float] | None = None
+    missed: str | None = None
+
+
+def compress(
+    model: nn.Module,
+    data: CalibrationInputs,
+    folder: str | Path,
+    *,
+    params: float | None = None,
+    macs: float | None = None,
+    bytes: float | None = None,
+    latency: float | None = None,
+    score: Score | None = None,
+    finetune: FineTuning | None = None,
+    loss: Loss | None = None,
+    heldout: float | CalibrationInputs = HELDOUT,
+    test: CalibrationInputs | None = None,
+    decomposition: str | Sequence[str] = "tucker",
+    precisions: Sequence[str] = ("float32",),
+    channels: Sequence[float] = (),
+    skip: Sequence[str] = (),
+    only: Sequence[str] = (),
+    selector: str = "greedy",
+    selector_options: Mapping[str, Any] | None = None,
+    episodes: int = 100,
+    finalists: int = 1,
+    candidates: int = 16,
+    multiple: int | None = None,
+    weigh_outputs: bool = True,
+    timing: LatencyOptions | None = None,
+    seed: int = 0,
+    cache: str | Path | None = None,
+    workers: int | None = None,
+    progress: Progress = None,
+) -> NetworkCompression:
+    """Compress a network: choose what becomes of every layer, rewrite, fine-tune, export, verify and report.
+
+    Args:
+        model: The trained network, any module, on any device; it is left untouched. `nn.MultiheadAttention`
+            inside gets linear layers for its projections (`decomposition.plain_attention`).
+        data: Inputs to fit to, a few hundred to some thousands, read into memory: one batch (a tensor, a
+            tuple of tensors that the forward takes in order, or a dict of those it takes by name), or batches
+            of such, such as a data loader. Batches may be pairs of inputs and labels.
+        folder: Where the network, its plan, its ONNX file, the numbers and the report are written. A killed
+            search in it goes on.
+        params: Fraction of the parameters to keep at most, in (0, 1].
+        macs: Fraction of the multiply-accumulates to keep at most.
+        bytes: Fraction of the parameters' bytes to keep at most.
+        latency: Fraction of the dense network's time in onnxruntime to keep at most. Give one of the four, or
+            two to be kept at once.
+        score: Function from a network to a number, higher is better; it must not read test data. When
+            omitted, the accuracy on the held-out inputs if they have labels of classes, else the agreement of
+            the outputs with the dense network's there.
+        finetune: Epochs or a `TrainingRecipe` for our own training, or a function that trains the network
+            which it is given, in place or returning another of the same parameters; None leaves it as it was
+            fitted. Our training minimises `loss` on the labels, cross-entropy without `loss`; without labels
+            it lets the network imitate the dense one. The epoch with the best score is kept.
+        loss: From the network's outputs and the labels of a batch to a scalar.
+        heldout: Share of `data` that plans are scored on and nothing is fitted to, or other inputs for that.
+        test: Inputs like `data` that are read once, at the end, for the report.
+        decomposition: Name of the tensor format, or names of several that every layer chooses from.
+        precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
+            `int4_weights`.
+        channels: Fractions of the channels between two layers that may be kept; empty keeps all.
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
+            (`layer1`, `*.downsample.*`).
+        only: Layers that alone may change, named likewise; empty for all.
+        selector: Name of what chooses: `greedy` needs no search; `ddpg`, `bayes_ddpg`, `tpe` and others do.
+        selector_options: Its options.
+        episodes: Plans to score at most.
+        finalists: How many of the best plans are applied, refit and all, and scored again.
+        candidates: Candidate ranks a layer and format at most.
+        multiple: They are multiples of it; with a budget in time what suits the processor when omitted.
+        weigh_outputs: Count channels and layers by what the network's output makes of them; it must be
+            differentiable for that.
+        timing: How time is measured.
+        seed: Seed of everything random.
+        cache: Where fits and times are kept for later calls; None keeps nothing.
+        workers: As for `rankrl.search`.
+        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
+            called with the stage, the number of its steps that are done and of all.
+
+    Returns:
+        The compressed network and what is known of it.
+
+    Raises:
+        ConfigError: No budget or more than two are given, or an option is unknown, out of range or
+            contradicts another.
+        DataError: There are too few inputs, or labels for some of them alone.
+        DecompositionError: No layer can be decomposed, no plan reaches the budget, or the inputs cannot be
+            used.
+        ExportError: The network cannot be exported, or its file computes something else.
+        NonFiniteError: A score or a loss is NaN or infinite.
+        RunStoppedError: The search was interrupted; the same call goes on with it.
+        StorageError: The folder cannot be written.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"compress takes a torch.nn.Module, got a {type(model).__name__}")
+    recipe = _checked_recipe(finetune, loss)
+    run, kept = RunFolder(Path(folder)), None if cache is None else Path(cache)
+    timing = LatencyOptions() if timing is None else timing
+    if timing.folder is None and kept is not None:
+        timing = replace(timing, folder=kept / "latencies")
+    options = SearchOptions(
+        params=params,
+        macs=macs,
+        bytes=bytes,
+        latency=latency,
+        timing=timing,
+        finalists=finalists,
+        episodes=episodes,
+        workers=workers,
+    )
+    if options.needs_budget:
+        raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, latency= likewise")
+    formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
+    if multiple is None:
+        multiple = 1 if latency is None else fast_multiple(timing.folder)
+    chosen = CandidateOptions(
+        formats,
+        precisions=tuple(precisions),
+        candidates=candidates,
+        multiple=multiple,
+        weigh_outputs=weigh_outputs,
+        channels=tuple(channels),
+        skip=tuple(skip),
+        only=tuple(only),
+    )
+    check_selector(selector, selector_options or {}, options.setting(chosen))
+    check_writable(run.path, "folder")
+    dense = _prepared(model)
+    fitted, held = _samples(data, heldout, dense, seed)
+    if recipe is not None:
+        check_loss(fitted.labels, loss)
+    measure = HeldoutScore(dense, held)
+    judge: Score = measure if score is None else score
+    run.prepare()
+    shape = input_shape_of(fitted.inputs)
+    baseline = export_onnx(dense, run.state / "dense.onnx", shape, progress=False).path
+    device = model_device(dense)
+    batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
+    session = session_on_inputs(
+        dense,
+        batches,
+        FunctionScoring(judge, batches),
+        chosen,
+        options,
+        cache=None if kept is None else kept / "fits",
+        seed=seed,
+        progress=progress,
+    )
+    with session:
+        found = session.search(
+            selector, selector_options or {}, seed=seed, folder=run.path, anew_for_other_scores=True
+        )
+    if found.stopped_by == "interrupt":
+        raise RunStoppedError(run.path)
+    found.plan.save(run.plan)
+    compressed = session.apply(found.plan)
+    rows = layer_rows(found.plan, dense, compressed)
+    tuned: nn.Module = copy.deepcopy(compressed)
+    epochs: Sequence[EpochRow] = ()
+    if finetune is not None:
+        tuned, epochs = _tuned(tuned, dense, finetune, recipe, fitted, judge, loss, progress)
+    save_compressed(tuned, found.plan, run.model, dense=dense)
+
+    inputs = OwnInputs(dense, fitted, held, timing.batch)
+    section, times = export_file(
+        tuned,
+        baseline,
+        inputs,
+        run.onnx,
+        opset=None,
+        timing={"batch": timing.batch, "threads": timing.threads, "runs": timing.runs},
+        metadata={"plan": found.plan.to_json()},
+        scratch=run.state,
+    )
+    missed = found.missed
+    if latency is not None and missed is None and 1 / times.ratio > latency:
+        missed = (
+            f"budget.latency={latency} is missed: the finished file keeps {1 / times.ratio:.3f} of the "
+            "original's time. Measure on a quiet machine, or ask for a little less"
+        )
+    before = {"params": count_parameters(dense), "macs": count_macs(dense, shape)}
+    after = {"params": count_parameters(tuned), "macs": count_macs(tuned, shape)}
+    result = NetworkCompression(
+        path=run.onnx,
+        plan=found.plan,
+        before={**before, "bytes": FLOAT_BYTES * before["params"], "file_bytes": baseline.stat().st_size},
+        after={
+            **after,
+            "bytes": session.problem.cost(found.chosen.key).bytes,
+            "file_bytes": run.onnx.stat().st_size,
+        },
+        outputs=tuple(inputs.agreement(baseline, run.onnx)),
+        score=scored(judge, tuned, "the compressed network"),
+        baseline_score=scored(judge, dense, "the dense network"),
+        verified=section["max_abs_difference"],
+        errors={row.name: row.error for row in rows if row.error},
+        latency=times,
+        model=tuned.eval(),
+        dense=dense,
+        folder=run.path,
+        search=found,
+        compressed_score=scored(judge, compressed, "the compressed network"),
+        epochs=tuple(epochs),
+        test=None if test is None else _tested(dense, tuned, test),
+        missed=missed,
+    )
+    metrics = {
+        "task": "compress",
+        "model": type(model).__name__,
+        "decomposition": formats[0] if len(formats) == 1 else "auto",
+        "selector": selector,
+        "seed": seed,
+        **_numbers(result, section, agreement_score(measure.agreement(compressed))),
+    }
+    setup = collect_setup(["rankrl.compress"], seed)
+    write_report(run.path, metrics=metrics, layers=rows, epochs=epochs, setup=setup)
+    write_json(run.metrics, metrics)
+    if missed is not None:
+        log.warning(missed)
+    return result
+
+
+def _checked_recipe(finetune: FineTuning | None, loss: Loss | None) -> TrainingRecipe | None:
+    """Return how to fine-tune, or None where a function does, or nobody.
+
+    Raises:
+        ConfigError: It is none of what it may be.
+    """
+    if isinstance(finetune, TrainingRecipe):
+        return finetune
+    if isinstance(finetune, int) and not isinstance(finetune, bool):
+        return TrainingRecipe(epochs=finetune)
+    if finetune is not None and not callable(finetune):
+        raise ConfigError(
+            f"finetune is a {type(finetune).__name__}; give a number of epochs, a rankrl.TrainingRecipe, or "
+            "a function that trains the network that it is given"
+        )
+    if loss is not None:
+        raise ConfigError(
+            "loss= is for our own training; give finetune= a number of epochs or a recipe"
+            + (", or leave loss= to your function" if callable(finetune) else "")
+        )
+    return None
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode, with attention that can be decomposed."""
+    if any(isinstance(each, nn.MultiheadAttention) for each in model.modules()):
+        return plain_attention(model).eval()
+    return copied(model).eval()
+
+
+def _samples(
+    data: CalibrationInputs, heldout: float | CalibrationInputs, model: nn.Module, seed: int
+) -> tuple[Sample, Sample]:
+    """Return what is fitted to and what is held out."""
+    sample = Sample.read(data, model, "data")
+    if not isinstance(heldout, int | float):
+        return sample, Sample.read(heldout, model, "heldout")
+    if not 0 < heldout < 1:
+        raise ConfigError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or inputs")
+    return sample.parted(heldout, seed)
+
+
+def _tuned(
+    network: nn.Module,
+    dense: nn.Module,
+    finetune: FineTuning,
+    recipe: TrainingRecipe | None,
+    fitted: Sample,
+    judge: Score,
+    loss: Loss | None,
+    progress: Progress,
+) -> tuple[nn.Module, Sequence[EpochRow]]:
+    """Return the fine-tuned network, and the epochs of our own training."""
+    if recipe is None:
+        assert callable(finetune)
+        returned = finetune(network)
+        return (returned if isinstance(returned, nn.Module) else network).eval(), ()
+    steps = recipe.epochs * -(-count_inputs(fitted.inputs) // min(recipe.batch_size, len(fitted)))
+    with progress_bar("fine-tune", total=steps, progress=progress) as bar:
+
+        def show(state: TrainingProgress) -> None:
+            bar.update(state.step, best=state.best_accuracy)
+
+        result = train_on(
+            network,
+            fitted.inputs,
+            fitted.labels,
+            recipe,
+            score=judge,
+            loss=loss,
+            teacher=copied(dense),
+            on_step=show,
+        )
+    return network, result.history
+
+
+def _tested(dense: nn.Module, network: nn.Module, test: CalibrationInputs) -> dict[str, float]:
+    """Return how good both networks are on the test inputs: accuracy, or agreement with the dense one."""
+    measure = HeldoutScore(dense, Sample.read(test, dense, "test"))
+    return {"baseline": measure(dense), "compressed": measure(network)}
+
+
+def _numbers(result: NetworkCompression, onnx: Mapping[str, Any], agreement: float) -> dict[str, Any]:
+    """Return what metrics.json says of a compressed network; `agreement` is that before fine-tuning."""
+    numbers = summary(result)
+    last = numbers["compressed"]
+    tuned = {"score": last["score"], "agreement": last["agreement"]}
+    numbers["compressed"] = {**last, "score": result.compressed_score, "agreement": agreement}
+    numbers["finetuned"] = tuned
+    if result.test is not None:
+        numbers["baseline"]["accuracy"] = result.test["baseline"]
+        tuned["accuracy"] = result.test["compressed"]
+    numbers["onnx"] = {**numbers["onnx"], **onnx}
+    numbers["search"] = search_numbers(result.search)
+    numbers["epochs"] = [asdict(row) for row in result.epochs]
+    numbers["warnings"] = [] if result.missed is None else [result.missed]
+    return numbers

@@ -1,0 +1,195 @@
+"""From a compressed network to its ONNX file, verified and timed beside the dense network's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import Inputs, calibrate_ranges, contracted, factorised_layers
+from decomposition.inputs import InputShape
+from decomposition.rounding import is_rounded
+from rankrl.data import Preprocessing
+from rankrl.export import compare_latency, export_network, export_onnx
+from rankrl.export.latency import LatencyComparison
+from rankrl.export.runtimes import Batch
+from rankrl.files import write_atomically, write_json
+
+log = logging.getLogger(__name__)
+
+FORM_FILE = "onnx-form.json"
+"""Where the form of the exported file is kept, beside the files that were timed."""
+
+
+class FileInputs(ABC):
+    """What a network's file takes, and the inputs that it is made, verified and timed with.
+
+    Attributes:
+        shape: What the network takes.
+        preprocessing: What the file does to images before the network, if anything.
+    """
+
+    shape: InputShape
+    preprocessing: Preprocessing | None = None
+
+    @abstractmethod
+    def ranges(self) -> Iterator[Inputs]:
+        """Walk through the inputs that set ranges of activations, as the network takes them."""
+
+    @abstractmethod
+    def feeds(self) -> Iterator[Batch]:
+        """Walk through the same as the file takes them."""
+
+    @abstractmethod
+    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+        """Compare a file with its network.
+
+        Args:
+            network: The network in PyTorch; ranges of its activations are set.
+            path: The file.
+            scratch: Folder for files that are of no use later.
+
+        Returns:
+            The largest difference of any output in float32; and, where weights or activations are rounded,
+            how far the file agrees with the network, as a fraction.
+
+        Raises:
+            ExportError: Either is beyond what rounding errors explain.
+        """
+
+    def scores(self, path: Path) -> dict[str, float]:
+        """Return what else is measured of a finished file, by its name in metrics.json."""
+        return {}
+
+    @property
+    def timed(self) -> Batch | None:
+        """The batch that files are timed on; `None` for random numbers."""
+        return None
+
+
+def export_file(
+    network: nn.Module,
+    baseline: Path,
+    inputs: FileInputs,
+    path: Path,
+    *,
+    opset: int | None,
+    timing: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    scratch: Path,
+) -> tuple[dict[str, Any], LatencyComparison]:
+    """Export a network, verify the file on real inputs, and time it beside the dense network.
+
+    The file takes its name only after it was verified.
+
+    Args:
+        network: The network to export.
+        baseline: ONNX file of the dense network it came from.
+        inputs: What the file takes.
+        path: The ONNX file to write.
+        opset: ONNX operator set; None for the exporter's default.
+        timing: `batch`, `threads` and `runs` of `compare_latency`.
+        metadata: Text to store in the file.
+        scratch: Folder for files that are needed for timing only, or have yet to be verified.
+
+    Returns:
+        The section `onnx` of metrics.json, and the times of both files.
+
+    Raises:
+        ExportError: The network cannot be exported, or the file does not compute what the network does; it
+            stays in the scratch folder then.
+    """
+    calibrate_ranges(network, inputs.ranges())
+    fastest, execution = _faster_form(network, inputs, scratch, opset, timing)
+    unverified = scratch / "unverified.onnx"
+    written = export_network(
+        fastest,
+        unverified,
+        inputs.shape,
+        inputs.feeds(),
+        opset=opset,
+        metadata=metadata,
+        preprocessing=inputs.preprocessing,
+    )
+    difference, agreement = inputs.verified(network, unverified, scratch)
+    write_atomically(path, unverified.read_bytes())
+    unverified.unlink()
+    scores = inputs.scores(path)
+    latency = compare_latency(baseline, path, inputs=inputs.timed, **timing)
+    warn_if_busy(latency.busy)
+    section = {
+        "max_abs_difference": difference,
+        "agreement": agreement,
+        "execution": execution,
+        **scores,
+        "latency_ms": latency.compressed.median_ms,
+        "latency_low_ms": latency.compressed.low_ms,
+        "latency_high_ms": latency.compressed.high_ms,
+        "baseline_latency_ms": latency.baseline.median_ms,
+        "baseline_latency_low_ms": latency.baseline.low_ms,
+        "baseline_latency_high_ms": latency.baseline.high_ms,
+        "latency_ratio_low": latency.ratio_low,
+        "latency_ratio_high": latency.ratio_high,
+        "clock": latency.compressed.clock,
+        "busy": latency.busy,
+        "batch": timing["batch"],
+        "threads": timing["threads"],
+        "file_bytes": written.file_bytes,
+        "baseline_file_bytes": baseline.stat().st_size,
+        "opset": written.opset,
+        "preprocess": inputs.preprocessing is not None,
+    }
+    return section, latency
+
+
+def warn_if_busy(busy: str | None) -> None:
+    """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
+    if busy is not None:
+        log.warning(
+            "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
+            busy,
+        )
+
+
+def _faster_form(
+    network: nn.Module, inputs: FileInputs, scratch: Path, opset: int | None, timing: Mapping[str, Any]
+) -> tuple[nn.Module, str]:
+    """Return the form of a compressed network that is faster in onnxruntime, and its name.
+
+    Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores as layers,
+    `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores; of
+    two that are equally fast the first is taken. What was chosen is kept in the scratch folder, so that a run
+    that goes on after an interruption does not choose otherwise by a later timing.
+    """
+    layers = factorised_layers(network).values()
+    if not layers:
+        return network, "dense"
+    if is_rounded(network):  # cores are stored as they are, stages computed in integers
+        return network, "staged"
+    forms = {"staged": network, "contracted": contracted(network)}
+    for name, form in forms.items():
+        path = scratch / f"{name}.onnx"
+        export_onnx(form, path, inputs.shape, opset=opset, preprocessing=inputs.preprocessing)
+    staged, whole = scratch / "staged.onnx", scratch / "contracted.onnx"
+    digest = hashlib.sha256(staged.read_bytes()).hexdigest()
+    chosen = _form_chosen_before(scratch / FORM_FILE, digest)
+    if chosen not in forms:
+        times = compare_latency(staged, whole, inputs=inputs.timed, **timing)
+        chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
+        write_json(scratch / FORM_FILE, {"chosen": chosen, "of": digest})
+    return forms[chosen], chosen
+
+
+def _form_chosen_before(path: Path, digest: str) -> str:
+    """Return the form that was chosen for the same network, or nothing where none was."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return str(content["chosen"]) if content["of"] == digest else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,265 @@
+"""`rankrl.compress`: the whole way in one call, for networks of any kind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from several_inputs import LENGTH, WORDS, TextClassifier, TwoInputs
+from torch import nn
+from torch.nn import functional as F
+
+import decomposition
+import rankrl
+from rankrl.compression import Compression
+from rankrl.errors import ConfigError, DataError, NonFiniteError, StorageError
+from rankrl.export import ExportError
+from rankrl.workflow.own_inputs import HeldoutScore, Sample
+
+TOKENS = torch.randint(1, WORDS, (60, LENGTH), generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+NUMBERS = torch.randn(60, 5, generator=torch.Generator().manual_seed(2))
+CLASSES = (NUMBERS.sum(1) > 0).long() + (IMAGES.mean((1, 2, 3)) > 0).long()
+LOADER = [
+    ((image, number), label)
+    for image, number, label in zip(IMAGES.split(20), NUMBERS.split(20), CLASSES.split(20), strict=True)
+]
+TARGETS = [((image, number), torch.zeros(20, 3)) for (image, number), _ in LOADER]
+QUICK: dict[str, Any] = {
+    "timing": rankrl.LatencyOptions(batch=4, runs=2),
+    "candidates": 4,
+    "progress": False,
+}
+
+
+def two() -> TwoInputs:
+    torch.manual_seed(0)
+    return TwoInputs()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compressed")
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> rankrl.NetworkCompression:
+    """A network with two inputs, searched, fine-tuned on its labels, tested."""
+    return rankrl.compress(
+        two(),
+        LOADER,
+        folder,
+        params=0.6,
+        finetune=rankrl.TrainingRecipe(epochs=3, lr=3e-3, batch_size=16),
+        test=LOADER[:1],
+        selector="random",
+        episodes=3,
+        **QUICK,
+    )
+
+
+def test_network_keeps_the_budget_and_the_file_computes_the_same(result: rankrl.NetworkCompression) -> None:
+    assert isinstance(result, Compression)
+    assert result.after["params"] <= 0.6 * result.before["params"]
+    assert result.after["params"] == decomposition.count_parameters(result.model)
+    assert result.before["params"] == decomposition.count_parameters(two())
+    assert result.after["macs"] == decomposition.count_macs(result.model, (IMAGES, NUMBERS))
+    assert not result.model.training
+    session = onnxruntime.InferenceSession(result.path)
+    (found,) = session.run(None, {"image": IMAGES.numpy(), "numbers": NUMBERS.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, result.model(IMAGES, NUMBERS), atol=1e-4)
+    assert result.verified < 1e-4
+    assert result.untouched.keys() | result.errors.keys() == {layer.name for layer in result.plan}
+
+
+def test_folder_holds_what_a_run_of_the_command_line_does(
+    result: rankrl.NetworkCompression, folder: Path
+) -> None:
+    names = {"plan.json", "model.safetensors", "model.onnx", "metrics.json", "report.html", "episodes.csv"}
+    assert names <= {path.name for path in folder.iterdir()}
+    assert decomposition.CompressionPlan.load(folder / "plan.json") == result.plan
+    loaded, plan = rankrl.load_compressed(result.dense, folder / "model.safetensors")
+    assert plan == result.plan
+    assert torch.equal(loaded.eval()(IMAGES, NUMBERS), result.model(IMAGES, NUMBERS))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["compressed"]["score"] == result.compressed_score
+    assert metrics["finetuned"]["score"] == result.score
+    assert metrics["search"]["episodes"] == 3
+    assert metrics["ratios"]["params"] == result.before["params"] / result.after["params"]
+    page = (folder / "report.html").read_text()
+    assert "TwoInputs" in page
+    assert "Fine-tuned" in page
+
+
+def test_labels_of_classes_make_the_score_an_accuracy(result: rankrl.NetworkCompression) -> None:
+    held = Sample.read(LOADER, result.dense, "data").parted(0.2, 0)[1]
+    assert len(held) == 12
+    with torch.no_grad():
+        inputs = decomposition.inputs.tensors_of(held.inputs)
+        expected = float((result.model(*inputs).argmax(1) == held.labels).float().mean())
+    assert result.score == pytest.approx(expected)
+    assert result.score >= result.compressed_score  # the best epoch is kept, or none
+    assert result.test is not None
+    with torch.no_grad():
+        tested = float((two().eval()(IMAGES[:20], NUMBERS[:20]).argmax(1) == CLASSES[:20]).float().mean())
+    assert result.test["baseline"] == pytest.approx(tested)
+    assert [row.epoch for row in result.epochs] == [1, 2, 3]
+
+
+def test_agreement_is_that_of_the_files(result: rankrl.NetworkCompression) -> None:
+    held = Sample.read(LOADER, result.dense, "data").parted(0.2, 0)[1]
+    (found,) = HeldoutScore(result.dense, held).agreement(result.model)
+    (output,) = result.outputs
+    assert output.name == "output"
+    assert output.error == pytest.approx(found.error, rel=1e-3)
+    assert output.top1 == found.top1
+
+
+def test_original_is_left_as_it_was(tmp_path: Path) -> None:
+    model = two().train()
+    before = copy.deepcopy(model.state_dict())
+    rankrl.compress(model, LOADER, tmp_path, macs=0.7, finetune=1, **QUICK)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_network_without_labels_learns_to_imitate_the_dense_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TextClassifier()
+    recipe = rankrl.TrainingRecipe(epochs=8, lr=3e-3, batch_size=16)
+    found = rankrl.compress(model, TOKENS, tmp_path, params=0.6, finetune=recipe, **QUICK)
+    assert found.baseline_score == 1
+    assert found.epochs[-1].loss < 0.7 * found.epochs[0].loss
+    assert found.score >= found.compressed_score
+
+
+def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
+    given: list[nn.Module] = []
+
+    def finetune(network: nn.Module) -> None:
+        given.append(network)
+        assert decomposition.factorised_layers(network)
+        with torch.no_grad():
+            network.get_parameter("last.bias").fill_(3.0)
+
+    def score(network: nn.Module) -> float:
+        return float(network.get_parameter("last.bias").mean())
+
+    found = rankrl.compress(
+        two(), LOADER, tmp_path / "own", params=0.7, finetune=finetune, score=score, **QUICK
+    )
+    assert found.model is given[0]
+    assert found.score == 3
+    assert found.compressed_score < 1
+    assert found.epochs == ()
+    seen = []
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(labels.shape)
+        return F.mse_loss(outputs, labels)
+
+    rankrl.compress(two(), TARGETS, tmp_path / "loss", params=0.7, finetune=1, loss=loss, **QUICK)
+    assert seen == [(48, 3)]
+
+
+@pytest.mark.slow
+def test_integers_and_attention_and_given_heldout_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    words, others = torch.randn(48, 6, 16), torch.randn(24, 6, 16)
+    found = rankrl.compress(
+        layer, words, tmp_path / "attention", params=0.6, heldout=others, skip=["linear2"], **QUICK
+    )
+    assert {"self_attn.q_proj", "self_attn.out_proj"} & set(decomposition.factorised_layers(found.model))
+    assert "linear2" in found.untouched
+    rounded = rankrl.compress(
+        two(), LOADER, tmp_path / "integers", bytes=0.3, precisions=("float32", "int8"), **QUICK
+    )
+    assert rounded.after["bytes"] <= 0.3 * rounded.before["bytes"]
+    assert rounded.plan.chosen(decomposition.Quantise)
+
+
+@pytest.mark.slow
+def test_killed_call_goes_on_and_equals_the_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"params": 0.6, "selector": "random", "episodes": 4, **QUICK}
+    whole = rankrl.compress(two(), LOADER, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+
+        def killed(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("rankrl.network_compression.save_compressed", killed)
+        with pytest.raises(KeyboardInterrupt):
+            rankrl.compress(two(), LOADER, tmp_path / "killed", **options)
+    again = rankrl.compress(two(), LOADER, tmp_path / "killed", **options)
+    assert again.plan == whole.plan
+    assert again.path.read_bytes() == whole.path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": nn.Linear}, ConfigError, "takes a torch.nn.Module, got a type"),
+        ({"params": None}, ConfigError, "give a budget"),
+        ({"params": 1.5}, ConfigError, r"outside \(0, 1\]"),
+        ({"macs": 0.5, "bytes": 0.5}, ConfigError, "at most two budgets"),
+        ({"selector": "greddy"}, ConfigError, "Did you mean 'greedy'?"),
+        ({"finetune": "long"}, ConfigError, "finetune is a str; give a number of epochs"),
+        ({"finetune": 0}, ConfigError, "epochs must be a whole number >= 1"),
+        ({"loss": F.mse_loss}, ConfigError, "loss= is for our own training"),
+        ({"loss": F.mse_loss, "finetune": lambda network: None}, ConfigError, "leave loss= to your function"),
+        ({"loss": F.mse_loss, "finetune": 1, "data": (IMAGES, NUMBERS)}, ConfigError, "loss= needs labels"),
+        ({"data": TARGETS, "finetune": 1}, ConfigError, r"float32 of shape \(48, 3\).*give loss="),
+        ({"heldout": 1.0}, ConfigError, "heldout is 1.0; it is a share"),
+        ({"data": []}, DataError, "data holds no inputs"),
+        ({"data": (IMAGES[:1], NUMBERS[:1])}, DataError, "too few to hold some out"),
+        ({"data": [LOADER[0], LOADER[1][0]]}, DataError, "labels must be one tensor for each batch"),
+        ({"params": 1e-4}, decomposition.DecompositionError, "the least is"),
+        ({"only": ["head"]}, decomposition.DecompositionError, "only: no layer matches 'head'"),
+        ({"score": lambda network: float("nan")}, NonFiniteError, "must return a finite number"),
+        ({"decomposition": "tuckr"}, decomposition.DecompositionError, "Did you mean 'tucker'?"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_layers_are_fitted(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    change: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    def fit(*_: object) -> None:
+        raise AssertionError("a layer was fitted")
+
+    monkeypatch.setattr(decomposition.FitLibrary, "fit", fit)
+    arguments = {"model": two(), "data": LOADER, "folder": tmp_path / "run", "params": 0.6, **QUICK} | change
+    with pytest.raises(error, match=message):
+        rankrl.compress(**arguments)
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        rankrl.compress(two(), LOADER, tmp_path / "file", params=0.6, **QUICK)
+
+
+def test_file_that_computes_something_else_does_not_take_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(*_: object, **__: object) -> float:
+        raise ExportError("it differs")
+
+    monkeypatch.setattr("rankrl.workflow.own_inputs.verify_onnx", differs)
+    with pytest.raises(ExportError, match="it differs"):
+        rankrl.compress(two(), LOADER, tmp_path, params=0.6, **QUICK)
+    assert not (tmp_path / "model.onnx").exists()
+    assert not (tmp_path / "metrics.json").exists()
