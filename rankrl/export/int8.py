@@ -125,23 +125,23 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     Raises:
         ExportError: If a weight belongs to no convolution or matrix product.
     """
-    owners = {
-        name: node
+    owners = [
+        (name, node)
         for node in graph.node
         if node.op_type in _COMPUTING
         for name in node.input
         if name in weights
-    }
-    missing = sorted(set(weights) - set(owners))
+    ]
+    missing = sorted(set(weights) - {name for name, _ in owners})
     if missing:
         raise ExportError(
             f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
             "nothing can compute with it in integers; leave its layer without Quantise"
         )
     constants = {tensor.name for tensor in graph.initializer}
-    chosen = {node.name for node in owners.values()}
-    produced = {name for node in owners.values() for name in node.output}
-    taken = {node.input[0] for node in owners.values()}
+    chosen = {node.name for _, node in owners}
+    produced = {name for _, node in owners for name in node.output}
+    taken = {node.input[0] for _, node in owners}
     for node in graph.node:  # in topological order
         inputs = {name for name in node.input if name and name not in constants}
         known = produced | taken if node.op_type == "Add" else produced

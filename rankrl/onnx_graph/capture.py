@@ -60,19 +60,20 @@ def collect_moments(
     layers = {site.name: site.module() for site in sites}
     total = sum(map(batch_size, batches))
     for group in _groups(sites, max(map(batch_size, batches))):
-        session = Captured(model, [site.input_name for site in group], network.source)
+        session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
         for feed, size in _small_enough(group, batches, network.fixed_batch):
             values = session.run(feed)
             for site in group:
-                share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total)
-                given = [values[site.input_name]]
-                patches, labels = drawn_patches(site, layers[site.name], given, share, generator, size)
-                if not bool(torch.isfinite(patches[0]).all()):
-                    raise OnnxGraphError(
-                        f"node {site.name!r} of {network.source}: its input is NaN or infinite on the "
-                        "inputs given; check how they are normalised"
-                    )
-                accumulators[site.name].add(patches[0], labels_or_single(labels, total))
+                share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
+                for node in site.nodes:
+                    given = [values[node.input_name]]
+                    patches, labels = drawn_patches(node, layers[site.name], given, share, generator, size)
+                    if not bool(torch.isfinite(patches[0]).all()):
+                        raise OnnxGraphError(
+                            f"node {node.name!r} of {network.source}: its input is NaN or infinite on the "
+                            "inputs given; check how they are normalised"
+                        )
+                    accumulators[site.name].add(patches[0], labels_or_single(labels, total))
     found = {name: each.moments() for name, each in accumulators.items()}
     for site in sites:
         moments = found[site.name]

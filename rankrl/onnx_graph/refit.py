@@ -160,17 +160,19 @@ def _refitted(
     seed: int,
 ) -> Refitted:
     generator, dense = torch.Generator().manual_seed(seed), site.module()
-    before = Captured(original, [site.input_name], source)
-    after = Captured(compressed, [site.input_name], source)
+    names = [node.input_name for node in site.nodes]
+    before, after = Captured(original, names, source), Captured(compressed, names, source)
     *starts, total = accumulate(map(batch_size, batches), initial=0)
     patches: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
     for start, feed in zip(starts, batches, strict=True):
-        values = [each.run(feed)[site.input_name] for each in (before, after)]
-        share = max(1, most_patches(site, FINAL_ELEMENTS) * batch_size(feed) // total)
-        drawn, label = drawn_patches(site, dense, values, share, generator, batch_size(feed))
-        patches.append(drawn)
-        labels.append(label + start)
+        found = [each.run(feed) for each in (before, after)]
+        share = max(1, most_patches(site, FINAL_ELEMENTS) * batch_size(feed) // total // len(names))
+        for node in site.nodes:
+            values = [each[node.input_name] for each in found]
+            drawn, label = drawn_patches(node, dense, values, share, generator, batch_size(feed))
+            patches.append(drawn)
+            labels.append(label + start)
     dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))
     joined = torch.cat(labels)
     if total == 1:  # it says nothing of other inputs

@@ -45,7 +45,7 @@ def check_formats(names: Sequence[str]) -> None:
 
 
 def replace_node(model: ir.Model, site: Site, layer: nn.Module, shift: torch.Tensor | None) -> list[str]:
-    """Put a layer in the place of a node.
+    """Put a layer in the place of a node, and of all that share its weight.
 
     Args:
         model: The graph; changed in place.
@@ -57,7 +57,20 @@ def replace_node(model: ir.Model, site: Site, layer: nn.Module, shift: torch.Ten
     Returns:
         Names of the weights that were written.
     """
-    graph = model.graph
+    constants: dict[str, ir.Value] = {}
+    for node in site.nodes:
+        _replace_one(model.graph, node, layer, shift if node.absorber == site.absorber else None, constants)
+    return [str(value.name) for key, value in constants.items() if key.endswith("weight")]
+
+
+def _replace_one(
+    graph: ir.Graph,
+    site: Site,
+    layer: nn.Module,
+    shift: torch.Tensor | None,
+    constants: dict[str, ir.Value],
+) -> None:
+    """Put a layer in the place of one node; `constants` are those of nodes before that share the weight."""
     node = next(each for each in graph if each.name == site.name)
     stages = [each for each in layer.modules() if is_decomposable_module(each)]
     x, old = node.inputs[0], node.outputs[0]
@@ -65,21 +78,18 @@ def replace_node(model: ir.Model, site: Site, layer: nn.Module, shift: torch.Ten
     if shift is not None and site.absorber in ("add", "batch_norm"):
         _shift_behind(graph, old, site, shift)
     nodes: list[ir.Node] = []
-    weights = []
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
         name = site.name if len(stages) == 1 else f"{site.name}/{_format_name(layer)}_{number}"
         bias = stage.bias
         if last and bias is not None and shift is not None and site.absorber == "bias":
             bias = bias.detach() + shift.to(bias)
-        written, weight = _stage_node(graph, site, stage, bias, x, name)
+        written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}")
         x = written.outputs[0]
         nodes.append(written)
-        weights.append(weight)
     new = nodes[-1].outputs[0]
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [new])
     new.name, new.type, new.shape = site.output_name, old.type, old.shape
-    return weights
 
 
 def without_unused(model: ir.Model) -> ir.Model:
@@ -93,9 +103,22 @@ def _format_name(layer: nn.Module) -> str:
 
 
 def _stage_node(
-    graph: ir.Graph, site: Site, stage: nn.Module, bias: torch.Tensor | None, x: ir.Value, name: str
-) -> tuple[ir.Node, str]:
-    """Return the node of one stage, and the name of its weight."""
+    graph: ir.Graph,
+    site: Site,
+    stage: nn.Module,
+    bias: torch.Tensor | None,
+    x: ir.Value,
+    name: str,
+    constants: dict[str, ir.Value],
+    key: str,
+) -> ir.Node:
+    """Return the node of one stage, with constants that are known by `key` or become so."""
+
+    def known(kind: str, tensor: torch.Tensor) -> ir.Value:
+        if f"{key} {kind}" not in constants:
+            constants[f"{key} {kind}"] = _constant(graph, f"{name}.{kind}", tensor)
+        return constants[f"{key} {kind}"]
+
     weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
     attributes: dict[str, Any] = {}
     op_type = "Conv"
@@ -117,13 +140,13 @@ def _stage_node(
         op_type, attributes = "Gemm", {"transB": 1}
     else:
         op_type, weight = "MatMul", weight.T
-    inputs = [x, _constant(graph, f"{name}.weight", weight)]
+    inputs = [x, known("weight", weight)]
     if bias is not None:
-        inputs.append(_constant(graph, f"{name}.bias", bias.detach()))
+        inputs.append(known("bias", bias.detach()))
     node = ir.node(op_type, inputs, attributes, name=name)
     node.outputs[0].name = _free(graph, f"{name}_output")
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    return node, str(inputs[1].name)
+    return node
 
 
 def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> None:

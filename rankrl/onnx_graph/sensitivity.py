@@ -65,9 +65,10 @@ def collect_sensitivities(
     for site in sites:
         count = min(_MOST, max(_FEWEST, passes // site.spec.out_channels))
         some = _first(batches, count, network.fixed_batch)
-        matrix = _measured(network, model, site, some, scales, generator)
-        if matrix is not None:
-            found[site.name] = matrix
+        measured = [_measured(network, model, node, some, scales, generator) for node in site.nodes]
+        matrices = [each for each in measured if each is not None]
+        if matrices:
+            found[site.name] = torch.stack(matrices).sum(0)
         if progress is not None:
             progress(site.name)
     return found

@@ -42,6 +42,9 @@ class Site:
         auto_pad: The node's own attribute.
         dilation: Spatial dilation.
         absorber: What can take up a change of the mean output, or None.
+        weight_name: Name of the value that holds the weight.
+        bias_name: Name of the value that holds the bias; empty without one.
+        twins: Further nodes with the same weight, which become what this one does; their costs are in `spec`.
     """
 
     spec: LayerSpec
@@ -54,6 +57,14 @@ class Site:
     auto_pad: str = "NOTSET"
     dilation: tuple[int, ...] = ()
     absorber: Absorber | None = None
+    weight_name: str = ""
+    bias_name: str = ""
+    twins: tuple[Site, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[Site, ...]:
+        """All nodes with this weight, in the order of the graph."""
+        return (self, *self.twins)
 
     @property
     def name(self) -> str:
@@ -156,12 +167,55 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
             if value is not None and value.name is not None:
                 owners[value.name] = owners.get(value.name, 0) + 1
     found: list[Site] = []
+    shared: dict[str, int] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS):
-            site = _site(node, model, shapes, owners, len(found), network.fixed_batch or 1)
+            site = _site(node, model, shapes, len(found), network.fixed_batch or 1)
             if site is not None:
                 found.append(_counted(site, shapes, network.fixed_batch or 1))
+                if site.weight_name and owners[site.weight_name] > 1:
+                    shared[site.weight_name] = owners[site.weight_name]
+    return _with_twins(found, shared)
+
+
+def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
+    """Return the nodes of which those that share a weight are one, the first; the others stay with it.
+
+    Args:
+        sites: All nodes, each for itself.
+        shared: How often a weight that several nodes share is used in the whole graph, by its name.
+    """
+    found = list(sites)
+    for name, uses in shared.items():
+        places = [place for place, site in enumerate(sites) if site.weight_name == name]
+        alike = {_geometry(sites[place]) for place in places}
+        first, *others = (sites[place] for place in places)
+        if len(places) < uses or len(alike) > 1:
+            reason = "its weight belongs to another node too, which uses it in another way"
+            for place in places:
+                found[place] = replace(sites[place], spec=replace(sites[place].spec, refusal=reason))
+            continue
+        specs = [site.spec for site in (first, *others)]
+        spec = replace(
+            first.spec,
+            input_sizes=tuple(size for each in specs for size in each.input_sizes),
+            output_sizes=tuple(size for each in specs for size in each.output_sizes),
+            macs=sum(each.macs for each in specs),
+        )
+        absorber: Absorber | None = (
+            "bias" if first.absorber == "bias" else None
+        )  # nothing else lies behind all of them
+        found[places[0]] = replace(first, spec=spec, absorber=absorber, twins=tuple(others))
+        for place in places[1:]:
+            told = f"it shares its weight with {first.name!r} and becomes what that does"
+            none = replace(sites[place].spec, params=0, macs=0, refusal=told)
+            found[place] = replace(sites[place], spec=none)
     return found
+
+
+def _geometry(site: Site) -> tuple[object, ...]:
+    """Return what nodes with one weight must have in common to be one site."""
+    return (site.op_type, site.bias_name, site.spec.stride, site.pads, site.auto_pad, site.dilation)
 
 
 def _counted(site: Site, shapes: Mapping[str, tuple[int, ...]], batch: int) -> Site:
@@ -199,7 +253,6 @@ def _site(
     node: ir.Node,
     model: ir.Model,
     shapes: Mapping[str, tuple[int, ...]],
-    owners: Mapping[str, int],
     index: int,
     batch: int,
 ) -> Site | None:
@@ -224,7 +277,7 @@ def _site(
         return _refused(
             node, name, index, weight, "it lies in the body of an If, Loop or Scan, or in a function"
         )
-    reason = _refusal(node, weight, owners)
+    reason = _refusal(node, weight)
     if reason is not None:
         return _refused(node, name, index, weight, reason)
     assert x is not None
@@ -263,14 +316,13 @@ def _site(
         auto_pad,
         tuple(_ints(node, "dilations", (1,) * len(spec.kernel_size))),
         _absorber(node, own is not None, spec),
+        str(given.name) if given is not None else "",
+        str(node.inputs[2].name) if own is not None and node.inputs[2] is not None else "",
     )
 
 
-def _refusal(node: ir.Node, weight: Array, owners: Mapping[str, int]) -> str | None:
+def _refusal(node: ir.Node, weight: Array) -> str | None:
     """Return why a node with a constant weight has to stay as it is."""
-    given = node.inputs[1]
-    assert given is not None
-    assert given.name is not None
     if node.op_type == "ConvTranspose":
         return "a ConvTranspose; only Conv, Gemm and MatMul can be decomposed"
     if weight.dtype != np.float32:
@@ -287,8 +339,6 @@ def _refusal(node: ir.Node, weight: Array, owners: Mapping[str, int]) -> str | N
         _int(node, "transA", 0) or _float(node, "alpha") != 1 or _float(node, "beta") != 1
     ):
         return "a Gemm with transA, alpha or beta; only the plain one is taken"
-    if owners.get(given.name, 0) > 1:
-        return "its weight belongs to another node too"
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         bias = constant(node.inputs[2])
         rows = weight.shape[0] if node.op_type == "Conv" or _int(node, "transB", 0) else weight.shape[1]

@@ -101,7 +101,7 @@ def test_what_cannot_be_compressed_has_a_reason(model: Any, reason: str, tmp_pat
     assert re.search(reason, site.spec.refusal)
 
 
-def test_a_shared_weight_is_left_and_a_turned_one_is_followed(tmp_path: Path) -> None:
+def test_a_shared_weight_is_one_site_and_a_turned_one_is_followed(tmp_path: Path) -> None:
     weight = generator().standard_normal((4, 4)).astype(np.float32)
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"], "first"),
@@ -113,11 +113,11 @@ def test_a_shared_weight_is_left_and_a_turned_one_is_followed(tmp_path: Path) ->
     model = model_of(nodes, {"w": weight, "v": weight + 1}, {"x": [4, 4]}, {"y": [4, 4]})
     found = sites_of(model, {"x": np.ones((4, 4), np.float32)}, tmp_path)
     assert list(found) == ["first", "second", "third"]  # a product of two activations has no weight
-    assert (
-        found["first"].spec.refusal
-        == found["second"].spec.refusal
-        == "its weight belongs to another node too"
-    )
+    assert found["first"].spec.refusal is None
+    assert [node.name for node in found["first"].nodes] == ["first", "second"]
+    assert found["first"].spec.macs == 2 * 16
+    assert "shares its weight with 'first'" in (found["second"].spec.refusal or "")
+    assert (found["second"].spec.params, found["second"].spec.macs) == (0, 0)
     np.testing.assert_array_equal(found["third"].weight, weight + 1)
 
 

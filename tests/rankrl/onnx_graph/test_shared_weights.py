@@ -1,0 +1,132 @@
+"""Nodes that share a weight are one site: fitted to what reaches all of them, rewritten together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper
+from small_graphs import generator, model_of, network_of, of_low_rank
+from torch import nn
+
+import rankrl
+from decomposition import collect_moments, inspect_layers
+from decomposition.metric import whole
+from rankrl.onnx_graph import find_sites, split_inputs
+from rankrl.onnx_graph.capture import collect_moments as moments_of_nodes
+
+FRAMES = generator().standard_normal((80, 8, 9, 9)).astype(np.float32)
+
+
+def shared(*, bias: bool, strides: tuple[int, int] = (1, 1), other_bias: bool = False) -> onnx.ModelProto:
+    """Two convolutions along two branches with one weight, and a third one on what they have in common."""
+    random = generator()
+    constants = {
+        "weight": of_low_rank(16, 8 * 9, 5).reshape(16, 8, 3, 3),
+        "bias": random.standard_normal(16).astype(np.float32),
+        "other_bias": random.standard_normal(16).astype(np.float32),
+        "last": of_low_rank(12, 16, 4).reshape(12, 16, 1, 1),
+        "two": np.array(2, np.float32),
+    }
+    biases = (["bias"], ["other_bias" if other_bias else "bias"]) if bias else ([], [])
+    attributes = [{"pads": [1, 1, 1, 1], "strides": [stride, stride]} for stride in strides]
+    nodes = [
+        helper.make_node("Tanh", ["frames"], ["bent"], "tanh"),
+        helper.make_node("Conv", ["frames", "weight", *biases[0]], ["a"], "one", **attributes[0]),
+        helper.make_node("Conv", ["bent", "weight", *biases[1]], ["b"], "two", **attributes[1]),
+        helper.make_node("GlobalAveragePool", ["a"], ["pooled_a"], "pool_a"),
+        helper.make_node("GlobalAveragePool", ["b"], ["pooled_b"], "pool_b"),
+        helper.make_node("Mul", ["pooled_a", "pooled_b"], ["both"], "product"),
+        helper.make_node("Conv", ["both", "last"], ["y"], "last_conv"),
+    ]
+    used = {name for node in nodes for name in node.input}
+    kept = {name: value for name, value in constants.items() if name in used}
+    return model_of(nodes, kept, {"frames": ["n", 8, 9, 9]}, {"y": ["n", 12, 1, 1]})
+
+
+class Shared(nn.Module):
+    """The same in PyTorch."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__()
+        values = {
+            each.name: torch.from_numpy(onnx.numpy_helper.to_array(each)) for each in model.graph.initializer
+        }
+        self.conv = nn.Conv2d(8, 16, 3, padding=1, bias="bias" in values)
+        self.last = nn.Conv2d(16, 12, 1, bias=False)
+        with torch.no_grad():
+            self.conv.weight.copy_(values["weight"])
+            self.last.weight.copy_(values["last"])
+            if self.conv.bias is not None:
+                self.conv.bias.copy_(values["bias"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.conv(x), self.conv(torch.tanh(x))
+        y: torch.Tensor = self.last(a.mean((2, 3), keepdim=True) * b.mean((2, 3), keepdim=True))
+        return y
+
+
+def test_moments_are_those_of_a_layer_that_is_called_several_times(tmp_path: Path) -> None:
+    model = shared(bias=True)
+    network = network_of(model, tmp_path)
+    sites = find_sites(network, {"frames": FRAMES})
+    usable = [site for site in sites if site.spec.refusal is None]
+    found = moments_of_nodes(network, usable, [{"frames": FRAMES}])["one"]
+    module = Shared(model).eval()
+    spec = next(s for s in inspect_layers(module, (8, 9, 9)) if s.name == "conv")
+    assert (usable[0].spec.macs, usable[0].spec.params) == (spec.macs, spec.params)
+    assert usable[0].spec.input_sizes == spec.input_sizes
+    expected = collect_moments(module, [spec], torch.from_numpy(FRAMES))["conv"]
+    assert found.count == expected.count
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-5)
+    np.testing.assert_allclose(whole(found.covariance), whole(expected.covariance), atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("precisions", [("float32",), ("int8",), ("int8_weights",)])
+def test_nodes_are_rewritten_together(tmp_path: Path, bias: bool, precisions: tuple[str, ...]) -> None:
+    model = shared(bias=bias)
+    onnx.save(model, tmp_path / "net.onnx")
+    result = rankrl.compress_onnx(
+        tmp_path / "net.onnx",
+        {"frames": FRAMES},
+        tmp_path / "small.onnx",
+        bytes=0.6,
+        decomposition="tucker",
+        precisions=("float32", *precisions),
+        timing=rankrl.LatencyOptions(batch=4, runs=2),
+    )
+    assert result.plan["one"].operations
+    assert "shares its weight" in result.untouched["two"]
+    assert result.after["bytes"] <= 0.6 * result.before["bytes"]
+    (output,) = result.outputs
+    assert output.error < 0.25
+    small = onnx.load(tmp_path / "small.onnx")
+    products = [node for node in small.graph.node if node.op_type == "Conv"]
+    mine = [[node for node in products if node.name.startswith(name)] for name in ("one", "two")]
+    assert [len(each) for each in mine] == [len(mine[0])] * 2
+    assert "weight" not in {tensor.name for tensor in small.graph.initializer}
+    if precisions == ("float32",):
+        for node, twin in zip(*mine, strict=True):
+            assert node.input[1:] == twin.input[1:]  # the weights are stored once
+        stored = sum(int(np.prod(tensor.dims)) for tensor in small.graph.initializer)
+        assert stored == result.after["params"]
+    onnxruntime.InferenceSession(tmp_path / "small.onnx").run(None, {"frames": FRAMES[:3]})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [shared(bias=True, strides=(1, 2)), shared(bias=True, other_bias=True)],
+    ids=["strides", "biases"],
+)
+def test_nodes_that_use_a_weight_in_different_ways_stay(tmp_path: Path, model: onnx.ModelProto) -> None:
+    network = network_of(model, tmp_path)
+    sites = {site.name: site for site in find_sites(network, {"frames": FRAMES})}
+    for name in ("one", "two"):
+        assert "in another way" in (sites[name].spec.refusal or "")
+    assert sites["last_conv"].spec.refusal is None
+    assert split_inputs({"frames": FRAMES}, network).heldout
