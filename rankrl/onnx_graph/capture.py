@@ -57,7 +57,7 @@ def collect_moments(
     model = network.graph_model()
     generator = torch.Generator().manual_seed(seed)
     accumulators = {site.name: MomentAccumulator() for site in sites}
-    layers = {site.name: site.module() for site in sites}
+    layers = {node.name: node.module() for site in sites for node in site.nodes}
     total = sum(map(batch_size, batches))
     for group in _groups(sites, max(map(batch_size, batches))):
         session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
@@ -67,7 +67,7 @@ def collect_moments(
                 share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
                 for node in site.nodes:
                     given = [values[node.input_name]]
-                    patches, labels = drawn_patches(node, layers[site.name], given, share, generator, size)
+                    patches, labels = drawn_patches(node, layers[node.name], given, share, generator, size)
                     if not bool(torch.isfinite(patches[0]).all()):
                         raise OnnxGraphError(
                             f"node {node.name!r} of {network.source}: its input is NaN or infinite on the "

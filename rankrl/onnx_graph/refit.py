@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import cast
 
 import onnx_ir as ir
 import torch
@@ -22,7 +23,7 @@ from decomposition import (
 from decomposition.apply import fitted_layer
 from decomposition.factorised import FactorisedLayer
 from decomposition.layer_plan import without_growth
-from decomposition.layers import weight_of
+from decomposition.layers import DecomposableModule, weight_of
 from decomposition.lockstep import Refit, RefitProblem, Refitted, refit_to_patches, solved
 from decomposition.operations.base import FINAL
 from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
@@ -53,7 +54,8 @@ class CompressedGraph:
     def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
         """Put a layer in the place of a node and note what becomes of its weights."""
         layer = without_rounding(layer)
-        weights = replace_node(self.model, site, layer, shift)
+        layers = [layer, *(_of_twin(layer, twin, plan) for twin in site.twins)]
+        weights = replace_node(self.model, site, layers, shift)
         for operation in plan:
             if isinstance(operation, Quantise):
                 if operation.integer:
@@ -61,7 +63,7 @@ class CompressedGraph:
                 else:
                     self.stored |= dict.fromkeys(weights, operation.weight_bits)
         if self.contracted is not None:
-            dense = layer.to_dense() if isinstance(layer, FactorisedLayer) else layer
+            dense = [each.to_dense() if isinstance(each, FactorisedLayer) else each for each in layers]
             replace_node(self.contracted, site, dense, shift)
 
 
@@ -137,6 +139,23 @@ def structured_graph(
     return found
 
 
+def _of_twin(layer: nn.Module, twin: Site, plan: Sequence[object]) -> nn.Module:
+    """Return the layer for a node that shares the weight, with strides and padding of its own."""
+    dense = twin.module(MARKED)
+    bias = getattr(layer, "bias", None)
+    if isinstance(layer, FactorisedLayer):
+        operation = next(each for each in plan if isinstance(each, Factorise))
+        like = operation.structure(dense, twin.spec)
+        assert isinstance(like, FactorisedLayer)
+        like.load([core.detach() for core in layer.cores()], bias, layer.error)
+        return like
+    with torch.no_grad():
+        dense.weight.copy_(weight_of(cast(DecomposableModule, layer)).reshape(dense.weight.shape))
+        if bias is not None and dense.bias is not None:
+            dense.bias.copy_(bias)
+    return dense
+
+
 def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, options: FitOptions) -> Refit:
     """Return how a node is fitted: under its operations, or as the dense layer that it stays."""
     dense = site.module(MARKED)
@@ -160,6 +179,7 @@ def _refitted(
     seed: int,
 ) -> Refitted:
     generator, dense = torch.Generator().manual_seed(seed), site.module()
+    layers = [node.module() for node in site.nodes]
     names = [node.input_name for node in site.nodes]
     before, after = Captured(original, names, source), Captured(compressed, names, source)
     *starts, total = accumulate(map(batch_size, batches), initial=0)
@@ -168,9 +188,9 @@ def _refitted(
     for start, feed in zip(starts, batches, strict=True):
         found = [each.run(feed) for each in (before, after)]
         share = max(1, most_patches(site, FINAL_ELEMENTS) * batch_size(feed) // total // len(names))
-        for node in site.nodes:
+        for node, layer in zip(site.nodes, layers, strict=True):
             values = [each[node.input_name] for each in found]
-            drawn, label = drawn_patches(node, dense, values, share, generator, batch_size(feed))
+            drawn, label = drawn_patches(node, layer, values, share, generator, batch_size(feed))
             patches.append(drawn)
             labels.append(label + start)
     dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))

@@ -44,22 +44,25 @@ def check_formats(names: Sequence[str]) -> None:
             )
 
 
-def replace_node(model: ir.Model, site: Site, layer: nn.Module, shift: torch.Tensor | None) -> list[str]:
+def replace_node(
+    model: ir.Model, site: Site, layers: Sequence[nn.Module], shift: torch.Tensor | None
+) -> list[str]:
     """Put a layer in the place of a node, and of all that share its weight.
 
     Args:
         model: The graph; changed in place.
         site: The node, as it was found in the original graph.
-        layer: What takes its place: a dense layer or a factorised one without rounding, made from a module
-            with the padding `MARKED`.
+        layers: What takes its place, and that of each of the others: a dense layer or a factorised one
+            without rounding, made from a module with the padding `MARKED`; their values are those of the
+            first.
         shift: What the mean output lacks (out,), for what takes it up; `None` where nothing does.
 
     Returns:
         Names of the weights that were written.
     """
     constants: dict[str, ir.Value] = {}
-    for node in site.nodes:
-        _replace_one(model.graph, node, layer, shift if node.absorber == site.absorber else None, constants)
+    for node, layer in zip(site.nodes, layers, strict=True):
+        _replace_one(model.graph, node, layer, shift, constants)
     return [str(value.name) for key, value in constants.items() if key.endswith("weight")]
 
 

@@ -188,7 +188,7 @@ def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
     found = list(sites)
     for name, uses in shared.items():
         places = [place for place, site in enumerate(sites) if site.weight_name == name]
-        alike = {_geometry(sites[place]) for place in places}
+        alike = {_role(sites[place]) for place in places}
         first, *others = (sites[place] for place in places)
         if len(places) < uses or len(alike) > 1:
             reason = "its weight belongs to another node too, which uses it in another way"
@@ -202,9 +202,8 @@ def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
             output_sizes=tuple(size for each in specs for size in each.output_sizes),
             macs=sum(each.macs for each in specs),
         )
-        absorber: Absorber | None = (
-            "bias" if first.absorber == "bias" else None
-        )  # nothing else lies behind all of them
+        # Nothing but their own bias takes up a change behind all of them.
+        absorber: Absorber | None = "bias" if first.absorber == "bias" else None
         found[places[0]] = replace(first, spec=spec, absorber=absorber, twins=tuple(others))
         for place in places[1:]:
             told = f"it shares its weight with {first.name!r} and becomes what that does"
@@ -213,9 +212,9 @@ def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
     return found
 
 
-def _geometry(site: Site) -> tuple[object, ...]:
-    """Return what nodes with one weight must have in common to be one site."""
-    return (site.op_type, site.bias_name, site.spec.stride, site.pads, site.auto_pad, site.dilation)
+def _role(site: Site) -> tuple[object, ...]:
+    """Return what nodes with one weight must have in common to be one site; strides and pads may differ."""
+    return (site.op_type, site.bias_name, site.spec.refusal, *site.weight.shape)
 
 
 def _counted(site: Site, shapes: Mapping[str, tuple[int, ...]], batch: int) -> Site:
