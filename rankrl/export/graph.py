@@ -37,6 +37,11 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
     """
     from onnxscript import ir, optimizer
 
+    turned = {
+        str(node.outputs[0].name): str(node.inputs[0].name)
+        for node in model.graph
+        if node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer()
+    }
     if fold_batchnorm:
         optimizer.optimize_ir(model, should_fold=_should_fold)
     else:  # the optimizer's rewrite rules would fold them
@@ -46,8 +51,29 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
     proto = ir.to_proto(model)
     if fold_batchnorm:
         fold_batchnorm_into_computed_weights(proto.graph)
+    _name_turned_weights(proto.graph, turned)
     _remove_notes(proto)
     return proto
+
+
+def _name_turned_weights(graph: onnx.GraphProto, turned: Mapping[str, str]) -> None:
+    """Call weights that were transposed on the way into the graph what the network calls them.
+
+    Linear layers over sequences are matrix products with the transposed weight, which the exporter folds into
+    a constant without a name of its own.
+
+    Args:
+        graph: The graph; changed in place.
+        turned: Name of the weight by that of the transposed one.
+    """
+    constants = {tensor.name for tensor in graph.initializer}
+    named = {new: old for new, old in turned.items() if new in constants and old not in constants}
+    if len(set(named.values())) < len(named):
+        return
+    for tensor in graph.initializer:
+        tensor.name = named.get(tensor.name, tensor.name)
+    for node in graph.node:
+        node.input[:] = [named.get(name, name) for name in node.input]
 
 
 def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:

@@ -62,12 +62,18 @@ def export_network(
     plain = without_rounding(copied(network)) if computing or stored else network
     written = export_onnx(plain, path, input_shape, opset=opset, progress=False, **options)
     if stored:
-        store_integers(path, stored)
+        store_integers(path, stored, _products(path))
     if computing:
         quantise_onnx(path, path, inputs, weights=computing)
     if not (computing or stored):
         return written
     return replace(written, file_bytes=path.stat().st_size)
+
+
+def _products(path: Path) -> set[str]:
+    """Return the names of weights whose output channels lie on the last axis: those of matrix products."""
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    return {node.input[1] for node in nodes if node.op_type == "MatMul"}
 
 
 def store_integers(path: Path, bits: Mapping[str, int], columns: Collection[str] = ()) -> None:

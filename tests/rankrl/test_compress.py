@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_integers_and_attention_and_given_heldout_inputs(tmp_path: Path) -> None:
+def test_attention_is_decomposed_and_heldout_inputs_may_be_given(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     words, others = torch.randn(48, 6, 16), torch.randn(24, 6, 16)
@@ -179,11 +180,22 @@ def test_integers_and_attention_and_given_heldout_inputs(tmp_path: Path) -> None
     )
     assert {"self_attn.q_proj", "self_attn.out_proj"} & set(decomposition.factorised_layers(found.model))
     assert "linear2" in found.untouched
-    rounded = rankrl.compress(
-        two(), LOADER, tmp_path / "integers", bytes=0.3, precisions=("float32", "int8"), **QUICK
-    )
-    assert rounded.after["bytes"] <= 0.3 * rounded.before["bytes"]
-    assert rounded.plan.chosen(decomposition.Quantise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "int8_weights", "int4_weights"])
+@pytest.mark.parametrize(("kind", "data"), [(TwoInputs, LOADER), (TextClassifier, TOKENS)])
+def test_integers_are_stored_and_computed_with(
+    tmp_path: Path, kind: type[nn.Module], data: Any, precision: str
+) -> None:
+    torch.manual_seed(0)
+    found = rankrl.compress(kind(), data, tmp_path, bytes=0.6, precisions=("float32", precision), **QUICK)
+    assert found.after["bytes"] <= 0.6 * found.before["bytes"]
+    assert found.plan.chosen(decomposition.Quantise)
+    assert found.outputs[0].error < 0.3
+    initializers = {t.name: t.data_type for t in onnx.load(found.path).graph.initializer}
+    whole = {onnx.TensorProto.INT8, onnx.TensorProto.INT4}
+    assert whole & set(initializers.values())
 
 
 @pytest.mark.slow

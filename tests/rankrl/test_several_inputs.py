@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -81,6 +82,16 @@ def test_file_takes_its_inputs_by_the_names_of_the_parameters(
         (found,) = session.run(None, some)
         np.testing.assert_allclose(found, outputs(model, inputs)[:count], atol=1e-5)
     assert measure_latency(path, batch=4, runs=2, inputs=random_feed(model, inputs, 4)).median_ms > 0
+
+
+def test_weights_of_layers_over_sequences_keep_their_names(tmp_path: Path) -> None:
+    model = TextClassifier().eval()
+    graph = onnx.load(rankrl.export_onnx(model, tmp_path / "model.onnx", TOKENS).path).graph
+    weights = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    for name, layer in model.head.named_children():
+        weight = layer.get_parameter("weight").detach().numpy()
+        product = name != "last"  # behind the mean over the words it is a Gemm
+        np.testing.assert_array_equal(weights[f"head.{name}.weight"], weight.T if product else weight)
 
 
 def test_what_is_known_of_the_inputs_will_do_for_an_export(tmp_path: Path) -> None:
