@@ -23,7 +23,7 @@ from decomposition.surgery import copied
 from rankrl.agreement import agreement_score
 from rankrl.compression import Compression, summary
 from rankrl.device import model_device
-from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.errors import ConfigError
 from rankrl.export import export_onnx, fast_multiple
 from rankrl.files import write_json
 from rankrl.plan_search.run import SearchResult, search_numbers
@@ -172,7 +172,7 @@ def compress(
             used.
         ExportError: The network cannot be exported, or its file computes something else.
         NonFiniteError: A score or a loss is NaN or infinite.
-        RunStoppedError: The search was interrupted; the same call goes on with it.
+        KeyboardInterrupt: The search was interrupted; the same call goes on with it.
         StorageError: The folder cannot be written.
     """
     if not isinstance(model, nn.Module):
@@ -235,7 +235,7 @@ def compress(
             selector, selector_options or {}, seed=seed, folder=run.path, anew_for_other_scores=True
         )
     if found.stopped_by == "interrupt":
-        raise RunStoppedError(run.path)
+        raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
     found.plan.save(run.plan)
     compressed = session.apply(found.plan)
     rows = layer_rows(found.plan, dense, compressed)
