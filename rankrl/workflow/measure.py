@@ -43,7 +43,6 @@ from rankrl.export import (
     verify_onnx,
 )
 from rankrl.export.runtimes import Batch
-from rankrl.files import write_atomically
 from rankrl.report import LayerRow
 from rankrl.training import report_accuracy
 from rankrl.workflow.file_export import FileInputs, export_file
