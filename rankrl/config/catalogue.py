@@ -428,7 +428,9 @@ GROUPS: dict[str, Group] = {
                     "plans_per_step": int,
                     "policy_share": float,
                     "features": collections.abc.Sequence[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"]
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ]
                     ],
                     "hidden": collections.abc.Sequence[int],
                     "learning_rate": float,
@@ -455,7 +457,10 @@ GROUPS: dict[str, Group] = {
                     "action": typing.Literal["importance", "rank"] | None,
                     "per_bond": bool,
                     "features": tuple[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"], ...
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ],
+                        ...,
                     ],
                     "importance_scale": float,
                     "hidden": tuple[int, ...],
@@ -523,7 +528,10 @@ GROUPS: dict[str, Group] = {
                     "action": typing.Literal["importance", "rank"] | None,
                     "per_bond": bool,
                     "features": tuple[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"], ...
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ],
+                        ...,
                     ],
                     "importance_scale": float,
                     "hidden": tuple[int, ...],
@@ -561,7 +569,10 @@ GROUPS: dict[str, Group] = {
                     "action": typing.Literal["importance", "rank"] | None,
                     "per_bond": bool,
                     "features": tuple[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"], ...
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ],
+                        ...,
                     ],
                     "importance_scale": float,
                     "hidden": tuple[int, ...],

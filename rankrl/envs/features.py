@@ -8,10 +8,14 @@ from typing import Literal, get_args
 import numpy as np
 
 from decomposition.candidates import CandidateSet
+from rankrl.envs.descriptors import layer_descriptors
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 
-Feature = Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"]
+Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"]
+
+DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
+"""The features that are as many whatever the network: a policy that sees no others serves all of them."""
 
 CURVE_POINTS = 6
 
@@ -26,8 +30,9 @@ class ObservationEncoder:
 
     Args:
         problem: The search problem.
-        features: Features beyond these: `macs` of the layer; its error `curve` over its size; its `identity`,
-            one of n; `budget_left`; `last_reward`, that of the previous episode; `plan`, all actions so far.
+        features: Features beyond these: `macs` of the layer; its error `curve` over its size; `descriptors`,
+            all that is known of it and its neighbours for free (`layer_descriptors`); its `identity`, one of
+            n; `budget_left`; `last_reward`, that of the previous episode; `plan`, all actions so far.
         components: Numbers in one action.
 
     Attributes:
@@ -99,6 +104,8 @@ def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.
         columns.append(_log_share([spec.macs for spec in specs]))
     if "curve" in features:
         columns.extend(np.array([_resampled(site) for site in problem.sites]).T)
+    if "descriptors" in features:
+        columns.extend(layer_descriptors(problem).T)
     if "identity" in features:
         columns.extend(np.eye(count))
     return np.stack(columns, axis=1)
