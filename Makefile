@@ -26,7 +26,7 @@ docs: $(INSTALLED)  ## the pages with the reference of the API, in site/; a warn
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tpe]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,tpe,cmaes]"
 	touch $@
 
 clean:  ## remove the environment and caches

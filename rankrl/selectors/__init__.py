@@ -5,6 +5,7 @@ from __future__ import annotations
 from rankrl.selectors import (  # registers the selectors
     bayes,
     bayes_ddpg,
+    cma_es,
     local_changes,
     one_shot,
     random_plans,
@@ -31,6 +32,7 @@ __all__ = [
     "bayes",
     "bayes_ddpg",
     "check_selector",
+    "cma_es",
     "create_selector",
     "list_selectors",
     "local_changes",
