@@ -16,6 +16,9 @@ class AgentOptions:
     Returns are not discounted (gamma 1): a plan is good or bad as a whole.
 
     Attributes:
+        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained` for the one that
+            comes with rankrl. The first plan is then its own; `features`, `hidden` and `importance_scale` are
+            the file's. None starts from greedy's plan.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         per_bond: One action component a bond of the format, with `rank`.
@@ -32,9 +35,15 @@ class AgentOptions:
         noise: Standard deviation of the noise on the policy's actions after the warm-up.
         final_noise: The same at the last episode; it decays geometrically between.
         updates_per_episode: Gradient steps after every episode; None for as many as it has layers.
+        imagined_episodes: Episodes that are imagined after every scored one, rewarded by the model of those
+            that were scored, for the agent to learn from too (Dyna); 0 imagines none.
+        imagined_noise: Standard deviation of their noise, around the best plan so far and the policy's own.
+        shaping: What an episode's steps are paid together for keeping the other layers' losses low
+            (`rankrl.envs.shaping`), in units of the reward; 0 pays at the end alone.
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
 
+    policy: str | None = None
     action: ActionKind | None = None
     per_bond: bool = False
     features: tuple[Feature, ...] = ("macs", "curve")
@@ -49,6 +58,9 @@ class AgentOptions:
     noise: float = 0.3
     final_noise: float = 0.05
     updates_per_episode: int | None = None
+    imagined_episodes: int = 0
+    imagined_noise: float = 0.2
+    shaping: float = 0.0
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
@@ -58,13 +70,16 @@ class AgentOptions:
             "warmup_noise": 0.0,
             "noise": 0.0,
             "final_noise": 0.0,
+            "imagined_episodes": 0,
+            "shaping": 0.0,
             "plans_per_step": 1,
         }
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise ConfigError(f"selector.{name} must be at least {bound}, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
+        for name in ("learning_rate", "imagined_noise"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"selector.{name} must be positive, got {getattr(self, name)}")
         if not 0 < self.tau <= 1:
             raise ConfigError(f"selector.tau must lie in (0, 1], got {self.tau}")
         if (self.noise > 0) != (self.final_noise > 0) or self.final_noise > self.noise:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,14 @@ from stable_baselines3 import DDPG, SAC, TD3
 from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
+from rankrl.agents.imagination import Imagination, filled
 from rankrl.agents.options import AgentOptions
+from rankrl.agents.policy_file import read_policy
 from rankrl.agents.randomness import RandomState, one_thread
+from rankrl.agents.starting import options_with_policy, start_from
 from rankrl.agents.state import (
     Algorithm,
+    actor_kept,
     buffer_tensors,
     model_tensors,
     restore_buffer,
@@ -23,6 +28,7 @@ from rankrl.agents.state import (
 )
 from rankrl.envs.actions import create_action_map
 from rankrl.envs.rank_selection import RankSelectionEnv
+from rankrl.envs.shaping import payments
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 
@@ -38,6 +44,9 @@ class PolicyAgent:
     reward the first episode's, the preset plan's, is taken off. Stepping from outside (`act`, `learn`) takes
     the place of `learn()`, because many plans may be scored at once and a search is saved between episodes.
 
+    With `options.policy` the actor begins with the weights of a pretrained policy. With
+    `options.imagined_episodes` it learns from episodes too that a model of rewards scores (`Imagination`).
+
     Args:
         problem: What to choose for.
         algorithm: A key of `ALGORITHMS`.
@@ -46,7 +55,8 @@ class PolicyAgent:
         episodes: Episodes that the replay buffer can hold.
 
     Raises:
-        ConfigError: There is no such algorithm, or an option does not fit the problem.
+        ConfigError: There is no such algorithm, or an option does not fit the problem or the policy.
+        CheckpointError: The policy cannot be read.
     """
 
     def __init__(
@@ -54,6 +64,9 @@ class PolicyAgent:
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"there is no algorithm {algorithm!r}; choose from {', '.join(ALGORITHMS)}")
+        policy = None if options.policy is None else read_policy(options.policy)
+        if policy is not None:
+            options = options_with_policy(options, policy)
         self.problem, self.options = problem, options
         self.env = RankSelectionEnv(
             problem,
@@ -78,22 +91,28 @@ class PolicyAgent:
                 policy_kwargs={"net_arch": list(options.hidden)},
                 device="cpu",  # networks this small are slower on a GPU
             )
+        if policy is not None:
+            start_from(self.model, policy, deviation=options.warmup_noise)
         self.model.set_logger(Logger(None, []))
+        self._imagination: Imagination | None = None
+        if options.imagined_episodes:
+            self._imagination = Imagination(self.env, options.imagined_episodes, options.imagined_noise)
         self._baseline: float | None = None
         self._last_reward = 0.0
 
-    def act(self, noise: np.ndarray) -> np.ndarray:
+    def act(self, noise: np.ndarray, *, deterministic: bool = False) -> np.ndarray:
         """Return the actions of noisy passes of the policy over all layers.
 
         Args:
             noise: What is added to the policy's actions, shape (episodes, layers, components). SAC's policy
                 is stochastic itself and gets none.
+            deterministic: Whether SAC's policy takes the mean of its actions instead.
 
         Returns:
             Actions in [-1, 1], of the same shape.
         """
         actions = np.zeros_like(noise, dtype=np.float32)
-        stochastic = isinstance(self.model, SAC)
+        stochastic = isinstance(self.model, SAC) and not deterministic
         with one_thread(), self._random.in_use():
             for layer in range(self.shape[0]):
                 observations = self._observe(layer, actions)
@@ -101,32 +120,69 @@ class PolicyAgent:
                 actions[:, layer] = np.clip(chosen if stochastic else chosen + noise[:, layer], -1, 1)
         return actions
 
-    def learn(self, actions: np.ndarray, reward: float) -> None:
+    def learn(self, actions: np.ndarray, reward: float, *, keep_actor: bool = False) -> None:
         """Remember a rewarded episode and take gradient steps.
 
         Args:
             actions: Of every layer, shape (layers, components).
             reward: The plan's reward.
+            keep_actor: Whether the critics alone learn: those of a pretrained actor know nothing yet.
         """
         if self._baseline is None:
             self._baseline = reward
+        paid = self._paid(actions[None])[0]
         observation, _ = self.env.reset(options={"last_reward": self._last_reward})
-        for action in actions:
+        for action, payment in zip(actions, paid, strict=True):
             following, _, done, _, _ = self.env.step(action)
-            earned = np.array(reward - self._baseline if done else 0.0)
+            earned = np.array((reward - self._baseline if done else 0.0) + payment)
             self._buffer.add(observation, following, action, earned, np.array(done), [{}])
             observation = following
         self._last_reward = reward
+        if self._imagination is not None:
+            self._imagination.remember(actions, reward)
         if self._buffer.size() > self.options.batch_size:
-            with one_thread(), self._random.in_use():
-                self.model.train(self._updates, self.options.batch_size)
+            self._train(keep_actor=keep_actor)
+            if self._imagination is not None and self._imagination.ready:
+                self._learn_from(self._imagination, keep_actor=keep_actor)
+
+    def _train(self, *, keep_actor: bool) -> None:
+        kept = actor_kept(self.model) if keep_actor else nullcontext()
+        with one_thread(), self._random.in_use(), kept:
+            self.model.train(self._updates, self.options.batch_size)
+
+    def _learn_from(self, imagination: Imagination, *, keep_actor: bool) -> None:
+        """Take as many gradient steps on imagined episodes as on played ones."""
+        count, (layers, components) = imagination.episodes, self.shape
+        with self._random.in_use():
+            noise = np.random.standard_normal((count, layers, components))
+            share = np.random.random((count, layers + 1, components))
+        actions, rewards = imagination.imagine(noise, share, self.act)
+        earned = self._paid(actions)
+        earned[:, -1] += rewards - self._baseline
+        observations = np.stack([self._observe(layer, actions) for layer in range(layers + 1)], axis=1)
+        played = self._buffer
+        self.model.replay_buffer = filled(played, observations, actions, earned)
+        try:
+            self._train(keep_actor=keep_actor)
+        finally:
+            self.model.replay_buffer = played
+
+    def _paid(self, actions: np.ndarray) -> np.ndarray:
+        """Return what shaping pays for every step of episodes, (episodes, layers)."""
+        if self.options.shaping == 0:
+            return np.zeros(actions.shape[:2])
+        return self.options.shaping * payments(self.env.map, actions)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return arrays and plain values that `restore` takes."""
         tensors = model_tensors(self.model) | buffer_tensors(self._buffer)
         tensors["random.torch"] = self._random.torch_state
         tensors["random.numpy"] = torch.from_numpy(self._random.numpy_state)
-        return tensors, {"baseline": self._baseline, "last_reward": self._last_reward}
+        values: dict[str, Any] = {"baseline": self._baseline, "last_reward": self._last_reward}
+        if self._imagination is not None:
+            imagined, plain = self._imagination.state()
+            tensors, values = {**tensors, **imagined}, {**values, **plain}
+        return tensors, values
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Take over the state of an agent with the same problem, algorithm and options."""
@@ -134,6 +190,8 @@ class PolicyAgent:
         restore_buffer(self._buffer, tensors)
         self._random = RandomState(tensors["random.torch"].clone(), tensors["random.numpy"].numpy().copy())
         self._baseline, self._last_reward = values["baseline"], float(values["last_reward"])
+        if self._imagination is not None:
+            self._imagination.restore(tensors, values)
 
     @property
     def _buffer(self) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,18 @@ def restore_model(model: Algorithm, tensors: Mapping[str, Tensor]) -> None:
     if isinstance(model, SAC) and model.log_ent_coef is not None:
         with torch.no_grad():
             model.log_ent_coef.copy_(tensors["log_ent_coef"])
+
+
+@contextmanager
+def actor_kept(model: Algorithm) -> Iterator[None]:
+    """Undo what training in the block does to the actor, its target, and its optimizer."""
+    parts = [model.actor, model.actor.optimizer]
+    if not isinstance(model, SAC):
+        parts.append(model.actor_target)
+    before = [copy.deepcopy(part.state_dict()) for part in parts]
+    yield
+    for part, state in zip(parts, before, strict=True):
+        part.load_state_dict(state)
 
 
 def _optimizers(model: Algorithm) -> dict[str, Optimizer]:

@@ -118,11 +118,11 @@ def _unused_by_onnx(option: str) -> Rule:
 
 
 RULES = (
-    _section("search", "searches for no plan", *_SEARCHING),
+    _section("search", "searches for no plan", "pretrain", *_SEARCHING),
     _section("selector", "searches for no plan", *_SEARCHING),
     _section("reward", "searches for no plan", *_SEARCHING),
-    _section("calibration", "fits no layers", "inspect", "apply", *_SEARCHING),
-    _section("decomposition", "fits no layers", "inspect", "apply", *_SEARCHING),
+    _section("calibration", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
+    _section("decomposition", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
     _section("constrain", "trains no network towards a plan", "pipeline"),
     Rule(
         "constrain.",
@@ -154,6 +154,12 @@ RULES = (
         _other_task("compare"),
         "task={task} searches with one selector and one seed",
         "set selector and seed, or choose task=compare",
+    ),
+    Rule(
+        "pretrain.",
+        _other_task("pretrain"),
+        "task={task} trains no policy",
+        "leave it out, or choose task=pretrain",
     ),
     Rule(
         "inspect.",

@@ -15,12 +15,14 @@ from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.export import DEFAULT_RUNTIME, fast_multiple, get_runtime
 from rankrl.models import default_lr
-from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
+from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, Term
+from rankrl.pretraining.training import PretrainingOptions
 from rankrl.selectors import check_selector, list_selectors, selector_options
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.calibration import check_calibration
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
+from rankrl.workflow.pretrain import EpisodeOptions
 from rankrl.workflow.pruner_options import PruningOptions, pruning_options
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.scoring import ImageScoring
@@ -157,6 +159,22 @@ def search_options(config: AppConfig) -> SearchOptions:
         worker_cpus=search.worker_cpus,
         worker_gpus=search.worker_gpus,
     )
+
+
+def pretraining(config: AppConfig) -> tuple[EpisodeOptions, PretrainingOptions]:
+    """Return how the tasks of task=pretrain are played, and how the policy is trained on them."""
+    given = dataclasses.asdict(config.pretrain)
+    check_calibration(config.calibration.images)
+    if given["term"] not in get_args(Term):
+        raise ConfigError(f"pretrain.term must be one of {', '.join(get_args(Term))}, got {given['term']!r}")
+    plain: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+
+    def chosen(owner: type[Any]) -> dict[str, Any]:
+        return {each.name: plain[each.name] for each in dataclasses.fields(owner)}
+
+    return EpisodeOptions(**chosen(EpisodeOptions)), PretrainingOptions(**chosen(PretrainingOptions))
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:

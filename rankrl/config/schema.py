@@ -24,6 +24,8 @@ _EVALUATOR = "rankrl.plan_search.evaluator:EvaluatorOptions"
 _HALVING = "rankrl.plan_search.evaluator:Halving"
 _RECIPE = "rankrl.training.recipe:TrainingRecipe"
 _EXPORT = "rankrl.workflow.measure:ExportOptions"
+_EPISODES = "rankrl.workflow.pretrain:EpisodeOptions"
+_PRETRAINING = "rankrl.pretraining.training:PretrainingOptions"
 _RUNTIME = default_of("rankrl.export.runtimes.registry:DEFAULT_RUNTIME")
 
 
@@ -152,6 +154,42 @@ class SearchConfig:
     cluster: str = owned(_SEARCH, "cluster")
     worker_cpus: int = owned(_SEARCH, "worker_cpus")
     worker_gpus: float = owned(_SEARCH, "worker_gpus")
+
+
+@dataclass
+class PretrainConfig:
+    """What task=pretrain trains a policy on: networks, formats and budgets, and how.
+
+    Every network is a checkpoint; decomposition, calibration and search.images say how its layers are fitted
+    and its plans scored.
+
+    Attributes:
+        networks: The networks, each with the options of `model`, for example
+            [{architecture: resnet20, checkpoint: a.th}]; empty for `model` itself.
+        formats: The formats, tasks each; None for decomposition.
+        add: Folders of earlier runs of task=pretrain, perhaps on other datasets, whose tasks count too.
+        params: Fractions of the parameters to keep, a task each.
+        macs: Fractions of the multiply-accumulates to keep, a task each.
+        noises: Standard deviations of the plans' actions, in turn.
+        hidden: Units of the policy's hidden layers.
+    """
+
+    networks: list[dict[str, Any]] = field(default_factory=list)
+    formats: list[str] | None = None
+    add: list[str] = field(default_factory=list)
+    params: list[float] = field(default_factory=lambda: [0.35, 0.25, 0.167, 0.11])
+    macs: list[float] = field(default_factory=lambda: [0.4])
+    plans: int = owned(_EPISODES, "plans")
+    noises: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.5])
+    batches: int = owned(_EPISODES, "batches")
+    term: str = owned(_EPISODES, "term")
+    importance_scale: float = owned(_EPISODES, "importance_scale")
+    hidden: list[int] = field(default_factory=lambda: [32, 32])
+    steps: int = owned(_PRETRAINING, "steps")
+    learning_rate: float = owned(_PRETRAINING, "learning_rate")
+    weight_decay: float = owned(_PRETRAINING, "weight_decay")
+    jitter: float = owned(_PRETRAINING, "jitter")
+    restraint: float = owned(_PRETRAINING, "restraint")
 
 
 @dataclass
@@ -310,7 +348,7 @@ class AppConfig:
 
     Attributes:
         task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
-            inspect, report, compare.
+            inspect, report, compare, pretrain.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
         resume: A run folder to go on with after it was interrupted; its own configuration is used.
         plan: The plan that task=apply applies: a plan.json.
@@ -336,6 +374,7 @@ class AppConfig:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     constrain: ConstrainConfig = field(default_factory=ConstrainConfig)

@@ -37,6 +37,7 @@ class ObservationEncoder:
 
     Attributes:
         size: Numbers in an observation.
+        static: What no action changes of an observation, its first numbers; (layers, features).
 
     Raises:
         ConfigError: A feature is unknown.
@@ -49,9 +50,9 @@ class ObservationEncoder:
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
         self.layers, self.components = len(problem.sites), components
-        self._static = _static_features(problem, self.features)
+        self.static = _static_features(problem, self.features)
         changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers * components}
-        self.size = self._static.shape[1] + components + sum(changing.get(name, 0) for name in features)
+        self.size = self.static.shape[1] + components + sum(changing.get(name, 0) for name in features)
 
     def __call__(
         self, layer: int, actions: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0
@@ -72,7 +73,7 @@ class ObservationEncoder:
         episodes = len(actions)
         taken = (actions + 1) / 2
         previous = taken[:, layer - 1] if layer else np.full((episodes, self.components), 0.5)
-        static = self._static[min(layer, self.layers - 1)]
+        static = self.static[min(layer, self.layers - 1)]
         parts = [np.broadcast_to(static, (episodes, len(static))), previous]
         for feature in self.features:
             if feature == "budget_left":

@@ -315,16 +315,18 @@ class PlanEvaluator:
         self._known[tuple(choices)] = evaluation
         return evaluation
 
-    def term(self, logits: Tensor, term: Term | None = None) -> float:
+    def term(self, logits: Tensor, term: Term | None = None, start: int = 0) -> float:
         """Return an accuracy term, 0 to 1.
 
         Args:
-            logits: Class scores of the first N held-out images, (N, classes).
+            logits: Class scores of N held-out images, (N, classes).
             term: Which one; that of the options when omitted.
+            start: Number of the batch that these images begin with.
         """
-        count = len(logits)
+        first = sum(map(len, self._x[:start]))
+        scored = slice(first, first + len(logits))
         return accuracy_term(
-            self.options.term if term is None else term, logits, self._y[:count], self._dense_logits[:count]
+            self.options.term if term is None else term, logits, self._y[scored], self._dense_logits[scored]
         )
 
     def state(self) -> dict[str, Any]:

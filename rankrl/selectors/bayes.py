@@ -17,6 +17,7 @@ from rankrl.envs.actions import (
 )
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.reward_model import RewardModel
 from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import (
     Proposal,
@@ -27,7 +28,6 @@ from rankrl.selectors.base import (
 )
 from rankrl.selectors.random_plans import check_plans_per_step
 from rankrl.selectors.registry import register_selector
-from rankrl.selectors.reward_model import RewardModel
 
 # How often a plan is sought anew when it has been proposed before.
 _ATTEMPTS = 8

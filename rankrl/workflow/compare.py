@@ -13,11 +13,13 @@ from typing import Any
 from torch import nn
 
 from decomposition import CompressionPlan
+from rankrl.agents.policy_file import read_policy
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.files import write_json
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
+from rankrl.pretraining.episodes import task_of
 from rankrl.report.comparison import ComparisonRow
 from rankrl.selectors import create_selector, selector_is_seeded
 from rankrl.training import TrainingRecipe
@@ -83,10 +85,12 @@ def search_all(
         folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
 
     Raises:
-        ConfigError: A selector's options are wrong, or it lacks a package; nothing was searched yet.
+        ConfigError: A selector's options are wrong, it lacks a package, or its policy was trained on this
+            very task; nothing was searched yet.
         RunStoppedError: The user stopped a search.
     """
     for compared in entered:
+        _check_held_out(session, compared)
         if compared.seed is not None:  # the others are quick to fail and slow to make
             _check_options(session, compared)
     results = {}
@@ -171,6 +175,14 @@ def tested(
             )
         )
     return rows
+
+
+def _check_held_out(session: SearchSession, compared: ComparedSearch) -> None:
+    """Refuse to compare a pretrained policy where it knows the answer."""
+    policy = compared.options.get("policy")
+    if policy is not None:
+        task = task_of(session.problem, model="the network", dataset="this dataset")
+        read_policy(policy).card.check_held_out(task)
 
 
 def _check_options(session: SearchSession, compared: ComparedSearch) -> None:

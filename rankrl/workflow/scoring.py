@@ -11,7 +11,7 @@ from torch import nn
 
 from decomposition import FitLibrary, Inputs
 from decomposition.inputs import joined, rows
-from rankrl.data import ImageData, augmented_copy
+from rankrl.data import ImageData, Images, augmented_copy
 from rankrl.plan_search.evaluator import (
     Evaluator,
     EvaluatorOptions,
@@ -71,17 +71,29 @@ class ImageScoring:
         cluster: WorkerCluster | None,
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+        if cluster is None:
+            return nullcontext(self.plan_evaluator(model, library, problem))
+        return ParallelEvaluator(
+            model, library, problem, self._images, cluster=cluster, **self._arguments
+        )
+
+    def plan_evaluator(self, model: nn.Module, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
+        """Return what scores plans in this process."""
+        return PlanEvaluator(model, library, problem, self._images, **self._arguments)
+
+    @property
+    def _images(self) -> Images:
+        return self.data.heldout.first(self.images)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
         data = self.data
-        images = data.heldout.first(self.images)
-        arguments: dict[str, Any] = {
+        return {
             "mean": data.mean,
             "std": data.std,
             "augmentation": data.augmentation,
             "options": self.options,
         }
-        if cluster is None:
-            return nullcontext(PlanEvaluator(model, library, problem, images, **arguments))
-        return ParallelEvaluator(model, library, problem, images, cluster=cluster, **arguments)
 
     def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
         """Return the search's accuracy term on all held-out images.

@@ -1,0 +1,1 @@
+"""Training one policy on many tasks, for networks, formats and budgets that it has not seen."""
