@@ -1,0 +1,241 @@
+"""What a pretrained policy's plan is worth on tasks that it was not trained on, before any evaluation.
+
+    RANKRL_DATA=data python scripts/transfer.py --policy pretrained --tasks \
+        resnet56:cifar10-resnet56.th:cifar10:tucker:params:0.25 --output docs/benchmarks.md
+
+For each task MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION the policy's plan, which cost no evaluation,
+and greedy's are scored on held-out images, augmented, that came after those on which policies are trained;
+the difference has its standard error over batches of images. With `--refit` both plans are applied, layer by
+layer, and the networks scored on the same images. A task that the policy's card names is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decomposition import apply_plan
+from rankrl.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
+from rankrl.data import ImageData, Images, augmented_copy, load_dataset
+from rankrl.errors import RankrlError
+from rankrl.models import create_model, load_checkpoint
+from rankrl.plan_search.evaluator import PlanEvaluator
+from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.pretraining.episodes import task_of
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+from rankrl.selectors import create_selector
+from rankrl.training import predict_logits
+from rankrl.workflow.calibration import calibration_images
+from rankrl.workflow.run_folder import cache_folder
+from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibrated_library
+
+CALIBRATION_IMAGES = 768
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task of the command line: MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION."""
+
+    model: str
+    checkpoint: Path
+    dataset: str
+    tensor_format: str
+    measure: str
+    fraction: float
+
+    @classmethod
+    def parse(cls, text: str) -> Asked:
+        """Read one.
+
+        Raises:
+            argparse.ArgumentTypeError: It has other parts.
+        """
+        parts = text.split(":")
+        try:
+            model, checkpoint, dataset, tensor_format, measure, fraction = parts
+            return cls(model, Path(checkpoint), dataset, tensor_format, measure, float(fraction))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the plans of a task scored.
+
+    Attributes:
+        task: The task.
+        new: What of it the policy has not seen.
+        greedy: Reward of greedy's plan.
+        gain: What the policy's plan scores more.
+        error: Standard error of the gain over batches of images.
+        refit: Accuracies of both plans after the sequential refit, greedy's first; None without.
+    """
+
+    task: PolicyTask
+    new: str
+    greedy: float
+    gain: float
+    error: float
+    refit: tuple[float, float] | None
+
+
+def what_is_new(policy: PolicyFile, task: PolicyTask) -> str:
+    """Return what of a task the policy was not trained on.
+
+    Raises:
+        ConfigError: Nothing is.
+    """
+    policy.card.check_held_out(task)
+    known = policy.card.tasks
+    parts = {
+        "network": task.network not in {each.network for each in known},
+        "dataset": task.dataset not in {each.dataset for each in known},
+        "format": task.formats not in {each.formats for each in known},
+        "budget": task.budgets not in [each.budgets for each in known],
+    }
+    return ", ".join(name for name, new in parts.items() if new) or "combination"
+
+
+def scored(evaluator: PlanEvaluator, choices: Choices) -> np.ndarray:
+    """Return the accuracy of a plan on every batch of images, (batches,)."""
+    return np.array(
+        [
+            evaluator.term(evaluator.forward(choices, batch, batch + 1), "accuracy", batch)
+            for batch in range(evaluator.batches)
+        ]
+    )
+
+
+def measured(asked: Asked, policy_name: str, *, skip: int, refit: bool, seed: int) -> Row:
+    """Score greedy's and the policy's plan for a task."""
+    data = load_dataset(asked.dataset, seed=seed)
+    model = create_model(asked.model, input_shape=data.input_shape, num_classes=data.classes)
+    load_checkpoint(model, asked.checkpoint)
+    model.eval()
+    inputs = calibration_images(data, CALIBRATION_IMAGES, seed=seed)
+    candidates = CandidateOptions((asked.tensor_format,))
+    library = calibrated_library(
+        model, inputs.split(CALIBRATION_BATCH), candidates, cache=cache_folder() / "fits", seed=seed
+    )
+    problem = SearchProblem.from_model(
+        model,
+        library.all_candidates(limit=candidates.candidates),
+        data.input_shape,
+        params=asked.fraction if asked.measure == "params" else None,
+        macs=asked.fraction if asked.measure == "macs" else None,
+        library=library,
+    )
+    task = task_of(problem, model=asked.model, dataset=asked.dataset)
+    new = what_is_new(read_policy(policy_name), task)
+    images = data.heldout.subset(torch.arange(skip, len(data.heldout)))
+    evaluator = PlanEvaluator(
+        model, library, problem, images, mean=data.mean, std=data.std, augmentation=data.augmentation
+    )
+    selector = create_selector("ddpg", problem, seed=seed, episodes=1, policy=policy_name)
+    plans: list[Choices] = [tuple(problem.preset.tolist()), selector.propose()[0].choices]
+    right = [scored(evaluator, choices) for choices in plans]
+    difference = right[1] - right[0]
+    refitted = None
+    if refit:
+        scores = [refit_accuracy(model, problem, choices, inputs, data, images, seed) for choices in plans]
+        refitted = scores[0], scores[1]
+    return Row(
+        task,
+        new,
+        float(right[0].mean()),
+        float(difference.mean()),
+        float(difference.std(ddof=1) / len(difference) ** 0.5),
+        refitted,
+    )
+
+
+def refit_accuracy(
+    model: nn.Module,
+    problem: SearchProblem,
+    choices: Choices,
+    inputs: Tensor,
+    data: ImageData,
+    images: Images,
+    seed: int,
+) -> float:
+    """Return the accuracy of a plan's network after the sequential refit, on the images, augmented."""
+    network = apply_plan(model, problem.plan(choices, "transfer"), inputs)
+    shown = augmented_copy(images, data.augmentation, 0)
+    logits = predict_logits(network, shown, mean=data.mean, std=data.std)
+    return float((logits.argmax(1).cpu() == shown.y).float().mean())
+
+
+def report(rows: Sequence[Row], policy: PolicyFile) -> str:
+    """Return the table, and what the policy was trained on."""
+    with_refit = any(row.refit is not None for row in rows)
+    head = ["task", "new to the policy", "greedy", "policy", "gain"] + [
+        "refit: greedy",
+        "policy",
+    ] * with_refit
+    lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(head) - 2)}"]
+    for row in rows:
+        cells = [
+            str(row.task),
+            row.new,
+            f"{row.greedy:.3f}",
+            f"{row.greedy + row.gain:.3f}",
+            f"{row.gain:+.3f} ± {row.error:.3f}",
+        ]
+        if with_refit:
+            cells += ["–", "–"] if row.refit is None else [f"{each:.3f}" for each in row.refit]
+        lines.append(f"| {' | '.join(cells)} |")
+    gains = np.array([row.gain for row in rows])
+    lines += ["", f"Mean gain {gains.mean():+.4f}; better on {int((gains > 0).sum())} of {len(rows)} tasks."]
+    tasks = "; ".join(sorted(map(str, policy.card.tasks)))
+    return "\n".join([*lines, "", f"The policy was trained on {len(policy.card.tasks)} tasks: {tasks}."])
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--policy", default=PRETRAINED, help="the policy's file (default: rankrl's own)")
+    parser.add_argument("--tasks", nargs="+", type=Asked.parse, required=True)
+    parser.add_argument("--skip", type=int, default=2000, help="held-out images that trained the policy")
+    parser.add_argument("--refit", action="store_true", help="apply the plans too")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print and perhaps save the table."""
+    options = parse()
+    rows = []
+    try:
+        for asked in options.tasks:
+            rows.append(
+                measured(asked, options.policy, skip=options.skip, refit=options.refit, seed=options.seed)
+            )
+            print(rows[-1], file=sys.stderr, flush=True)
+        policy = read_policy(options.policy)
+    except RankrlError as error:
+        sys.exit(f"transfer.py: {error}")
+    shortened = {word: re.sub(r"[^:]*/", "", word) for word in sys.argv[1:] if word.count(":") == 5}
+    shortened[options.policy] = Path(options.policy).name
+    command = shown_command(sys.argv, shortened=shortened)
+    text = "\n\n".join([f"`{command}`", hardware_line(), report(rows, policy)])
+    print(text)
+    if options.output:
+        write_section(options.output, "transfer", "Transfer of the pretrained policy", text)
+
+
+if __name__ == "__main__":
+    main()
