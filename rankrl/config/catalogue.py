@@ -523,6 +523,14 @@ GROUPS: dict[str, Group] = {
                     "plans_per_step": 1,
                 },
             ),
+            "divergence": Choice(
+                {
+                    "batches": int,
+                },
+                {
+                    "batches": 2,
+                },
+            ),
             "energy": Choice(
                 {},
                 {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, cast
@@ -75,6 +75,8 @@ class SearchProblem:
         macs: Multiply-accumulates of the dense network for one input.
         budget: What every plan must keep within, or None when the reward alone weighs size.
         library: The fits behind the candidates, for selectors that look into them; None when there are none.
+        divergences: Measures the divergence of every site's candidates on so many batches of held-out images
+            (`single_layer_divergences`); None where that cannot be done.
     """
 
     specs: tuple[LayerSpec, ...]
@@ -84,6 +86,7 @@ class SearchProblem:
     macs: int
     budget: Budget | None = None
     library: FitLibrary | None = field(default=None, compare=False, repr=False)
+    divergences: Callable[[int], Sequence[np.ndarray]] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.sites:

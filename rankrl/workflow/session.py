@@ -18,7 +18,8 @@ from decomposition.fitting import CHOOSING
 from decomposition.inputs import InputShape, input_shape_of
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
-from rankrl.plan_search.evaluator import Evaluator
+from rankrl.plan_search.divergence import single_layer_divergences
+from rankrl.plan_search.evaluator import Evaluator, PlanEvaluator
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem, check_budgets
 from rankrl.plan_search.rewards import Reward, check_reward, create_reward, reward_source
@@ -376,6 +377,10 @@ class SearchSession:
         )
         scoring = self.scoring.evaluator(self.model, self.library, self.problem, cluster=self._cluster)
         self.evaluator = self._stack.enter_context(scoring)
+        if isinstance(self.evaluator, PlanEvaluator):
+            self.problem = replace(
+                self.problem, divergences=partial(single_layer_divergences, self.evaluator)
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

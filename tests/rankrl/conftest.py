@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def rank_sums(problem: SearchProblem, choices: Choices) -> list[int]:
         sum(sum(each.ranks) for each in candidate.operations if isinstance(each, Factorise))
         for candidate in chosen
     ]
+
+
+def measured(problem: SearchProblem) -> SearchProblem:
+    """The problem with divergences, which are the squared errors here."""
+    return replace(problem, divergences=lambda batches: [site.errors**2 for site in problem.sites])
 
 
 class SyntheticEvaluator:
@@ -150,7 +156,7 @@ def small_library(small_network: nn.Module) -> FitLibrary:
 @pytest.fixture(scope="session")
 def small_problem(small_network: nn.Module, small_library: FitLibrary) -> SearchProblem:
     sites = small_library.all_candidates(limit=16)
-    return SearchProblem.from_model(small_network, sites, SHAPE, params=0.5, library=small_library)
+    return measured(SearchProblem.from_model(small_network, sites, SHAPE, params=0.5, library=small_library))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ BAYES = ["bayes", "bayes_ddpg"]
 
 
 def make(name: str, problem: SearchProblem, seed: int = 0, **options) -> Selector:
+    if problem.divergences is None:
+        problem = replace(problem, divergences=lambda batches: [site.errors**2 for site in problem.sites])
     fast = FAST_POLICY if name in REINFORCEMENT else FAST_BAYES if name in BAYES else {}
     return create_selector(name, problem, seed=seed, episodes=EPISODES, **{**fast, **options})
 
@@ -47,7 +50,7 @@ def run(selector: Selector, steps: int = EPISODES) -> list[Choices]:
 
 
 def test_the_names_of_the_contract_are_there() -> None:
-    searches = {*REINFORCEMENT, *BAYES, "tpe", "local", "random"}
+    searches = {*REINFORCEMENT, *BAYES, "tpe", "cmaes", "local", "random"}
     assert {*searches, "uniform", "energy", "vbmf", "greedy"} <= set(list_selectors())
 
 
@@ -97,7 +100,7 @@ def test_heuristics_propose_their_plan_once(small_problem, name) -> None:
     assert selector.propose() == []
 
 
-@pytest.mark.parametrize("name", [*REINFORCEMENT, *BAYES, "local", "tpe"])
+@pytest.mark.parametrize("name", [*REINFORCEMENT, *BAYES, "local", "tpe", "cmaes"])
 def test_searches_begin_with_greedys_plan(small_problem, name) -> None:
     (proposal,) = make(name, small_problem).propose()
     assert proposal.choices == tuple(small_problem.preset)
@@ -128,9 +131,9 @@ def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem,
     free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     for name in ("random", "ddpg", "bayes"):
         assert len(set(run(make(name, free)))) > 1
-    for name in ("local", "tpe", "greedy", "uniform"):
+    for name in ("local", "tpe", "cmaes", "divergence", "greedy", "uniform"):
         with pytest.raises(ConfigError, match="budget"):
-            make(name, free)
+            make(name, free).propose()
 
 
 @pytest.mark.parametrize(
@@ -170,6 +173,12 @@ def test_without_optuna_tpe_says_what_to_install(small_problem, monkeypatch) -> 
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match="pip install optuna"):
         make("tpe", small_problem)
+
+
+def test_without_its_package_cmaes_says_what_to_install(small_problem, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cmaes", None)
+    with pytest.raises(ConfigError, match="pip install cmaes"):
+        make("cmaes", small_problem)
 
 
 def test_the_tpe_study_on_disk_holds_the_trials(small_problem, tmp_path) -> None:

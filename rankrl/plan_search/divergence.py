@@ -1,0 +1,45 @@
+"""What each layer's compression alone does to the network's answers, measured instead of derived."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch.nn.functional import kl_div
+
+from decomposition.candidates import CandidateSet
+from rankrl.plan_search.evaluator import PlanEvaluator
+
+
+def single_layer_divergences(evaluator: PlanEvaluator, batches: int) -> list[np.ndarray]:
+    """Measure how far the answers move when one layer alone is compressed.
+
+    Args:
+        evaluator: What scores plans; its first batches of held-out images are used.
+        batches: How many batches.
+
+    Returns:
+        For every site the mean Kullback-Leibler divergence of the class probabilities from the dense
+        network's, in nats, under each of its candidates; shape (candidates,), 0 for the dense one.
+    """
+    sites = evaluator.problem.sites
+    dense = [site.dense for site in sites]
+    batches = min(batches, evaluator.batches)
+    wanted = evaluator.forward(tuple(dense), 0, batches).log_softmax(1)
+    found = []
+    for index, site in enumerate(sites):
+        values = np.zeros(len(site))
+        for choice in range(site.dense):
+            plan = (*dense[:index], choice, *dense[index + 1 :])
+            answers = evaluator.forward(plan, 0, batches).log_softmax(1)
+            divergence = kl_div(answers.double(), wanted.double(), log_target=True, reduction="batchmean")
+            values[choice] = max(0.0, float(divergence))
+        found.append(values)
+    return found
+
+
+def with_divergences(site: CandidateSet, divergences: np.ndarray) -> CandidateSet:
+    """Return the site with losses that are divergences (candidates,) instead of weighted squared errors."""
+    pairs = zip(site.candidates, divergences, strict=True)
+    candidates = tuple(replace(candidate, error=float(value) ** 0.5) for candidate, value in pairs)
+    return replace(site, candidates=candidates, importance=1.0)
