@@ -1,6 +1,6 @@
 """What a pretrained policy's plan is worth on tasks that it was not trained on, before any evaluation.
 
-    RANKRL_DATA=data python scripts/transfer.py --policy pretrained --tasks \
+    RANKRL_DATA=data python scripts/transfer.py --policy policy.safetensors --tasks \
         resnet56:cifar10-resnet56.th:cifar10:tucker:params:0.25 --output docs/benchmarks.md
 
 For each task MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION the policy's plan, which cost no evaluation,
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import apply_plan
-from rankrl.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
+from rankrl.agents.policy_file import PolicyFile, PolicyTask
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
@@ -117,7 +117,7 @@ def scored(evaluator: PlanEvaluator, choices: Choices) -> np.ndarray:
     )
 
 
-def measured(asked: Asked, policy_name: str, *, skip: int, refit: bool, seed: int) -> Row:
+def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: int) -> Row:
     """Score greedy's and the policy's plan for a task."""
     data = load_dataset(asked.dataset, seed=seed)
     model = create_model(asked.model, input_shape=data.input_shape, num_classes=data.classes)
@@ -137,12 +137,12 @@ def measured(asked: Asked, policy_name: str, *, skip: int, refit: bool, seed: in
         library=library,
     )
     task = task_of(problem, model=asked.model, dataset=asked.dataset)
-    new = what_is_new(read_policy(policy_name), task)
+    new = what_is_new(PolicyFile.load(policy_file), task)
     images = data.heldout.subset(torch.arange(skip, len(data.heldout)))
     evaluator = PlanEvaluator(
         model, library, problem, images, mean=data.mean, std=data.std, augmentation=data.augmentation
     )
-    selector = create_selector("ddpg", problem, seed=seed, episodes=1, policy=policy_name)
+    selector = create_selector("ddpg", problem, seed=seed, episodes=1, policy=str(policy_file))
     plans: list[Choices] = [tuple(problem.preset.tolist()), selector.propose()[0].choices]
     right = [scored(evaluator, choices) for choices in plans]
     difference = right[1] - right[0]
@@ -206,7 +206,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--policy", default=PRETRAINED, help="the policy's file (default: rankrl's own)")
+    parser.add_argument("--policy", type=Path, required=True, help="the policy's file")
     parser.add_argument("--tasks", nargs="+", type=Asked.parse, required=True)
     parser.add_argument("--skip", type=int, default=2000, help="held-out images that trained the policy")
     parser.add_argument("--refit", action="store_true", help="apply the plans too")
@@ -225,11 +225,11 @@ def main() -> None:
                 measured(asked, options.policy, skip=options.skip, refit=options.refit, seed=options.seed)
             )
             print(rows[-1], file=sys.stderr, flush=True)
-        policy = read_policy(options.policy)
+        policy = PolicyFile.load(options.policy)
     except RankrlError as error:
         sys.exit(f"transfer.py: {error}")
     shortened = {word: re.sub(r"[^:]*/", "", word) for word in sys.argv[1:] if word.count(":") == 5}
-    shortened[options.policy] = Path(options.policy).name
+    shortened[str(options.policy)] = options.policy.name
     command = shown_command(sys.argv, shortened=shortened)
     text = "\n\n".join([f"`{command}`", hardware_line(), report(rows, policy)])
     print(text)

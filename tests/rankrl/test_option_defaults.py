@@ -23,10 +23,12 @@ from rankrl.config.schema import AppConfig
 from rankrl.config.taken import owner_of
 from rankrl.data import load_dataset
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
+from rankrl.pretraining.training import PretrainingOptions
 from rankrl.selectors import create_selector
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
+from rankrl.workflow.pretrain import EpisodeOptions
 from rankrl.workflow.pruner_options import PruningOptions
 from rankrl.workflow.session import CandidateOptions, SearchOptions
 
@@ -63,6 +65,8 @@ OWNERS: list[tuple[Any, tuple[str, ...]]] = [
     (ExportOptions, ("export.",)),
     (LatencyOptions, ("export.",)),
     (TrainingRecipe, ("finetune.", "")),
+    (EpisodeOptions, ("pretrain.",)),
+    (PretrainingOptions, ("pretrain.",)),
     (PruningOptions, ("pruner.", "decomposition.", "")),
     (create_selector, ("search.", "")),
     (api.search, ("search.", "decomposition.", "budget.", "")),

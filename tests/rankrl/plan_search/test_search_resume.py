@@ -33,6 +33,7 @@ FAST = {
     "sac": FAST_POLICY,
     "bayes": FAST_BAYES,
     "bayes_ddpg": FAST_BAYES,
+    "cmaes": {"population": 3},
 }
 
 

@@ -89,7 +89,7 @@ def test_a_whole_task_is_measured(policy, tmp_path: Path, monkeypatch) -> None:
     save_checkpoint(model, tmp_path / "conv4.safetensors")
     policy.save(tmp_path / "policy.safetensors")
     asked = script.Asked("conv4", tmp_path / "conv4.safetensors", "digits", "tucker", "params", 0.2)
-    row = script.measured(asked, str(tmp_path / "policy.safetensors"), skip=0, refit=True, seed=0)
+    row = script.measured(asked, tmp_path / "policy.safetensors", skip=0, refit=True, seed=0)
     assert row.new == "network, dataset, budget"
     assert 0 <= row.greedy <= 1
     assert row.refit is not None

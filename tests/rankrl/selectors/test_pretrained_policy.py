@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from rankrl.agents import ALGORITHMS
-from rankrl.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, read_policy
+from rankrl.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
 from rankrl.envs.actions import ImportanceMap
 from rankrl.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.envs.features import DESCRIBING, ObservationEncoder
@@ -140,20 +140,20 @@ def test_files_that_do_not_fit_are_refused(policy, path, tmp_path) -> None:
     other = tmp_path / "other.safetensors"
     safetensors.torch.save_file({"a": torch.zeros(2)}, other)
     with pytest.raises(CheckpointError, match="no policy file"):
-        read_policy(other)
+        PolicyFile.load(other)
     other.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="damaged"):
-        read_policy(other)
+        PolicyFile.load(other)
     replace(policy, card=replace(policy.card, descriptors=DESCRIPTOR_NAMES[1:])).save(other)
     with pytest.raises(CheckpointError, match=f"other descriptors .*{DESCRIPTOR_NAMES[0]}"):
-        read_policy(other)
+        PolicyFile.load(other)
     replace(policy, card=replace(policy.card, hidden=(12, 7))).save(other)
     with pytest.raises(CheckpointError, match="its layer 1 has the shape"):
-        read_policy(other)
+        PolicyFile.load(other)
     weight, bias = policy.layers[0]
     replace(policy, layers=((weight * torch.nan, bias), *policy.layers[1:])).save(other)
     with pytest.raises(CheckpointError, match="not finite"):
-        read_policy(other)
+        PolicyFile.load(other)
 
 
 def test_a_policy_that_sees_another_number_of_features_is_refused(policy, small_problem, tmp_path) -> None:
