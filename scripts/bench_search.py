@@ -163,7 +163,15 @@ def search(
     problem = SearchProblem.from_model(
         model, sites, data.input_shape, params=arguments.params, library=library
     )
-    evaluator = PlanEvaluator(model, library, problem, data.heldout, mean=data.mean, std=data.std)
+    evaluator = PlanEvaluator(
+        model,
+        library,
+        problem,
+        data.heldout,
+        mean=data.mean,
+        std=data.std,
+        augmentation=data.augmentation,
+    )
     selector = create_selector(
         "ddpg", problem, seed=0, episodes=arguments.episodes, imagined_episodes=arguments.imagined
     )
