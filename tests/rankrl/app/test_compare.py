@@ -137,7 +137,7 @@ def test_each_selector_has_the_options_of_its_file() -> None:
 def test_selectors_that_draw_nothing_run_once() -> None:
     entered = compared_searches({name: {} for name in list_selectors()}, [5, 6])
     once = {each.selector for each in entered if each.seed is None}
-    assert once == {"energy", "greedy", "uniform", "vbmf"}
+    assert once == {"divergence", "energy", "greedy", "uniform", "vbmf"}
     assert len(entered) == len(once) + 2 * (len(list_selectors()) - len(once))
     assert len({each.folder_name for each in entered}) == len(entered)
 
