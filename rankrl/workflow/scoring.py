@@ -73,9 +73,7 @@ class ImageScoring:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
         if cluster is None:
             return nullcontext(self.plan_evaluator(model, library, problem))
-        return ParallelEvaluator(
-            model, library, problem, self._images, cluster=cluster, **self._arguments
-        )
+        return ParallelEvaluator(model, library, problem, self._images, cluster=cluster, **self._arguments)
 
     def plan_evaluator(self, model: nn.Module, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
         """Return what scores plans in this process."""
