@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import apply_plan
-from rankrl.agents.policy_file import PolicyFile, PolicyTask
+from rankrl.agents.policy_file import PolicyFile, PolicyTask, read_policy
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
@@ -137,7 +137,7 @@ def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: i
         library=library,
     )
     task = task_of(problem, model=asked.model, dataset=asked.dataset)
-    new = what_is_new(PolicyFile.load(policy_file), task)
+    new = what_is_new(read_policy(policy_file), task)
     images = data.heldout.subset(torch.arange(skip, len(data.heldout)))
     evaluator = PlanEvaluator(
         model, library, problem, images, mean=data.mean, std=data.std, augmentation=data.augmentation
@@ -225,7 +225,7 @@ def main() -> None:
                 measured(asked, options.policy, skip=options.skip, refit=options.refit, seed=options.seed)
             )
             print(rows[-1], file=sys.stderr, flush=True)
-        policy = PolicyFile.load(options.policy)
+        policy = read_policy(options.policy)
     except RankrlError as error:
         sys.exit(f"transfer.py: {error}")
     shortened = {word: re.sub(r"[^:]*/", "", word) for word in sys.argv[1:] if word.count(":") == 5}

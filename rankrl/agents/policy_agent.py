@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from rankrl.agents.imagination import Imagination, filled
 from rankrl.agents.options import AgentOptions
-from rankrl.agents.policy_file import PolicyFile
+from rankrl.agents.policy_file import read_policy
 from rankrl.agents.randomness import RandomState, one_thread
 from rankrl.agents.starting import options_with_policy, start_from
 from rankrl.agents.state import (
@@ -65,7 +64,7 @@ class PolicyAgent:
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ConfigError(f"there is no algorithm {algorithm!r}; choose from {', '.join(ALGORITHMS)}")
-        policy = None if options.policy is None else PolicyFile.load(Path(options.policy))
+        policy = None if options.policy is None else read_policy(options.policy)
         if policy is not None:
             options = options_with_policy(options, policy)
         self.problem, self.options = problem, options

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -22,6 +23,9 @@ from rankrl.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.envs.features import DESCRIBING, Feature
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.files import write_atomically
+
+PRETRAINED = "pretrained"
+"""What `selector.policy` calls the policy that comes with rankrl."""
 
 _VERSION = 1
 _METADATA = "rankrl"
@@ -152,7 +156,8 @@ class PolicyFile:
         """
         if not path.is_file():
             raise CheckpointError(
-                f"selector.policy: there is no policy file {path}; `rankrl task=pretrain` makes one"
+                f"selector.policy: there is no policy file {path}; `rankrl task=pretrain` makes one, and "
+                f"selector.policy={PRETRAINED} is the one that comes with rankrl"
             )
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -193,6 +198,21 @@ class PolicyFile:
                 )
             if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
                 raise CheckpointError(f"{path} is damaged: its layer {number} is not finite")
+
+
+def read_policy(policy: str | Path) -> PolicyFile:
+    """Return the policy of a file, or the one that comes with rankrl.
+
+    Args:
+        policy: A path, or `PRETRAINED`.
+
+    Raises:
+        CheckpointError: There is no such file, or it is none (`PolicyFile.load`).
+    """
+    if str(policy) != PRETRAINED:
+        return PolicyFile.load(Path(policy))
+    with resources.as_file(resources.files("rankrl.agents") / "pretrained.safetensors") as path:
+        return PolicyFile.load(path)
 
 
 def linear_layers(network: nn.Module) -> list[nn.Linear]:

@@ -24,6 +24,11 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.plan_search.evaluator:EvaluatorOptions.statistics": "corrected",
     "rankrl.plan_search.evaluator:EvaluatorOptions.term": "accuracy",
     "rankrl.plan_search.evaluator:Halving.keep": 0.5,
+    "rankrl.pretraining.training:PretrainingOptions.jitter": 0.05,
+    "rankrl.pretraining.training:PretrainingOptions.learning_rate": 0.003,
+    "rankrl.pretraining.training:PretrainingOptions.restraint": 0.05,
+    "rankrl.pretraining.training:PretrainingOptions.steps": 400,
+    "rankrl.pretraining.training:PretrainingOptions.weight_decay": 0.1,
     "rankrl.training.recipe:TrainingRecipe.augment": True,
     "rankrl.training.recipe:TrainingRecipe.balance_cores": False,
     "rankrl.training.recipe:TrainingRecipe.batch_size": 128,
@@ -44,6 +49,10 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.workflow.measure:ExportOptions.preprocess": False,
     "rankrl.workflow.measure:ExportOptions.runs": 30,
     "rankrl.workflow.measure:ExportOptions.threads": 1,
+    "rankrl.workflow.pretrain:EpisodeOptions.batches": 2,
+    "rankrl.workflow.pretrain:EpisodeOptions.importance_scale": 2.0,
+    "rankrl.workflow.pretrain:EpisodeOptions.plans": 64,
+    "rankrl.workflow.pretrain:EpisodeOptions.term": "soft_agreement",
     "rankrl.workflow.session:CandidateOptions.candidates": 16,
     "rankrl.workflow.session:CandidateOptions.iterations": 60,
     "rankrl.workflow.session:CandidateOptions.tensorised": False,
@@ -71,6 +80,7 @@ TASKS: dict[str, str] = {
     "finetune": "train the compressed network weights=PATH further, the dense one as teacher",
     "inspect": "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
     "pipeline": "choose ranks, rewrite, fine-tune, export and report",
+    "pretrain": "train one policy on many tasks: networks, formats, budgets",
     "prune": "remove channels to a target, fine-tune, export and report",
     "report": "gather all runs below runs=FOLDER in one page and one CSV file",
     "search": "choose ranks and write plan.json",
@@ -428,7 +438,9 @@ GROUPS: dict[str, Group] = {
                     "plans_per_step": int,
                     "policy_share": float,
                     "features": collections.abc.Sequence[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"]
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ]
                     ],
                     "hidden": collections.abc.Sequence[int],
                     "learning_rate": float,
@@ -450,12 +462,28 @@ GROUPS: dict[str, Group] = {
                     "learning_rate": 0.001,
                 },
             ),
+            "cmaes": Choice(
+                {
+                    "step": float,
+                    "population": int | None,
+                    "importance_scale": float,
+                },
+                {
+                    "step": 0.3,
+                    "population": None,
+                    "importance_scale": 2.0,
+                },
+            ),
             "ddpg": Choice(
                 {
+                    "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
                     "per_bond": bool,
                     "features": tuple[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"], ...
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ],
+                        ...,
                     ],
                     "importance_scale": float,
                     "hidden": tuple[int, ...],
@@ -468,9 +496,13 @@ GROUPS: dict[str, Group] = {
                     "noise": float,
                     "final_noise": float,
                     "updates_per_episode": int | None,
+                    "imagined_episodes": int,
+                    "imagined_noise": float,
+                    "shaping": float,
                     "plans_per_step": int,
                 },
                 {
+                    "policy": None,
                     "action": None,
                     "per_bond": False,
                     "features": ["macs", "curve"],
@@ -485,7 +517,18 @@ GROUPS: dict[str, Group] = {
                     "noise": 0.3,
                     "final_noise": 0.05,
                     "updates_per_episode": None,
+                    "imagined_episodes": 0,
+                    "imagined_noise": 0.2,
+                    "shaping": 0.0,
                     "plans_per_step": 1,
+                },
+            ),
+            "divergence": Choice(
+                {
+                    "batches": int,
+                },
+                {
+                    "batches": 2,
                 },
             ),
             "energy": Choice(
@@ -520,10 +563,14 @@ GROUPS: dict[str, Group] = {
             ),
             "sac": Choice(
                 {
+                    "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
                     "per_bond": bool,
                     "features": tuple[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"], ...
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ],
+                        ...,
                     ],
                     "importance_scale": float,
                     "hidden": tuple[int, ...],
@@ -536,9 +583,13 @@ GROUPS: dict[str, Group] = {
                     "noise": float,
                     "final_noise": float,
                     "updates_per_episode": int | None,
+                    "imagined_episodes": int,
+                    "imagined_noise": float,
+                    "shaping": float,
                     "plans_per_step": int,
                 },
                 {
+                    "policy": None,
                     "action": None,
                     "per_bond": False,
                     "features": ["macs", "curve"],
@@ -553,15 +604,22 @@ GROUPS: dict[str, Group] = {
                     "noise": 0.3,
                     "final_noise": 0.05,
                     "updates_per_episode": None,
+                    "imagined_episodes": 0,
+                    "imagined_noise": 0.2,
+                    "shaping": 0.0,
                     "plans_per_step": 1,
                 },
             ),
             "td3": Choice(
                 {
+                    "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
                     "per_bond": bool,
                     "features": tuple[
-                        typing.Literal["macs", "curve", "identity", "budget_left", "last_reward", "plan"], ...
+                        typing.Literal[
+                            "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
+                        ],
+                        ...,
                     ],
                     "importance_scale": float,
                     "hidden": tuple[int, ...],
@@ -574,9 +632,13 @@ GROUPS: dict[str, Group] = {
                     "noise": float,
                     "final_noise": float,
                     "updates_per_episode": int | None,
+                    "imagined_episodes": int,
+                    "imagined_noise": float,
+                    "shaping": float,
                     "plans_per_step": int,
                 },
                 {
+                    "policy": None,
                     "action": None,
                     "per_bond": False,
                     "features": ["macs", "curve"],
@@ -591,6 +653,9 @@ GROUPS: dict[str, Group] = {
                     "noise": 0.3,
                     "final_noise": 0.05,
                     "updates_per_episode": None,
+                    "imagined_episodes": 0,
+                    "imagined_noise": 0.2,
+                    "shaping": 0.0,
                     "plans_per_step": 1,
                 },
             ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,10 +54,10 @@ class ReinforcementSelector(Selector):
         """Refuse hyper-parameters out of their ranges, and a policy that cannot be read or does not fit."""
         chosen = agent_options(options)
         if chosen.policy is not None:
-            from rankrl.agents.policy_file import PolicyFile
+            from rankrl.agents.policy_file import read_policy
             from rankrl.agents.starting import options_with_policy
 
-            options_with_policy(chosen, PolicyFile.load(Path(chosen.policy)))
+            options_with_policy(chosen, read_policy(chosen.policy))
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:

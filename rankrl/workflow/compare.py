@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from decomposition import CompressionPlan
-from rankrl.agents.policy_file import PolicyFile
+from rankrl.agents.policy_file import read_policy
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.files import write_json
@@ -182,7 +182,7 @@ def _check_held_out(session: SearchSession, compared: ComparedSearch) -> None:
     policy = compared.options.get("policy")
     if policy is not None:
         task = task_of(session.problem, model="the network", dataset="this dataset")
-        PolicyFile.load(Path(policy)).card.check_held_out(task)
+        read_policy(policy).card.check_held_out(task)
 
 
 def _check_options(session: SearchSession, compared: ComparedSearch) -> None:

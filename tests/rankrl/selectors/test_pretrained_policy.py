@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from rankrl.agents import ALGORITHMS
-from rankrl.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
+from rankrl.agents.policy_file import PRETRAINED, PolicyCard, PolicyFile, PolicyTask, read_policy
 from rankrl.envs.actions import ImportanceMap
 from rankrl.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.envs.features import DESCRIBING, ObservationEncoder
@@ -175,3 +175,12 @@ def test_another_version_is_refused(policy, path) -> None:
 def test_a_policy_for_every_network_sees_nothing_that_depends_on_one() -> None:
     with pytest.raises(ConfigError, match="identity"):
         PolicyCard(("macs", "identity"), 2.0, (8,), ())
+
+
+def test_the_policy_that_comes_with_rankrl_proposes_a_plan_for_any_network(small_problem) -> None:
+    policy = read_policy(PRETRAINED)
+    assert policy.card.descriptors == DESCRIPTOR_NAMES
+    assert {task.model for task in policy.card.tasks} == {"resnet20", "resnet32"}
+    (first,) = make("ddpg", small_problem, Path(PRETRAINED)).propose()
+    assert first.phase == "pretrained"
+    assert small_problem.keeps_budget(first.choices)
