@@ -10,10 +10,15 @@ from rankrl.tracking.registry import import_optional, register_tracker
 
 # Options that say where and how, not what is computed.
 _NO_HYPERPARAMETERS = ("resume", "tracking", "runs", "weights", "plan", "export", "inspect")
-_COMPARED = (
-    *("finetuned.accuracy", "compressed.accuracy", "ratios.params", "ratios.macs", "ratios.latency"),
-    *("onnx.accuracy", "onnx.file_bytes", "search.best_reward"),
-)
+# By their section of metrics.json.
+_SECTIONS = {
+    "finetuned": ("accuracy",),
+    "compressed": ("accuracy",),
+    "ratios": ("params", "macs", "latency"),
+    "onnx": ("accuracy", "file_bytes"),
+    "search": ("best_reward",),
+}
+_COMPARED = tuple(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names)
 
 
 @register_tracker("tensorboard")
