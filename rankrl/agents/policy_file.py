@@ -134,6 +134,21 @@ class PolicyFile:
         """Numbers in an observation."""
         return self.layers[0][0].shape[1]
 
+    def actions(self, observations: Tensor) -> Tensor:
+        """Return what the policy does at every layer when it has done nothing before.
+
+        Args:
+            observations: What it sees of the layers beside the previous action, (layers, observed - 1).
+
+        Returns:
+            Actions in [-1, 1], shape (layers,).
+        """
+        values = torch.cat([observations, torch.full((len(observations), 1), 0.5)], dim=1)
+        for number, (weight, bias) in enumerate(self.layers):
+            values = values @ weight.T + bias
+            values = torch.relu(values) if number < len(self.layers) - 1 else torch.tanh(values)
+        return values[:, 0]
+
     def save(self, path: Path) -> None:
         """Write the file, atomically.
 

@@ -46,7 +46,7 @@ _OF_A_LAYER = (
     *(f"error_at_{point}" for point in range(CURVE_POINTS)),
 )
 _OF_NEIGHBOURS = ("place_in_block", "cost_share", "importance", "loss_share", "preset_kept", "preset_error")
-_OF_THE_TASK = (
+OF_THE_TASK = (
     *(f"format_{name}" for name in _KNOWN_FORMATS),
     "rounded",
     *(f"budget_{measure}" for measure in MEASURES),
@@ -54,12 +54,13 @@ _OF_THE_TASK = (
     "params",
     "mean_error",
 )
+"""Names of the descriptors that are the same for all layers, but for those that stay dense."""
 
 DESCRIPTOR_NAMES = (
     *_OF_A_LAYER,
     *(f"previous_{name}" for name in _OF_NEIGHBOURS),
     *(f"next_{name}" for name in _OF_NEIGHBOURS),
-    *_OF_THE_TASK,
+    *OF_THE_TASK,
 )
 """Names of the descriptors, in order."""
 
@@ -89,7 +90,7 @@ def layer_descriptors(problem: SearchProblem) -> np.ndarray:
         np.stack([own[name] for name in _OF_A_LAYER], axis=1),
         np.concatenate([nobody, neighbours[:-1]]),
         np.concatenate([neighbours[1:], nobody]),
-        np.stack([task[name] for name in _OF_THE_TASK], axis=1),
+        np.stack([task[name] for name in OF_THE_TASK], axis=1),
     ]
     return np.concatenate(columns, axis=1).clip(0.0, 1.0)
 

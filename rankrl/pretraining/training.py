@@ -155,11 +155,8 @@ def unexplained(episodes: TaskEpisodes, policy: PolicyFile | None = None) -> flo
     lesson = _Lesson.of(episodes)
     if policy is None:
         return float(lesson.unexplained(torch.zeros(len(lesson.observations)), 1.0))
-    values = torch.cat([lesson.observations, torch.full((len(lesson.observations), 1), 0.5)], dim=1)
-    for number, (weight, bias) in enumerate(policy.layers):
-        values = values @ weight.T + bias
-        values = torch.relu(values) if number < len(policy.layers) - 1 else torch.tanh(values)
-    return float(lesson.unexplained(values[:, 0], policy.card.importance_scale))
+    actions = policy.actions(lesson.observations)
+    return float(lesson.unexplained(actions, policy.card.importance_scale))
 
 
 def _network(observed: int, hidden: Sequence[int]) -> nn.Sequential:
