@@ -29,7 +29,7 @@ from .operations import (
     list_operations,
     register_operation,
 )
-from .plain_layers import plain_layers
+from .own_layers import plain_layers
 from .plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from .rank_grid import candidate_ranks
 from .registry import Registry
