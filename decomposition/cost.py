@@ -76,8 +76,7 @@ def _recurrence_in_steps(model: nn.Module) -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*oneDNN.*"
-        )  # setting flags warns of what they do on a GPU
+        # Setting flags warns of what they do on a GPU.
+        warnings.filterwarnings("ignore", message=".*oneDNN.*")
         with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
             yield

@@ -173,28 +173,21 @@ def _draw(
                 markersize=6,
                 label=method.replace("_", " "),
             )
-    dense = dense_costs(runs, cost)
-    if dense:
-        axes.plot(
-            *zip(*dense.values(), strict=True),
-            "o",
-            markersize=8,
-            markerfacecolor="none",
-            markeredgecolor=PALETTE["ink"],
-            markeredgewidth=1.4,
-            label="dense",
-        )
-    integers = rivals(runs, cost)
-    if integers:
-        axes.plot(
-            *zip(*integers.values(), strict=True),
-            "s",
-            markersize=7,
-            markerfacecolor="none",
-            markeredgecolor=PALETTE["ink"],
-            markeredgewidth=1.4,
-            label="dense, 8-bit integers",
-        )
+    dense, integers = dense_costs(runs, cost), rivals(runs, cost)
+    for points_of, marker, size, label in (
+        (dense, "o", 8, "dense"),
+        (integers, "s", 7, "dense, 8-bit integers"),
+    ):
+        if points_of:
+            axes.plot(
+                *zip(*points_of.values(), strict=True),
+                marker,
+                markersize=size,
+                markerfacecolor="none",
+                markeredgecolor=PALETTE["ink"],
+                markeredgewidth=1.4,
+                label=label,
+            )
     axes.plot([], [], color=PALETTE["muted"], linewidth=1.1, label="Pareto front")
     networks = (*dense.values(), *integers.values())
     axes.set_xlim(0, 1.05 * max([*(value for _, value, _ in points), *(value for value, _ in networks)]))

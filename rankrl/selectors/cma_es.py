@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import Proposal, Selector, SelectorState
+from rankrl.selectors.packages import import_package
 from rankrl.selectors.registry import register_selector
 
 
@@ -54,7 +54,7 @@ class CMAESSelector(Selector):
         layers = len(problem.sites)
         if layers < 2:
             raise ConfigError("selector=cmaes needs at least two layers to choose for; use selector=local")
-        self._optimizer = _cmaes().CMA(
+        self._optimizer = import_package("cmaes", "cmaes", "the package cmaes").CMA(
             mean=np.zeros(layers),
             sigma=step,
             bounds=np.tile([-1.0, 1.0], (layers, 1)),
@@ -76,7 +76,7 @@ class CMAESSelector(Selector):
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse a search without a budget, or without the library."""
-        _cmaes()
+        import_package("cmaes", "cmaes", "the package cmaes")
         check_action("importance", setting=setting)
 
     def propose(self) -> list[Proposal]:
@@ -110,18 +110,3 @@ class CMAESSelector(Selector):
 
     def _tell(self, generation: Sequence[np.ndarray], rewards: Sequence[float]) -> None:
         self._optimizer.tell([(each, -reward) for each, reward in zip(generation, rewards, strict=True)])
-
-
-def _cmaes() -> Any:
-    """Return the library.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        return importlib.import_module("cmaes")
-    except ImportError as error:
-        raise ConfigError(
-            "selector=cmaes needs the package cmaes, which is not installed; `pip install cmaes`, or choose "
-            "another selector"
-        ) from error

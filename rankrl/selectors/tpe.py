@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rankrl.errors import ConfigError, StorageError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import Proposal, Selector, SelectorState
+from rankrl.selectors.packages import import_package
 from rankrl.selectors.random_plans import check_plans_per_step
 from rankrl.selectors.registry import register_selector
 
@@ -58,7 +58,7 @@ class TPESelector(Selector):
         plans_per_step: int = 1,
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self._optuna = _optuna()
+        self._optuna = import_package("optuna", "tpe", "Optuna")
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self.plans_per_step = plans_per_step
         self.startup_trials, self.multivariate = startup_trials, multivariate
@@ -83,7 +83,7 @@ class TPESelector(Selector):
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse a search without a budget, or without Optuna."""
-        _optuna()
+        import_package("optuna", "tpe", "Optuna")
         check_action("importance", setting=setting)
 
     def use_folder(self, folder: Path) -> None:
@@ -165,18 +165,3 @@ class TPESelector(Selector):
             distributions=dict.fromkeys(self._names, distribution),
             value=reward,
         )
-
-
-def _optuna() -> Any:
-    """Return Optuna.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ConfigError(
-            "selector=tpe needs Optuna, which is not installed; `pip install optuna`, or choose another "
-            "selector"
-        ) from error

@@ -23,7 +23,7 @@ from rankrl.config.choices import group_choices
 from rankrl.config.folder import config_folder
 from rankrl.config.groups import GROUPS
 from rankrl.data import Images
-from rankrl.plan_search.evaluator import Evaluation
+from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)
@@ -157,6 +157,22 @@ def small_library(small_network: nn.Module) -> FitLibrary:
 def small_problem(small_network: nn.Module, small_library: FitLibrary) -> SearchProblem:
     sites = small_library.all_candidates(limit=16)
     return measured(SearchProblem.from_model(small_network, sites, SHAPE, params=0.5, library=small_library))
+
+
+@pytest.fixture(scope="module")
+def small_evaluator(
+    small_network: nn.Module, small_library: FitLibrary, small_problem: SearchProblem, small_images: Images
+) -> PlanEvaluator:
+    """Scores plans on the images as they are, in three batches."""
+    return PlanEvaluator(
+        small_network,
+        small_library,
+        small_problem,
+        small_images,
+        mean=(0.5,),
+        std=(0.3,),
+        options=EvaluatorOptions(augmented=False, batch_size=32),
+    )
 
 
 @pytest.fixture

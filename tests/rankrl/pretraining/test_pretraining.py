@@ -13,7 +13,7 @@ from rankrl.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
 from rankrl.envs.actions import ImportanceMap
 from rankrl.envs.features import DESCRIBING, ObservationEncoder
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.evaluator import PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.pretraining.episodes import (
     TaskEpisodes,
@@ -84,19 +84,6 @@ def test_options_out_of_range_are_refused(options) -> None:
         PretrainingOptions(**options)
 
 
-@pytest.fixture(scope="module")
-def evaluator(small_problem, small_network, small_library, small_images) -> PlanEvaluator:
-    return PlanEvaluator(
-        small_network,
-        small_library,
-        small_problem,
-        small_images,
-        mean=(0.5,),
-        std=(0.3,),
-        options=EvaluatorOptions(augmented=False, batch_size=32),
-    )
-
-
 def play(problem: SearchProblem, evaluator: PlanEvaluator, **options) -> TaskEpisodes:
     return play_episodes(
         problem,
@@ -115,14 +102,14 @@ def play(problem: SearchProblem, evaluator: PlanEvaluator, **options) -> TaskEpi
     )
 
 
-def test_gains_are_taken_against_greedys_plan_on_the_same_images(small_problem, evaluator) -> None:
+def test_gains_are_taken_against_greedys_plan_on_the_same_images(small_problem, small_evaluator) -> None:
     """The oracle scores whole plans and picks the images of the batch itself."""
-    found = play(small_problem, evaluator)
+    found = play(small_problem, small_evaluator)
     generator, importance = np.random.default_rng(0), ImportanceMap(small_problem, scale=2.0)
-    dense = evaluator.forward(tuple(s.dense for s in small_problem.sites), 0, 3).softmax(1)
+    dense = small_evaluator.forward(tuple(s.dense for s in small_problem.sites), 0, 3).softmax(1)
 
     def overlap(choices, batch: int) -> float:
-        scores = evaluator.forward(choices, 0, 3).softmax(1)
+        scores = small_evaluator.forward(choices, 0, 3).softmax(1)
         rows = slice(32 * batch, 32 * (batch + 1))
         return float(torch.minimum(scores[rows], dense[rows]).sum(1).double().mean())
 
@@ -135,16 +122,16 @@ def test_gains_are_taken_against_greedys_plan_on_the_same_images(small_problem, 
         np.testing.assert_array_equal(found.losses[number], lost)
 
 
-def test_episodes_hold_what_the_policy_will_see(small_problem, evaluator) -> None:
-    found = play(small_problem, evaluator, count=1)
+def test_episodes_hold_what_the_policy_will_see(small_problem, small_evaluator) -> None:
+    found = play(small_problem, small_evaluator, count=1)
     seen = ObservationEncoder(small_problem, DESCRIBING, 1)(0, np.zeros((1, len(small_problem.sites), 1)))
     np.testing.assert_allclose(found.observations[0], seen[0, :-1], rtol=1e-6)
 
 
 def test_files_return_what_was_saved_and_only_for_the_same_question(
-    small_problem, evaluator, tmp_path: Path
+    small_problem, small_evaluator, tmp_path: Path
 ) -> None:
-    path, found = tmp_path / "task.safetensors", play(small_problem, evaluator)
+    path, found = tmp_path / "task.safetensors", play(small_problem, small_evaluator)
     assert TaskEpisodes.load(path, "a") is None
     found.save(path, "a")
     loaded = TaskEpisodes.load(path, "a")

@@ -17,7 +17,6 @@ from rankrl.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.envs.features import CURVE_POINTS, DESCRIBING
 from rankrl.errors import ConfigError
 from rankrl.models import create_model, save_checkpoint
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 
 KNOWN = PolicyTask("resnet20", "a", "cifar10", ("tucker",), {"params": 0.25})
 OBSERVED = 8 + 1 + CURVE_POINTS + len(DESCRIPTOR_NAMES) + 1
@@ -42,22 +41,11 @@ def test_what_is_new_is_named_and_what_is_known_refused(policy) -> None:
         script.what_is_new(policy, KNOWN)
 
 
-def test_scores_are_the_accuracies_of_batches(
-    small_problem, small_network, small_library, small_images
-) -> None:
-    evaluator = PlanEvaluator(
-        small_network,
-        small_library,
-        small_problem,
-        small_images,
-        mean=(0.5,),
-        std=(0.3,),
-        options=EvaluatorOptions(augmented=False, batch_size=32),
-    )
+def test_scores_are_the_accuracies_of_batches(small_problem, small_evaluator) -> None:
     choices = tuple(small_problem.preset.tolist())
-    found = script.scored(evaluator, choices)
+    found = script.scored(small_evaluator, choices)
     assert len(found) == 3
-    assert found.mean() == pytest.approx(evaluator(choices).accuracy)
+    assert found.mean() == pytest.approx(small_evaluator(choices).accuracy)
 
 
 def test_tasks_are_read_from_six_parts() -> None:

@@ -11,35 +11,21 @@ import torch
 
 from rankrl.errors import ConfigError
 from rankrl.plan_search.divergence import single_layer_divergences
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.selectors import create_selector
 
 
-@pytest.fixture(scope="module")
-def evaluator(small_problem, small_network, small_library, small_images) -> PlanEvaluator:
-    return PlanEvaluator(
-        small_network,
-        small_library,
-        small_problem,
-        small_images,
-        mean=(0.5,),
-        std=(0.3,),
-        options=EvaluatorOptions(augmented=False, batch_size=32),
-    )
-
-
-def test_each_is_that_of_the_answers_of_one_compressed_layer(small_problem, evaluator) -> None:
+def test_each_is_that_of_the_answers_of_one_compressed_layer(small_problem, small_evaluator) -> None:
     """The oracle is torch's own distribution."""
-    found = single_layer_divergences(evaluator, 2)
+    found = single_layer_divergences(small_evaluator, 2)
     dense = [site.dense for site in small_problem.sites]
-    before = torch.distributions.Categorical(logits=evaluator.forward(tuple(dense), 0, 2))
+    before = torch.distributions.Categorical(logits=small_evaluator.forward(tuple(dense), 0, 2))
     for index, site in enumerate(small_problem.sites):
         assert found[index].shape == (len(site),)
         assert found[index][site.dense] == 0
         for choice in (0, len(site) // 2):
             plan = [*dense]
             plan[index] = choice
-            after = torch.distributions.Categorical(logits=evaluator.forward(tuple(plan), 0, 2))
+            after = torch.distributions.Categorical(logits=small_evaluator.forward(tuple(plan), 0, 2))
             wanted = float(torch.distributions.kl_divergence(before, after).mean())
             assert found[index][choice] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
