@@ -209,7 +209,7 @@ def compress(
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
     check_writable(run.path, "folder")
-    dense = _prepared(model)
+    dense = plain_attention(model).eval()
     fitted, held = _samples(data, heldout, dense, seed)
     if recipe is not None:
         check_loss(fitted.labels, loss)
@@ -325,13 +325,6 @@ def _checked_recipe(finetune: FineTuning | None, loss: Loss | None) -> TrainingR
             + (", or leave loss= to your function" if callable(finetune) else "")
         )
     return None
-
-
-def _prepared(model: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode, with attention that can be decomposed."""
-    if any(isinstance(each, nn.MultiheadAttention) for each in model.modules()):
-        return plain_attention(model).eval()
-    return copied(model).eval()
 
 
 def _samples(
