@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,7 +174,11 @@ class CompressionPlan:
         Raises:
             PlanError: If the plan was made for another model or names a layer that it does not have.
         """
-        by_name = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
+        return self.check_specs(inspect_layers(model, self.input_shape))
+
+    def check_specs(self, specs: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
+        """Return all layers of a network by name, after checking that it is the plan's; see `check_model`."""
+        by_name = {spec.name: spec for spec in specs}
         found = fingerprint(by_name.values())
         # Plans made before recurrent layers and attention were listed know nothing of them.
         known = {found, fingerprint(spec for spec in by_name.values() if spec.kind not in OPAQUE_KINDS)}

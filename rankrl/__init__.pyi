@@ -2,7 +2,7 @@ from .api import apply_plan, load_compressed, search
 from .envs import RankSelectionEnv
 from .export import export_onnx
 from .network_compression import NetworkCompression, compress
-from .onnx_graph import ImagePreprocessing, compress_onnx
+from .onnx_graph import ImagePreprocessing, apply_onnx_plan, compress_onnx
 from .operations import KeepChannels
 from .training import TrainingRecipe
 from .workflow.latency import LatencyOptions
@@ -14,6 +14,7 @@ __all__ = [
     "NetworkCompression",
     "RankSelectionEnv",
     "TrainingRecipe",
+    "apply_onnx_plan",
     "apply_plan",
     "compress",
     "compress_onnx",

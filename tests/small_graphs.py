@@ -125,6 +125,32 @@ def tokens(opset: int = OPSETS[0]) -> onnx.ModelProto:
     )
 
 
+def shared(*, bias: bool, strides: tuple[int, int] = (1, 1), other_bias: bool = False) -> onnx.ModelProto:
+    """Two convolutions along two branches with one weight, and a third one on what they have in common."""
+    random = generator()
+    constants = {
+        "weight": of_low_rank(16, 8 * 9, 5).reshape(16, 8, 3, 3),
+        "bias": random.standard_normal(16).astype(np.float32),
+        "other_bias": random.standard_normal(16).astype(np.float32),
+        "last": of_low_rank(12, 16, 4).reshape(12, 16, 1, 1),
+        "two": np.array(2, np.float32),
+    }
+    biases = (["bias"], ["other_bias" if other_bias else "bias"]) if bias else ([], [])
+    attributes = [{"pads": [1, 1, 1, 1], "strides": [stride, stride]} for stride in strides]
+    nodes = [
+        helper.make_node("Tanh", ["frames"], ["bent"], "tanh"),
+        helper.make_node("Conv", ["frames", "weight", *biases[0]], ["a"], "one", **attributes[0]),
+        helper.make_node("Conv", ["bent", "weight", *biases[1]], ["b"], "two", **attributes[1]),
+        helper.make_node("GlobalAveragePool", ["a"], ["pooled_a"], "pool_a"),
+        helper.make_node("GlobalAveragePool", ["b"], ["pooled_b"], "pool_b"),
+        helper.make_node("Mul", ["pooled_a", "pooled_b"], ["both"], "product"),
+        helper.make_node("Conv", ["both", "last"], ["y"], "last_conv"),
+    ]
+    used = {name for node in nodes for name in node.input}
+    kept = {name: value for name, value in constants.items() if name in used}
+    return model_of(nodes, kept, {"frames": ["n", 8, 9, 9]}, {"y": ["n", 12, 1, 1]})
+
+
 def images(count: int = 60) -> Array:
     return generator().standard_normal((count, 3, 10, 9)).astype(np.float32)
 
@@ -146,3 +172,6 @@ def sentences(count: int = 60) -> dict[str, Array]:
         "words": random.integers(11, size=(count, 7)),
         "extra": random.standard_normal((count, 7, 24)).astype(np.float32),
     }
+
+
+FRAMES = generator().standard_normal((80, 8, 9, 9)).astype(np.float32)

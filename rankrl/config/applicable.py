@@ -100,19 +100,25 @@ def _section(name: str, reason: str, *tasks: str) -> Rule:
     )
 
 
+def _is_onnx(config: Config) -> bool:
+    return config["model"].get("architecture") == "onnx"
+
+
 _UNUSED_BY_ONNX = (
-    *("search", "reward", "calibration", "constrain", "finetune", "optim", "train"),
+    *("calibration", "constrain", "finetune", "optim", "train"),
     *("decomposition.sequential", "decomposition.batch_norm", "export.opset", "export.preprocess"),
     *("export.int8", "export.runtimes", "export.training"),
+    *("search.images", "search.augmented", "search.statistics", "search.batch_size", "search.halving."),
+    "search.workers",
 )
 
 
 def _unused_by_onnx(option: str) -> Rule:
-    """The rule of options that say how a network in PyTorch is trained, searched or exported."""
+    """The rule of options that say how a network in PyTorch is trained, scored or exported."""
     return Rule(
         f"{option}." if "." not in option else option,
-        lambda config: config["model"].get("architecture") == "onnx",
-        "model=onnx compresses a file as it is, without training or search",
+        _is_onnx,
+        "model=onnx compresses a file as it is, without training or labels",
         "leave it out; docs/onnx.md lists what it takes",
     )
 
@@ -133,7 +139,15 @@ RULES = (
     _section("finetune", "fine-tunes nothing", *_FINETUNING),
     _section("optim", "fine-tunes nothing", *_FINETUNING),
     _section("train", "trains no dense network", *_TRAINING),
-    _section("export", "neither exports a network nor times one", "export", *_SEARCHING),
+    Rule(
+        "export.",
+        lambda config: (
+            config["task"] not in ("export", *_SEARCHING)
+            and not (_is_onnx(config) and config["task"] == "apply")
+        ),
+        "task={task} neither exports a network nor times one",
+        f"leave it out, or choose task=export, {', '.join(_SEARCHING[:-1])} or {_SEARCHING[-1]}",
+    ),
     Rule(
         "export.runtimes",
         _other_task("pipeline", "prune", "export"),

@@ -84,12 +84,45 @@ def measure_layer_latencies(
     """
     specs = {spec.name: spec for spec in inspect_layers(model, input_shape)}
     conditions = measuring_conditions(batch, threads)
-    path = None if folder is None else folder / f"{_key(sites, specs, conditions, runs)}.json"
-    if path is not None and path.exists():
+    key = table_key(sites, specs, conditions, runs)
+
+    def measured() -> LatencyTable:
+        return _measured(model, sites, input_shape, batch, threads, runs, progress)
+
+    return kept_table(folder, key, measured)
+
+
+def kept_table(folder: Path | None, key: str, measure: Callable[[], LatencyTable]) -> LatencyTable:
+    """Return a table that was kept in a folder, or measure and keep it.
+
+    Args:
+        folder: The folder; None keeps nothing.
+        key: Name of the table (`table_key`).
+        measure: Measures it.
+    """
+    if folder is None:
+        return measure()
+    path = folder / f"{key}.json"
+    if path.exists():
         try:
             return LatencyTable.load(path)
         except DecompositionError:
             log.warning("%s is damaged; latencies are measured anew", path)
+    table = measure()
+    folder.mkdir(parents=True, exist_ok=True)
+    table.save(path)
+    return table
+
+
+def _measured(
+    model: nn.Module,
+    sites: Sequence[CandidateSet],
+    input_shape: ExampleInputs,
+    batch: int,
+    threads: int,
+    runs: int,
+    progress: Callable[[str], None] | None,
+) -> LatencyTable:
     integers = any(each.integer for site in sites for each in site.candidates)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -111,11 +144,7 @@ def measure_layer_latencies(
         if integers:
             quantise_onnx(dense, dense, [sample], weights={f"{site.name}.weight" for site in sites})
             in_integers = measure_latency(dense, **timing, inputs=sample).median_ms
-    table = measured.table(sites, whole, in_integers, conditions)
-    if path is not None and folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        table.save(path)
-    return table
+    return measured.table(sites, whole, in_integers, measuring_conditions(batch, threads))
 
 
 @dataclass(frozen=True)
@@ -288,7 +317,17 @@ def _geometry(site: CandidateSet) -> str:
     return repr((nameless, [each.content() for each in site.candidates], numbers))
 
 
-def _key(sites: Sequence[CandidateSet], specs: dict[str, LayerSpec], conditions: str, runs: int) -> str:
+def table_key(
+    sites: Sequence[CandidateSet], specs: Mapping[str, LayerSpec], conditions: str, runs: int
+) -> str:
+    """Return the name under which a table is kept: equal for tables that would be measured alike.
+
+    Args:
+        sites: The candidates.
+        specs: All layers of the network, by name.
+        conditions: How it is measured, and what else times depend on.
+        runs: Timed passes of each candidate.
+    """
     content = [str(_METHOD), conditions, str(runs), *map(repr, specs.values())]
     content += [f"{site.name} {_geometry(site)}" for site in sites]
     return hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]

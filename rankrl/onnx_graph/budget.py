@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,11 @@ import onnx
 from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, LayerSpec
-from decomposition.operations.base import FLOAT_BYTES
+from decomposition.layer_plan import without_growth
+from decomposition.operations.base import FLOAT_BYTES, dense_cost
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import LatencyComparison, compare_latency, measure_latency
-from rankrl.export.layer_latency import measuring_conditions, time_sites
+from rankrl.export.layer_latency import kept_table, measuring_conditions, table_key, time_sites
 from rankrl.onnx_graph.file import write_graph
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
@@ -54,6 +56,20 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
     return {"params": params, "macs": sum(site.spec.macs for site in sites), "bytes": size}
 
 
+def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: CompressionPlan) -> dict[str, int]:
+    """Return what a network costs under a plan, counted like `totals` (`network_costs`)."""
+    found = dict(totals)
+    for site in sites:
+        if site.spec.refusal is not None:
+            continue
+        before = dense_cost(site.spec)
+        after = without_growth(plan[site.name], site.spec).cost(site.spec)
+        found["params"] += after.params - before.params
+        found["macs"] += after.macs - before.macs
+        found["bytes"] += after.bytes - before.bytes
+    return found
+
+
 def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> set[str]:
     """Return the names of constants in integers that nodes multiply with, or that are turned to floats."""
     found = {node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"}
@@ -72,7 +88,7 @@ class OnnxLatencyBudget(LatencyBudget):
         fraction: Fraction of the original's time to keep at most, in (0, 1].
         options: How time is measured; the batch is that of `feed`.
         feed: A batch of real inputs.
-        further: Fractions of other costs that have to be kept as well, by measure.
+        further: As for `LatencyBudget`.
     """
 
     def __init__(
@@ -87,9 +103,10 @@ class OnnxLatencyBudget(LatencyBudget):
         feed: Feed,
         further: Mapping[str, float | None],
     ) -> None:
-        super().__init__(nn.Identity(), sites, input_shape(network, feed), fraction, options)
+        shape = input_shape(network, feed)
+        super().__init__(nn.Identity(), sites, shape, fraction, options, further=further)
         self.network, self.found, self.library = network, list(found), library
-        self.totals, self.feed, self.further = dict(totals), feed, dict(further)
+        self.totals, self.feed = dict(totals), feed
 
     def measured(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the original, timed in turns."""
@@ -100,6 +117,13 @@ class OnnxLatencyBudget(LatencyBudget):
             return 1 / compared_with_original(self.network, path, self.feed, self.options).ratio
 
     def _table(self) -> LatencyTable:
+        specs = {site.name: site.spec for site in self.found}
+        beside = hashlib.sha256(self.network.model.SerializeToString()).hexdigest()
+        conditions = measuring_conditions(batch_size(self.feed), self.options.threads)
+        key = table_key(self.sites, specs, f"{conditions} {beside}", self.options.runs)
+        return kept_table(self.options.folder, key, self._measured_table)
+
+    def _measured_table(self) -> LatencyTable:
         batch, threads, runs = batch_size(self.feed), self.options.threads, self.options.runs
         integers = any(each.integer for site in self.sites for each in site.candidates)
         with progress_bar("time nodes", total=len(self.sites)) as bar, tempfile.TemporaryDirectory() as name:

@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnxruntime
+import torch
 
-from decomposition import FitLibrary, FitOptions, get_heuristic
+from decomposition import CompressionPlan, FitOptions, list_heuristics
 from decomposition.fitting import CHOOSING
 from decomposition.operations.base import FINAL
-from rankrl.agreement import agreement, agreement_score
+from rankrl.agreement import agreement_score
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
-from rankrl.onnx_graph.budget import (
-    OnnxLatencyBudget,
-    compared_with_original,
-    input_shape,
-    network_costs,
-)
-from rankrl.onnx_graph.capture import collect_moments
-from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.budget import compared_with_original, plan_costs
 from rankrl.onnx_graph.file import check_contracted, write_graph
+from rankrl.onnx_graph.given import GivenFile, Inputs
 from rankrl.onnx_graph.image_files import ImagePreprocessing
-from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
-from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, open_session
-from rankrl.onnx_graph.refit import refitted_graph
-from rankrl.onnx_graph.rewrite import MARKED, check_formats, writable_formats
-from rankrl.onnx_graph.sensitivity import collect_sensitivities
-from rankrl.onnx_graph.sites import Site, SiteModules, find_sites
-from rankrl.plan_search.problem import SearchProblem, check_budgets
+from rankrl.onnx_graph.inputs import HELDOUT, batch_size
+from rankrl.onnx_graph.network import Feed, OnnxNetwork, open_session
+from rankrl.onnx_graph.refit import CompressedGraph, check_plan, refitted_graph
+from rankrl.onnx_graph.rewrite import check_formats, writable_formats
+from rankrl.onnx_graph.scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.onnx_graph.session import OnnxSearchSession, fit_library, measured_sensitivities
+from rankrl.onnx_graph.sites import Site
+from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.run import SearchResult
 from rankrl.progress import progress_bar
+from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.session import CandidateOptions, SearchOptions
 
-log = logging.getLogger(__name__)
-
-Inputs = Mapping[str, Array] | Array | Iterable[Feed] | str | Path
-SessionScore = Callable[[onnxruntime.InferenceSession], float]
-"""A user's score: from an onnxruntime session to a number, higher is better."""
-
-_TIMED_BATCH = 16
+TIMED_BATCH = 16
+"""Inputs of a timed pass, unless another number is given."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +48,31 @@ class OnnxCompression(Compression):
 
     Attributes:
         sites: The nodes.
+        search: The record of the search for the plan; None where a plan was applied.
     """
 
     sites: tuple[Site, ...]
+    search: SearchResult | None = None
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """How a plan is carried out and judged in the end.
+
+    Attributes:
+        score: Function from an onnxruntime session to a number, higher is better; the agreement with the
+            original on held-out inputs when None.
+        timing: How time is measured.
+        weigh_outputs: Count channels and nodes by what the network's outputs make of them.
+        options: How much work each fit may do.
+        seed: Seed of everything random.
+    """
+
+    score: SessionScore | None = None
+    timing: LatencyOptions = field(default_factory=lambda: LatencyOptions(batch=TIMED_BATCH))
+    weigh_outputs: bool = True
+    options: FitOptions = FINAL
+    seed: int = 0
 
 
 def compress_onnx(
@@ -73,8 +87,14 @@ def compress_onnx(
     score: SessionScore | None = None,
     decomposition: str | Sequence[str] | None = None,
     precisions: Sequence[str] = ("float32",),
+    skip: Sequence[str] = (),
+    only: Sequence[str] = (),
     images: ImagePreprocessing | None = None,
     selector: str = "greedy",
+    selector_options: Mapping[str, Any] | None = None,
+    episodes: int = 100,
+    finalists: int = 1,
+    term: FileTerm = OnnxScoring.term,
     heldout: float = HELDOUT,
     timing: LatencyOptions | None = None,
     candidates: int = 16,
@@ -84,12 +104,13 @@ def compress_onnx(
     final_options: FitOptions = FINAL,
     seed: int = 0,
     cache: str | Path | None = None,
+    folder: str | Path | None = None,
 ) -> OnnxCompression:
     """Compress a network in an ONNX file; no labels, gradients or PyTorch code are needed.
 
     Convolutions along one or two axes, Gemm and MatMul with a constant weight become several smaller nodes,
     fitted to the inputs that they receive; ranks are chosen within a budget by what the network's outputs
-    lose (Lagrangian allocation).
+    lose (Lagrangian allocation), or by a search that scores plans.
 
     Args:
         path: The ONNX file, opset 13 or newer; it is only read.
@@ -102,14 +123,22 @@ def compress_onnx(
         bytes: Fraction of the parameters' bytes to keep at most.
         latency: Fraction of the original's time in onnxruntime to keep at most. Give one of the four, or two
             to be kept at once.
-        score: Function from an onnxruntime session to a number, higher is better, for the report; the
-            agreement with the original on held-out inputs when omitted.
+        score: Function from an onnxruntime session to a number, higher is better; the agreement with the
+            original on held-out inputs when omitted. A search maximises it.
         decomposition: Name of a tensor format, or of several that every node chooses from; all that can be
             written as plain nodes when omitted (`writable_formats`).
         precisions: What every node may compute with or be stored in: `float32`, `int8`, `int8_weights`,
             `int4_weights`.
+        skip: Nodes that stay as they are: names, or patterns of names (`encoder/*`).
+        only: Nodes that alone may change, named likewise; empty for all.
         images: How image files become inputs, where `inputs` is a folder of them.
-        selector: Name of the rule that chooses ranks: `greedy`, `energy`, `uniform` or `vbmf`.
+        selector: Name of what chooses: `greedy`, `energy`, `uniform` and `vbmf` need no search; `bayes`,
+            `ddpg`, `tpe` and others score plans, on as many inputs as are held out, which nothing is fitted
+            to and the result is not compared on.
+        selector_options: Its options.
+        episodes: Plans to score at most.
+        finalists: How many of the best plans are carried out, refit and all, and scored again.
+        term: What plans are scored by without `score` (`OnnxScoring`).
         heldout: Share of the inputs that the result is compared on; nothing is fitted to them.
         timing: How time is measured; batches of 16 in one thread when omitted.
         candidates: Candidate ranks a node and format at most.
@@ -120,6 +149,7 @@ def compress_onnx(
         final_options: How much work each fit may do in the end.
         seed: Seed of everything random.
         cache: Where fits are kept for later calls; None keeps nothing.
+        folder: Where the search keeps its record, for a killed one to go on; None keeps nothing.
 
     Returns:
         The file and what is known of it.
@@ -129,86 +159,178 @@ def compress_onnx(
         ConfigError: No budget or more than two are given, or an option is unknown or out of range.
         DecompositionError: No plan reaches the budget.
         ExportError: onnxruntime cannot quantise or time the result.
+        KeyboardInterrupt: The search was interrupted; with a folder the same call goes on with it.
+        NonFiniteError: A score is NaN or infinite.
         StorageError: The target cannot be written.
     """
-    fractions = {"params": params, "macs": macs, "bytes": bytes, "latency": latency}  # time is the last
-    check_budgets(fractions)
-    if all(value is None for value in fractions.values()):
+    timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
+    if timing.folder is None and cache is not None:
+        timing = replace(timing, folder=Path(cache) / "latencies")
+    search = SearchOptions(
+        params=params,
+        macs=macs,
+        bytes=bytes,
+        latency=latency,
+        timing=timing,
+        finalists=finalists,
+        episodes=episodes,
+    )
+    if multiple is None:
+        multiple = 1 if latency is None else fast_multiple(timing.folder)
+    chosen = CandidateOptions(
+        chosen_formats(decomposition),
+        precisions=tuple(precisions),
+        candidates=candidates,
+        multiple=multiple,
+        weigh_outputs=weigh_outputs,
+        skip=tuple(skip),
+        only=tuple(only),
+    )
+    return compress_file(
+        path,
+        inputs,
+        target,
+        chosen,
+        search,
+        selector,
+        selector_options or {},
+        Finishing(score, timing, weigh_outputs, final_options, seed),
+        images=images,
+        term=term,
+        heldout=heldout,
+        options=options,
+        cache=None if cache is None else Path(cache),
+        folder=None if folder is None else Path(folder),
+    )
+
+
+def compress_file(
+    path: str | Path,
+    inputs: Inputs,
+    target: str | Path,
+    candidates: CandidateOptions,
+    search: SearchOptions,
+    selector: str,
+    selector_options: Mapping[str, Any],
+    finishing: Finishing,
+    *,
+    images: ImagePreprocessing | None = None,
+    term: FileTerm = OnnxScoring.term,
+    heldout: float = HELDOUT,
+    options: FitOptions = CHOOSING,
+    cache: Path | None = None,
+    folder: Path | None = None,
+    on_episode: Callable[[EpisodeRow], None] | None = None,
+) -> OnnxCompression:
+    """Compress a network in an ONNX file; see `compress_onnx`.
+
+    Args:
+        path: The ONNX file.
+        inputs: What it will be used on.
+        target: The file to write.
+        candidates: What may become of its nodes.
+        search: Budget, reward, limits.
+        selector: Name of what chooses.
+        selector_options: Its options.
+        finishing: How the chosen plan is carried out and judged.
+        images: How image files become inputs.
+        term: What plans are scored by without a score of the user's.
+        heldout: Share of the inputs that the result is compared on.
+        options: How much work each fit may do while ranks are chosen.
+        cache: Where fits are kept for later calls, or None.
+        folder: Where the search keeps its record, or None.
+        on_episode: Called with the row of every newly scored plan.
+
+    Raises:
+        RankrlError: As `compress_onnx`.
+    """
+    if search.needs_budget:
         raise ConfigError(
             "give a budget: latency=0.5 keeps at most half of the time; params=, macs=, bytes= likewise"
         )
-    if Path(target).resolve() == Path(path).resolve():
-        raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
-    formats = chosen_formats(decomposition)
-    heuristic = get_heuristic(selector)
-    network = OnnxNetwork.load(path)
-    given = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
-    split = split_inputs(given, network, heldout=heldout, seed=seed)
-    timing = LatencyOptions(batch=_TIMED_BATCH) if timing is None else timing
-    feed = timed_feed(network, split, timing.batch)
-    timing = replace(timing, batch=batch_size(feed))
-    if multiple is None:
-        folder = None if cache is None else Path(cache) / "latencies"
-        multiple = 1 if latency is None else fast_multiple(folder)
-    sites = find_sites(network, split.calibration[0])
-    library = fit_library(
-        network,
-        sites,
-        split,
-        formats,
-        precisions=tuple(precisions),
-        multiple=multiple,
-        weigh_outputs=weigh_outputs,
-        options=options,
-        folder=None if cache is None else Path(cache) / "fits",
+    check_selector(selector, selector_options, search.setting(candidates))
+    seed, score = finishing.seed, finishing.score
+    searches = selector not in list_heuristics()
+    _check_target(target, path)
+    given = GivenFile.read(
+        path,
+        inputs,
+        images=images,
+        heldout=heldout,
+        scored=heldout if searches and score is None else 0.0,
+        skip=candidates.skip,
+        only=candidates.only,
         seed=seed,
     )
-    with progress_bar("fit nodes", total=len(library.specs)) as bar:
-        candidate_sets = library.all_candidates(limit=candidates, progress=lambda _: bar.advance())
-    totals = network_costs(network, sites)
-    further = {name: value for name, value in fractions.items() if name != "latency"}
-    if latency is None:
-        specs, shape = [site.spec for site in sites], input_shape(network, feed)
-        problem = SearchProblem.from_costs(specs, candidate_sets, shape, totals, fractions, library=library)
-    else:
-        budget = OnnxLatencyBudget(
-            network, sites, library, candidate_sets, totals, latency, timing, feed, further
+    split, feed, finishing = given.split, *_timed(given, finishing)
+    fits = None if cache is None else cache / "fits"
+    library = fit_library(given, candidates, options=options, folder=fits, seed=seed)
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def applied(plan: CompressionPlan) -> OnnxNetwork:
+            refitted = _refitted(given, plan, split.calibration, library.sensitivities, finishing)
+            write_graph(refitted, Path(scratch) / "finalist.onnx", split.calibration)
+            return OnnxNetwork.load(Path(scratch) / "finalist.onnx")
+
+        # A rule's plan is one, so that no input chooses it.
+        scoring = OnnxScoring(given.network, given.sites, split.scored or split.heldout, score, term)
+        search = replace(search, timing=finishing.timing)
+        session = OnnxSearchSession(
+            given, library, scoring, search, candidates=candidates.candidates, feed=feed, apply=applied
         )
-        problem = budget.problem(library)
-    assert problem.budget is not None
-    choices = heuristic.choose(library, problem.sites, problem.budget)
-    plan = problem.plan(choices, selector)
-    with progress_bar("refit nodes", total=len(sites)) as bar:
-        graph = refitted_graph(
-            network,
-            sites,
-            plan,
-            split.calibration,
-            sensitivities=library.sensitivities,
-            options=final_options,
-            seed=seed,
-            progress=lambda _: bar.advance(),
-        )
-    verified = check_contracted(graph, split.heldout[:2], network.source)
-    cost = problem.cost([int(each) for each in choices])
-    target = Path(target)
-    write_graph(graph, target, split.calibration, {"plan": plan.to_json()})
-    compressed = OnnxNetwork.load(target)
-    outputs = agreement(network.session(), compressed.session(), split.heldout)
-    after = {"params": cost.params, "macs": cost.macs, "bytes": cost.bytes}
-    return OnnxCompression(
-        path=target,
-        plan=plan,
-        sites=tuple(sites),
-        before={**totals, "file_bytes": network.model.ByteSize()},
-        after={**after, "file_bytes": target.stat().st_size},
-        outputs=tuple(outputs),
-        score=agreement_score(outputs) if score is None else scored(score, compressed),
-        baseline_score=1.0 if score is None else scored(score, network),
-        verified=verified,
-        errors=graph.errors,
-        latency=compared_with_original(network, target, feed, timing),
-    )
+        with session:
+            found = session.search(
+                selector, selector_options, seed=seed, folder=folder, on_episode=on_episode
+            )
+    if found.stopped_by == "interrupt":
+        raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
+    return _finished(given, found.plan, Path(target), library.sensitivities, finishing, feed, found)
+
+
+def apply_onnx_plan(
+    path: str | Path,
+    inputs: Inputs,
+    target: str | Path,
+    plan: CompressionPlan,
+    *,
+    score: SessionScore | None = None,
+    images: ImagePreprocessing | None = None,
+    heldout: float = HELDOUT,
+    timing: LatencyOptions | None = None,
+    weigh_outputs: bool = True,
+    final_options: FitOptions = FINAL,
+    seed: int = 0,
+) -> OnnxCompression:
+    """Carry out a plan on a network in an ONNX file.
+
+    Args:
+        path: The ONNX file that the plan was made for, or one with the same nodes; it is only read.
+        inputs: What the network will be used on, as for `compress_onnx`.
+        target: The file to write.
+        plan: What becomes of every node.
+        score: As for `compress_onnx`.
+        images: As for `compress_onnx`.
+        heldout: As for `compress_onnx`.
+        timing: As for `compress_onnx`.
+        weigh_outputs: As for `compress_onnx`.
+        final_options: As for `compress_onnx`.
+        seed: As for `compress_onnx`.
+
+    Returns:
+        The file and what is known of it.
+
+    Raises:
+        PlanError: The plan was made for another network, or does something that a node cannot become.
+        RankrlError: As `compress_onnx`.
+    """
+    _check_target(target, path)
+    given = GivenFile.read(path, inputs, images=images, heldout=heldout, seed=seed)
+    check_plan(plan, given.sites, given.network.source)
+    timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
+    finishing = Finishing(score, timing, weigh_outputs, final_options, seed)
+    feed, finishing = _timed(given, finishing)
+    sensitivities = measured_sensitivities(given, seed=seed) if weigh_outputs else {}
+    return _finished(given, plan, Path(target), sensitivities, finishing, feed)
 
 
 def chosen_formats(decomposition: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -225,70 +347,70 @@ def chosen_formats(decomposition: str | Sequence[str] | None) -> tuple[str, ...]
     return names
 
 
-def fit_library(
-    network: OnnxNetwork,
-    sites: Sequence[Site],
-    split: SplitInputs,
-    formats: Sequence[str],
-    *,
-    weigh_outputs: bool = True,
-    seed: int = 0,
-    **options: Any,
-) -> FitLibrary:
-    """Calibrate the nodes and return the library of their fits; nothing is fitted yet.
+def _check_target(target: str | Path, path: str | Path) -> None:
+    if Path(target).resolve() == Path(path).resolve():
+        raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
 
-    Args:
-        network: The network.
-        sites: Its nodes (`find_sites`).
-        split: The inputs.
-        formats: Names of tensor formats.
-        weigh_outputs: As for `compress_onnx`.
-        seed: Seed of patches and perturbations.
-        **options: Those of `FitLibrary`.
 
-    Raises:
-        OnnxGraphError: No node can be compressed; the message gives the reasons.
-    """
-    usable = [site for site in sites if site.spec.refusal is None]
-    if not usable:
-        reasons = "; ".join(f"{site.name}: {site.spec.refusal}" for site in sites[:5])
-        raise OnnxGraphError(
-            f"{network.source} has no node that can be compressed "
-            f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
+def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
+    """Return the batch that is timed, and its size where times are asked for."""
+    feed = given.feed(finishing.timing.batch)
+    return feed, replace(finishing, timing=replace(finishing.timing, batch=batch_size(feed)))
+
+
+def _refitted(
+    given: GivenFile,
+    plan: CompressionPlan,
+    batches: Sequence[Feed],
+    sensitivities: Mapping[str, torch.Tensor],
+    finishing: Finishing,
+) -> CompressedGraph:
+    with progress_bar("refit nodes", total=len(given.sites)) as bar:
+        return refitted_graph(
+            given.network,
+            given.sites,
+            plan,
+            batches,
+            sensitivities=sensitivities,
+            options=finishing.options,
+            seed=finishing.seed,
+            progress=lambda _: bar.advance(),
         )
-    moments = collect_moments(network, usable, split.calibration, seed=seed)
-    sensitivities = {}
-    if weigh_outputs:
-        with progress_bar("perturb nodes", total=len(usable)) as bar:
-            sensitivities = collect_sensitivities(
-                network, usable, split.calibration, seed=seed, progress=lambda _: bar.advance()
-            )
-    modules = SiteModules({site.name: site.module(MARKED) for site in usable})
-    specs = [site.spec for site in usable]
-    return FitLibrary(modules, specs, formats, moments=moments, sensitivities=sensitivities, **options)
 
 
-def timed_feed(network: OnnxNetwork, split: SplitInputs, batch: int) -> Feed:
-    """Return a batch of real inputs of a size, or of the file's own where that is fixed."""
-    if network.fixed_batch is not None:
-        return split.calibration[0]
-    rows = [feed for feed in (*split.calibration, *split.heldout) if _alike(feed, split.calibration[0])]
-    whole = {name: np.concatenate([feed[name] for feed in rows]) for name in rows[0]}
-    wanted = np.arange(batch) % batch_size(whole)
-    return {name: value[wanted] for name, value in whole.items()}
-
-
-def scored(score: SessionScore, network: OnnxNetwork) -> float:
-    """Return a user's score of a network.
-
-    Raises:
-        OnnxGraphError: It is no finite number.
-    """
-    found = score(open_session(network.model, network.source))
-    if isinstance(found, bool) or not isinstance(found, int | float | np.floating) or not np.isfinite(found):
-        raise OnnxGraphError(f"the score is {found!r}; it must be a finite number, higher for better")
-    return float(found)
-
-
-def _alike(feed: Feed, other: Feed) -> bool:
-    return all(feed[name].shape[1:] == other[name].shape[1:] for name in other)
+def _finished(
+    given: GivenFile,
+    plan: CompressionPlan,
+    target: Path,
+    sensitivities: Mapping[str, torch.Tensor],
+    finishing: Finishing,
+    feed: Feed,
+    search: SearchResult | None = None,
+) -> OnnxCompression:
+    """Carry out a plan, write the file and compare it with the original."""
+    network, split, score = given.network, given.split, finishing.score
+    batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
+    graph = _refitted(given, plan, batches, sensitivities, finishing)
+    verified = check_contracted(graph, split.heldout[:2], network.source)
+    write_graph(graph, target, batches, {"plan": plan.to_json()})
+    compressed = open_session(OnnxNetwork.load(target).model, str(target))
+    scoring = OnnxScoring(network, given.sites, split.heldout, score)
+    outputs = scoring.agreement(compressed)
+    found, baseline = agreement_score(outputs), 1.0
+    if score is not None:
+        found = scoring.of_session(compressed, "the compressed network")
+        baseline = scoring.of_session(open_session(network.model, network.source), "the original network")
+    return OnnxCompression(
+        path=target,
+        plan=plan,
+        sites=given.sites,
+        before={**given.totals, "file_bytes": network.model.ByteSize()},
+        after={**plan_costs(given.totals, given.sites, plan), "file_bytes": target.stat().st_size},
+        outputs=tuple(outputs),
+        score=found,
+        baseline_score=baseline,
+        verified=verified,
+        errors=graph.errors,
+        latency=compared_with_original(network, target, feed, finishing.timing),
+        search=search,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -18,7 +18,6 @@ HELDOUT = 0.2
 """The share of the inputs that results are compared on; nothing is fitted to them."""
 BATCH = 32
 """Inputs that are run at a time, where the network leaves that free."""
-_LEAST = 2
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,12 @@ class SplitInputs:
     Attributes:
         calibration: What layers are fitted to.
         heldout: What the result is compared with the original on.
+        scored: What plans are scored on; empty where none are, or where they are scored otherwise.
     """
 
     calibration: list[Feed]
     heldout: list[Feed]
+    scored: list[Feed] = field(default_factory=list)
 
 
 def batch_size(feed: Feed) -> int:
@@ -95,6 +96,7 @@ def split_inputs(
     network: OnnxNetwork,
     *,
     heldout: float = HELDOUT,
+    scored: float = 0.0,
     batch: int = BATCH,
     seed: int = 0,
 ) -> SplitInputs:
@@ -105,6 +107,7 @@ def split_inputs(
             network with one input; or batches of such, whose further sizes may differ.
         network: The network that is to take them.
         heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on.
+        scored: Share of them to score plans on.
         batch: Inputs that are run at a time, where the network leaves that free.
         seed: Seed of the draw.
 
@@ -113,6 +116,11 @@ def split_inputs(
     """
     if not 0 < heldout < 1:
         raise OnnxGraphError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1")
+    if not heldout + scored < 1:
+        raise OnnxGraphError(
+            f"heldout is {heldout}, and as many inputs are to score plans on, which leaves none to fit to; "
+            "give a share below 0.5"
+        )
     if batch < 1:
         raise OnnxGraphError(f"batch is {batch}; it must be at least 1")
     if isinstance(inputs, np.ndarray):
@@ -125,29 +133,36 @@ def split_inputs(
     generator = np.random.default_rng(seed)
     if len({_further_sizes(feed) for feed in feeds}) == 1:
         whole = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
-        count = batch_size(whole)
         unit = network.fixed_batch or 1
-        _check_enough(count, _LEAST * unit, network)
-        order = generator.permutation(count)
-        held = min(max(unit, round(heldout * count)), count - unit)
-        return SplitInputs(
-            list(_batches(whole, order[held:], size, network.fixed_batch)),
-            list(_batches(whole, order[:held], size, network.fixed_batch)),
-        )
-    _check_enough(len(feeds), _LEAST, network)
-    order = generator.permutation(len(feeds))
-    held = min(max(1, round(heldout * len(feeds))), len(feeds) - 1)
+        shares = _shares(batch_size(whole), unit, heldout, scored, network, generator)
+        return SplitInputs(*(list(_batches(whole, each, size, network.fixed_batch)) for each in shares))
     parts = [
         [
             part
             for index in sorted(indices)
             for part in _batches(feeds[index], np.arange(batch_size(feeds[index])), size, network.fixed_batch)
         ]
-        for indices in (order[held:], order[:held])
+        for indices in _shares(len(feeds), 1, heldout, scored, network, generator)
     ]
-    if not all(parts):
+    if not all(parts[: 2 + bool(scored)]):
         raise OnnxGraphError(f"{network.source} takes batches of {network.fixed_batch}; give whole ones")
     return SplitInputs(*parts)
+
+
+def _shares(
+    count: int,
+    unit: int,
+    heldout: float,
+    scored: float,
+    network: OnnxNetwork,
+    generator: np.random.Generator,
+) -> tuple[Array, Array, Array]:
+    """Return which of so many inputs are fitted to, held out and scored on, `unit` of each at least."""
+    _check_enough(count, (2 + bool(scored)) * unit, network)
+    order = generator.permutation(count)
+    tried = min(max(unit, round(scored * count)), count - 2 * unit) if scored else 0
+    held = min(max(unit, round(heldout * count)), count - tried - unit)
+    return order[held + tried :], order[:held], order[held : held + tried]
 
 
 def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:

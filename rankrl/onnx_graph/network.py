@@ -168,7 +168,7 @@ class GraphSession:
     """A graph in onnxruntime, with any number of inputs and outputs.
 
     Args:
-        model: The graph.
+        model: The graph, or a session that it is open in.
         source: Where it is from, for messages.
         threads: Threads that compute an operator.
 
@@ -176,10 +176,19 @@ class GraphSession:
         OnnxGraphError: onnxruntime cannot run a node of it.
     """
 
-    def __init__(self, model: onnx.ModelProto | ir.Model, source: str, *, threads: int = 1) -> None:
-        proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    def __init__(
+        self,
+        model: onnx.ModelProto | ir.Model | onnxruntime.InferenceSession,
+        source: str,
+        *,
+        threads: int = 1,
+    ) -> None:
         self.source = source
-        self._session = open_session(proto, source, threads=threads)
+        if isinstance(model, onnxruntime.InferenceSession):
+            self._session = model
+        else:
+            proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+            self._session = open_session(proto, source, threads=threads)
         self._inputs = {entry.name for entry in self._session.get_inputs()}
         self.output_names = [entry.name for entry in self._session.get_outputs()]
 

@@ -17,6 +17,7 @@ from decomposition import (
     FitLibrary,
     FitOptions,
     LayerPlan,
+    PlanError,
     Quantise,
     without_rounding,
 )
@@ -29,7 +30,7 @@ from decomposition.operations.base import FINAL
 from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
-from rankrl.onnx_graph.rewrite import MARKED, replace_node, without_unused
+from rankrl.onnx_graph.rewrite import MARKED, check_formats, replace_node, without_unused
 from rankrl.onnx_graph.sites import Site
 
 
@@ -65,6 +66,43 @@ class CompressedGraph:
         if self.contracted is not None:
             dense = [each.to_dense() if isinstance(each, FactorisedLayer) else each for each in layers]
             replace_node(self.contracted, site, dense, shift)
+
+
+def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> None:
+    """Refuse a plan that cannot be carried out on a network in an ONNX file.
+
+    Args:
+        plan: The plan.
+        sites: The nodes of the network.
+        source: Where it is from, for messages.
+
+    Raises:
+        PlanError: The plan was made for another network, or does something that a node cannot become.
+        ConfigError: It holds a format that cannot be written as plain nodes.
+        DecompositionError: A rank is not feasible.
+    """
+    specs = plan.check_specs(site.spec for site in sites)
+    missing = [name for name in specs if name not in {layer.name for layer in plan}]
+    if missing:
+        raise PlanError(
+            f"the plan says nothing of {', '.join(missing[:5])} of {source}; give an entry to each"
+        )
+    for layer in plan:
+        spec = specs[layer.name]
+        if layer.operations and spec.refusal is not None:
+            raise PlanError(
+                f"the plan changes {layer.name!r} of {source}, which cannot be done: {spec.refusal}; leave "
+                "its operations empty"
+            )
+        for operation in layer.operations:
+            if not isinstance(operation, Factorise | Quantise):
+                raise PlanError(
+                    f"the plan does {operation.kind!r} with {layer.name!r}; nodes of an ONNX file can be "
+                    "factorised and rounded, nothing else"
+                )
+            if isinstance(operation, Factorise):
+                check_formats((operation.format,))
+            operation.check(spec)
 
 
 def refitted_graph(

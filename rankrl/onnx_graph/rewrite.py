@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,58 @@ def _replace_one(
     new.name, new.type, new.shape = site.output_name, old.type, old.shape
 
 
+@dataclass(frozen=True)
+class OpenConstants:
+    """Constants that say what a node computes, each with a name of its own by which others are put there.
+
+    Attributes:
+        weight: Name of the weight, with the axes in the order of the node.
+        turned: Whether that is a matrix whose input channels come first.
+        mean: Name of what takes up a change of the mean output, empty where nothing does.
+        known: Its value.
+        sign: 1 where the change is added to it, -1 where it is taken away.
+    """
+
+    weight: str
+    turned: bool
+    mean: str = ""
+    known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sign: int = 1
+
+
+def open_constants(model: ir.Model, site: Site) -> OpenConstants:
+    """Give the nodes of a site constants that nothing else uses; what the graph computes stays the same.
+
+    Args:
+        model: The graph; changed in place.
+        site: The node, without a refusal.
+    """
+    nodes = {each.name: each for each in model.graph}
+    node = nodes[site.name]
+    held = constant(node.inputs[1])
+    assert held is not None
+    weight = _constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))
+    for each in site.nodes:
+        nodes[each.name].replace_input_with(1, weight)
+    rows_first = "transB" in node.attributes and node.attributes["transB"].as_int() == 1
+    turned = site.spec.kind == "linear" and not rows_first
+    if site.absorber is None:
+        return OpenConstants(str(weight.name), turned)
+    if site.absorber == "bias":
+        assert site.bias is not None
+        known, sign = site.bias, 1
+        users = [(nodes[each.name], 2) for each in site.nodes]
+    else:
+        behind, index, sign = _absorbing(node.outputs[0], site)
+        array = constant(behind.inputs[index])
+        assert array is not None
+        known, users = torch.from_numpy(np.array(array)), [(behind, index)]
+    mean = _constant(model.graph, f"{site.name}.mean", known)
+    for user, index in users:
+        user.replace_input_with(index, mean)
+    return OpenConstants(str(weight.name), turned, str(mean.name), known, sign)
+
+
 def without_unused(model: ir.Model) -> ir.Model:
     """Remove constants and nodes that nothing uses any more, in place; return the model."""
     passes.RemoveUnusedNodesPass()(model)
@@ -154,15 +207,19 @@ def _stage_node(
 
 def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> None:
     """Let the addition or the batch normalisation behind a node take up a change of its mean."""
-    use = next(iter(value.uses()))
-    behind = use.node
-    index = 3 if site.absorber == "batch_norm" else 1 - use.idx
+    behind, index, sign = _absorbing(value, site)
     known = constant(behind.inputs[index])
     assert known is not None
-    change: Array = shift.numpy().reshape(known.shape)
-    moved = known - change if site.absorber == "batch_norm" else known + change
+    moved: Array = known + sign * shift.numpy().reshape(known.shape)
     tensor = torch.from_numpy(np.ascontiguousarray(moved.astype(known.dtype)))
     behind.replace_input_with(index, _constant(graph, f"{site.name}.shifted", tensor))
+
+
+def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
+    """Return the node behind a value that takes up a change of its mean, by which input and which sign."""
+    use = next(iter(value.uses()))
+    normalises = site.absorber == "batch_norm"  # its third input is the mean that it takes away
+    return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1
 
 
 def _constant(graph: ir.Graph, name: str, tensor: torch.Tensor) -> ir.Value:

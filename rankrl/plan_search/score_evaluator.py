@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, SupportsFloat, cast
 
@@ -19,8 +17,8 @@ from decomposition.inputs import Inputs, count_inputs
 from decomposition.surgery import copied
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.remembering import RememberingEvaluator
 from rankrl.plan_search.score_fingerprint import ScoreFingerprint
 from rankrl.plan_search.scoring_network import ScoringNetwork
 
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 Score = Callable[[nn.Module], float]
 
 
-class ScoreEvaluator:
+class ScoreEvaluator(RememberingEvaluator):
     """Scores plans by a function from a network to a number; equal plans are scored once.
 
     The function is handed one static network with the plan's weights written into it, in evaluation mode; it
@@ -46,77 +44,34 @@ class ScoreEvaluator:
     def __init__(
         self, model: nn.Module, library: FitLibrary, problem: SearchProblem, score: Score, example: Inputs
     ) -> None:
-        self.problem = problem
+        super().__init__(problem, count_inputs(example))
         self.score = score
         self.network = ScoringNetwork(
             model, library, problem.sites, Precision(model_device(model), torch.float32), example
         )
         self.network.model.register_forward_hook(_contiguous)
-        self._known: dict[Choices, Evaluation] = {}
-        self._count = count_inputs(example)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the function's code and what it reaches, for telling whether two searches score alike."""
-        found = ScoreFingerprint.of(self.score)
-        if found.opaque:
-            log.warning(
-                "the score holds what cannot be looked into and counts by its name alone: %s. A search that "
-                "goes on in its folder does not notice an edit of that",
-                ", ".join(found.opaque),
-            )
-        return found.digest
-
-    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans one after the other.
-
-        Raises:
-            ConfigError: The function returned no number.
-            NonFiniteError: It returned NaN or an infinity.
-        """
-        return [self._evaluate(choices) for choices in plans]
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: a score depends on its plan alone."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
-        """Take over the evaluations of the plans scored so far."""
-        self._known = dict(known)
-
-    def known(self, choices: Choices) -> Evaluation | None:
-        """Return the evaluation of a plan that was scored before, if it was."""
-        found = self._known.get(tuple(choices))
-        return None if found is None else replace(found, seconds=0.0, cached=True)
+        return score_digest(self.score)
 
     def value(self, choices: Choices) -> float:
         """Return the score of the network under a plan; see `evaluate` for the errors."""
         self.network.write(choices)
         return scored(self.score, self.network.model, f"the plan with candidates {list(choices)}")
 
-    def record(self, choices: Choices, score: float, seconds: float) -> Evaluation:
-        """Return and remember the evaluation of a plan with this score, which took so many seconds."""
-        cost = self.problem.cost(choices)
-        evaluation = Evaluation(
-            score=score,
-            accuracy=score,
-            params=cost.params,
-            macs=cost.macs,
-            params_kept=cost.params / self.problem.params,
-            macs_kept=cost.macs / self.problem.macs,
-            images=self._count,
-            seconds=seconds,
-        )
-        self._known[tuple(choices)] = evaluation
-        return evaluation
 
-    def _evaluate(self, choices: Choices) -> Evaluation:
-        known = self.known(choices)
-        if known is not None:
-            return known
-        start = time.perf_counter()
-        score = self.value(choices)
-        return self.record(choices, score, time.perf_counter() - start)
+def score_digest(score: Callable[..., Any]) -> str:
+    """Return the hash of a user's function; warn where it holds what cannot be looked into."""
+    found = ScoreFingerprint.of(score)
+    if found.opaque:
+        log.warning(
+            "the score holds what cannot be looked into and counts by its name alone: %s. A search that "
+            "goes on in its folder does not notice an edit of that",
+            ", ".join(found.opaque),
+        )
+    return found.digest
 
 
 def check_score(score: Score, model: nn.Module) -> None:
@@ -143,7 +98,20 @@ def scored(score: Score, network: nn.Module, what: str) -> float:
     """
     network.eval()  # a score may have left it in training mode
     with torch.no_grad():
-        value: object = score(network)
+        return checked_score(score(network), what)
+
+
+def checked_score(value: object, what: str) -> float:
+    """Return what a score returned as a number.
+
+    Args:
+        value: What it returned.
+        what: What was scored, for messages.
+
+    Raises:
+        ConfigError: It is no number.
+        NonFiniteError: It is NaN or an infinity.
+    """
     refusal = f"score returned a {type(value).__name__} for {what}; it must return one number"
     if isinstance(value, str):  # float() would read "0.5"
         raise ConfigError(refusal)

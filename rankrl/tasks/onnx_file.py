@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.table import Table
 
-from decomposition import list_heuristics
+from decomposition import CompressionPlan, list_heuristics
+from decomposition.fitting import CHOOSING
 from rankrl.compression import summary
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.onnx_graph import (
+    TIMED_BATCH,
+    Finishing,
+    GivenFile,
     ImagePreprocessing,
     OnnxCompression,
-    OnnxNetwork,
+    apply_onnx_plan,
     chosen_formats,
-    compress_onnx,
-    find_sites,
-    network_costs,
-    read_inputs,
-    split_inputs,
+    compress_file,
 )
+from rankrl.plan_search.run import search_numbers
 from rankrl.report import LayerRow
 from rankrl.tasks import steps
 from rankrl.tasks.registry import Task
@@ -35,7 +37,6 @@ from rankrl.workflow.run_folder import RunFolder, cache_folder
 INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
 _SELECTOR = "greedy"
-_BATCH = 16
 _WIDTH = 160
 
 
@@ -57,12 +58,6 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     """Write the compressed network as `model.onnx`, with plan, report and metrics."""
     path, inputs = _files(config)
     images = _images(config, inputs)
-    timing = LatencyOptions(
-        batch=config.export.batch if _given("export.batch") else _BATCH,
-        threads=config.export.threads,
-        runs=config.export.runs,
-        folder=cache_folder() / "latencies",
-    )
     chosen = options.candidate_options(config)
     if chosen.channels:
         raise ConfigError("decomposition.channels removes channels of PyTorch networks; leave it out here")
@@ -72,58 +67,82 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
             "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; budget.params, "
             "budget.macs and budget.bytes likewise"
         )
-    formats, selector = _formats(config), _selector(config)
-    result = compress_onnx(
+    formats = _formats(config)
+    selector, selector_options = _selector(config)
+    term = _term(config)
+    try:
+        result = compress_file(
+            path,
+            inputs,
+            folder.onnx,
+            replace(chosen, formats=chosen_formats(formats)),
+            options.search_options(config),
+            selector,
+            selector_options,
+            _finishing(config),
+            images=images,
+            options=replace(CHOOSING, iterations=chosen.iterations),
+            cache=cache_folder(),
+            folder=folder.path,
+            on_episode=folder.tracking.episode,
+            **term,
+        )
+    except KeyboardInterrupt as error:
+        raise RunStoppedError(folder.path) from error
+    result.plan.save(folder.plan)
+    kept = 1 / result.latency.ratio
+    missed = result.search.missed if result.search is not None else None
+    if budget.latency is not None and kept > budget.latency:
+        missed = missed or (
+            f"budget.latency={budget.latency} is missed: the finished file keeps {kept:.3f} of the "
+            "original's time. Measure on a quiet machine, or ask for a little less"
+        )
+    if missed is not None:
+        folder.miss(missed)
+    format_name = "auto" if formats is None or len(formats) > 1 else config.decomposition.format
+    further: dict[str, Any] = {"decomposition": format_name, "selector": selector}
+    if result.search is not None and selector not in list_heuristics():
+        further["search"] = search_numbers(result.search)
+    _report(config, folder, result, images, further)
+
+
+def apply(config: AppConfig, folder: RunFolder) -> None:
+    """Carry out a plan and write the network as `model.onnx`."""
+    path, inputs = _files(config)
+    images = _images(config, inputs)
+    if not config.plan:
+        raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
+    plan = CompressionPlan.load(config.plan)
+    finishing = _finishing(config)
+    result = apply_onnx_plan(
         path,
         inputs,
         folder.onnx,
-        params=budget.params,
-        macs=budget.macs,
-        bytes=budget.bytes,
-        latency=budget.latency,
-        decomposition=formats,
-        precisions=chosen.precisions,
+        plan,
         images=images,
-        selector=selector,
-        timing=timing,
-        candidates=chosen.candidates,
-        multiple=chosen.multiple,
-        weigh_outputs=chosen.weigh_outputs,
-        final_options=options.final_fit(config),
-        seed=config.seed,
-        cache=cache_folder(),
+        timing=finishing.timing,
+        weigh_outputs=finishing.weigh_outputs,
+        final_options=finishing.options,
+        seed=finishing.seed,
     )
-    result.plan.save(folder.plan)
-    if budget.latency is not None and 1 / result.latency.ratio > budget.latency:
-        folder.miss(
-            f"budget.latency={budget.latency} is missed: the finished file keeps "
-            f"{1 / result.latency.ratio:.3f} of the original's time. Measure on a quiet machine, or ask for "
-            "a little less"
-        )
-    metrics = {
-        "task": config.task,
-        "model": path.stem,
-        "dataset": inputs.name,
-        **({} if images is None else {"preprocessing": asdict(images)}),
-        "decomposition": "auto" if formats is None or len(formats) > 1 else config.decomposition.format,
-        "selector": selector,
-        "seed": config.seed,
-        **summary(result),
-    }
-    console = Console()
-    console.print(_outputs(result))
-    steps.finish(folder, metrics, seed=config.seed, layers=_rows(result))
+    plan.save(folder.plan)
+    _report(config, folder, result, images, {"selector": plan.chosen_by})
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a node: shape, cost, and why it stays where it does."""
     del folder
     path, inputs = _files(config)
-    network = OnnxNetwork.load(path)
-    given = read_inputs(inputs, network, _images(config, inputs))
-    split = split_inputs(given, network, seed=config.seed)
-    sites = find_sites(network, split.calibration[0])
-    totals = network_costs(network, sites)
+    chosen = config.decomposition
+    given = GivenFile.read(
+        path,
+        inputs,
+        images=_images(config, inputs),
+        skip=chosen.skip,
+        only=chosen.only,
+        seed=config.seed,
+    )
+    sites, totals = given.sites, given.totals
     table = Table(title=f"{path.name}: {totals['params']:,} parameters, {totals['macs']:,} MACs")
     table.add_column("node", overflow="fold")  # never cut: the names are what plans need
     table.add_column("operator")
@@ -153,9 +172,47 @@ _TASKS: dict[str, Task] = {
     name: Task(name, description, run)
     for name, description, run in (
         ("pipeline", "compress the network and write model.onnx", compress),
+        ("apply", "carry out plan=PATH and write model.onnx", apply),
         ("inspect", "list the nodes, and why some stay as they are", inspect),
     )
 }
+
+
+def _finishing(config: AppConfig) -> Finishing:
+    """Return how a plan is carried out and judged."""
+    timing = LatencyOptions(
+        batch=config.export.batch if _given("export.batch") else TIMED_BATCH,
+        threads=config.export.threads,
+        runs=config.export.runs,
+        folder=cache_folder() / "latencies",
+    )
+    return Finishing(
+        timing=timing,
+        weigh_outputs=config.decomposition.weigh_outputs,
+        options=options.final_fit(config),
+        seed=config.seed,
+    )
+
+
+def _report(
+    config: AppConfig,
+    folder: RunFolder,
+    result: OnnxCompression,
+    images: ImagePreprocessing | None,
+    further: dict[str, Any],
+) -> None:
+    """Write the numbers and the report."""
+    metrics = {
+        "task": config.task,
+        "model": Path(config.model["path"]).stem,
+        "dataset": Path(config.dataset["path"]).name,
+        **({} if images is None else {"preprocessing": asdict(images)}),
+        **further,
+        "seed": config.seed,
+        **summary(result),
+    }
+    Console().print(_outputs(result))
+    steps.finish(folder, metrics, seed=config.seed, layers=_rows(result))
 
 
 def _files(config: AppConfig) -> tuple[Path, Path]:
@@ -192,8 +249,12 @@ def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
 
 def _given(*names: str) -> bool:
     """Tell whether the command line sets one of these options or chooses in one of these groups."""
-    given = {str(each).lstrip("+~").partition("=")[0] for each in HydraConfig.get().overrides.task}
-    return not given.isdisjoint(names)
+    return not {each.partition("=")[0] for each in _overrides()}.isdisjoint(names)
+
+
+def _overrides() -> list[str]:
+    """Return what the command line sets and chooses, as it says it."""
+    return [str(each).lstrip("+~") for each in HydraConfig.get().overrides.task]
 
 
 def _formats(config: AppConfig) -> tuple[str, ...] | None:
@@ -207,14 +268,29 @@ def _formats(config: AppConfig) -> tuple[str, ...] | None:
     return chosen_formats(tuple(names))
 
 
-def _selector(config: AppConfig) -> str:
-    name = str(config.selector["name"]) if _given("selector", "selector.name") else _SELECTOR
-    if name not in list_heuristics():
-        raise ConfigError(
-            f"selector={name} scores plans of PyTorch networks; for model=onnx choose from "
-            f"{', '.join(list_heuristics())}"
-        )
-    return name
+def _selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
+    """Return the selector's name and its options; without one given, greedy.
+
+    Raises:
+        ConfigError: An option of searches is given to a rule, which needs none, or the selector's own are
+            wrong.
+    """
+    chosen = any(each.partition("=")[0].partition(".")[0] == "selector" for each in _overrides())
+    name, given = options.selector(config) if chosen else (_SELECTOR, {})
+    if name in list_heuristics():
+        sections = ("search", "reward")
+        idle = [each for each in _overrides() if each.partition("=")[0].partition(".")[0] in sections]
+        if idle:
+            raise ConfigError(
+                f"{idle[0]} has no effect: selector={name} is a rule, which scores no plans; leave it out, "
+                "or choose a selector that does, such as selector=bayes"
+            )
+    return name, given
+
+
+def _term(config: AppConfig) -> dict[str, Any]:
+    """Return what plans are scored by, where that is given: the default is one for labelled images."""
+    return {"term": config.search.term} if _given("search.term") else {}
 
 
 def _outputs(result: OnnxCompression) -> Table:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ class LatencyBudget:
         fraction: Fraction of the dense network's time to keep at most, in (0, 1].
         options: How time is measured.
         preprocessing: What an exported network that preprocesses does to its images.
+        further: Fractions of other costs that have to be kept as well, by measure.
     """
 
     def __init__(
@@ -123,9 +124,12 @@ class LatencyBudget:
         fraction: float,
         options: LatencyOptions,
         preprocessing: Preprocessing | None = None,
+        *,
+        further: Mapping[str, float | None] | None = None,
     ) -> None:
         self.model, self.sites, self.shape = model, list(sites), input_shape
         self.fraction, self.options = fraction, options
+        self.further = {name: kept for name, kept in (further or {}).items() if kept is not None}
         self.inside = preprocessing if options.preprocess else None
 
     def problem(self, library: FitLibrary) -> SearchProblem:
@@ -289,6 +293,7 @@ class LatencyBudget:
                 candidates,
                 losses,
                 further,
+                *([self.further] if self.further else []),
                 self.inside,
             )
         )
@@ -315,6 +320,7 @@ class LatencyBudget:
             self.model,
             self.sites,
             self.shape,
+            **self.further,
             latency=fraction,
             latencies=table,
             library=library,

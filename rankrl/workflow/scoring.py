@@ -41,7 +41,7 @@ class Scoring(Protocol):
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
 
-    def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
+    def of_networks(self, dense: nn.Module) -> Callable[[Any], float]:
         """Return what scores compressed networks as they will be used, refit and all."""
 
 

@@ -141,6 +141,11 @@ class SearchOptions:
         return SearchSetting(measures, len(candidates.formats) > 1, bool(candidates.channels))
 
     @property
+    def further(self) -> dict[str, float | None]:
+        """The fractions to keep beside a budget in time, by measure."""
+        return {"params": self.params, "macs": self.macs, "bytes": self.bytes}
+
+    @property
     def kept_params(self) -> float | None:
         """The parameter budget; a reward that ignores size needs one."""
         return DEFAULT_KEPT_PARAMS if self.needs_budget else self.params
@@ -289,7 +294,7 @@ class SearchSession:
         options: Budget, reward, limits.
         candidates: Candidate ranks a layer and format at most.
         input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        apply: From a plan to the compressed network, for finalists.
+        apply: From a plan to the compressed network as `scoring` takes it, for finalists.
         preprocessing: What the network's images go through, for a budget in time of files that do it
             themselves.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
@@ -320,7 +325,7 @@ class SearchSession:
         *,
         candidates: int,
         input_shape: InputShape,
-        apply: Apply,
+        apply: Callable[[CompressionPlan], Any],
         preprocessing: Preprocessing | None = None,
         progress: Progress = None,
     ) -> None:
@@ -328,7 +333,7 @@ class SearchSession:
         self.model, self.library, self.scoring, self.options = model, library, scoring, options
         self.candidates, self.input_shape, self.apply = candidates, input_shape, apply
         self.preprocessing = preprocessing
-        self._network_score: Callable[[nn.Module], float] | None = None
+        self._network_score: Callable[[Any], float] | None = None
         self._cluster: WorkerCluster | None = None
         self._stack = ExitStack()
 
@@ -342,17 +347,9 @@ class SearchSession:
         options = self.options
         if self.candidates < 1:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
-        describe = partial(
-            SearchProblem.from_model,
-            self.model,
-            input_shape=self.input_shape,
-            params=options.kept_params,
-            macs=options.macs,
-            bytes=options.bytes,
-        )
         unfitted = [self.library.unfitted(name, limit=self.candidates) for name in self.library.specs]
         if options.latency is None:
-            describe(sites=unfitted)
+            self._problem(unfitted)
         self.scoring.check(self.model)
         if options.workers is not None:
             asked = Workers(options.workers, options.cluster, options.worker_cpus, options.worker_gpus)
@@ -361,16 +358,9 @@ class SearchSession:
         sites = self._fitted(unfitted)
         self.latency = None
         if options.latency is None:
-            self.problem = describe(sites=sites, library=self.library)
+            self.problem = self._problem(sites, self.library)
         else:
-            self.latency = LatencyBudget(
-                self.model,
-                sites,
-                self.input_shape,
-                options.latency,
-                options.timing,
-                self.preprocessing,
-            )
+            self.latency = self._latency_budget(sites, options.latency)
             self.problem = self.latency.problem(self.library)
         self.reward = create_reward(
             options.reward, budgeted=self.problem.budget is not None, **options.reward_options
@@ -381,6 +371,31 @@ class SearchSession:
             self.problem = replace(
                 self.problem, divergences=partial(single_layer_divergences, self.evaluator)
             )
+
+    def _problem(self, sites: Sequence[CandidateSet], library: FitLibrary | None = None) -> SearchProblem:
+        """Return what is searched over where there is no budget in time."""
+        options = self.options
+        return SearchProblem.from_model(
+            self.model,
+            sites,
+            self.input_shape,
+            params=options.kept_params,
+            macs=options.macs,
+            bytes=options.bytes,
+            library=library,
+        )
+
+    def _latency_budget(self, sites: Sequence[CandidateSet], fraction: float) -> LatencyBudget:
+        """Return the budget in time."""
+        return LatencyBudget(
+            self.model,
+            sites,
+            self.input_shape,
+            fraction,
+            self.options.timing,
+            self.preprocessing,
+            further=self.options.further,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

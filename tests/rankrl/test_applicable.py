@@ -75,8 +75,6 @@ IDLE = [
             r"has no effect: model=onnx compresses a file",
         )
         for option, argument in (
-            ("search.", "search.episodes=5"),
-            ("reward.", "reward=amc"),
             ("calibration.", "calibration.images=5"),
             ("constrain.", "constrain.epochs=3"),
             ("finetune.", "finetune.epochs=3"),
@@ -89,6 +87,12 @@ IDLE = [
             ("export.int8", "export.int8=true"),
             ("export.runtimes", "export.runtimes=[openvino]"),
             ("export.training", "export.training=true"),
+            ("search.images", "search.images=50"),
+            ("search.augmented", "search.augmented=true"),
+            ("search.statistics", "search.statistics=reestimated"),
+            ("search.batch_size", "search.batch_size=5"),
+            ("search.halving.", "search.halving.fraction=0.5"),
+            ("search.workers", "search.workers=2"),
         )
     ),
 ]
@@ -117,6 +121,8 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("task=prune", "pruner=magnitude", "pruner.multiple=8", "prune.decompose_macs=0.5"),
         ("task=compare", "compare.seeds=[4]"),
         ("task=apply", "plan=runs/a/plan.json"),
+        ("task=apply", "plan=a.json", "model=onnx", "model.path=net.onnx", "export.batch=4"),
+        ("model=onnx", "model.path=net.onnx", "selector=bayes", "search.episodes=5", "reward=amc"),
         ("task=export", "weights=a.safetensors"),
         ("task=report", "runs=multirun/a"),
         ("decomposition=auto", "decomposition.formats=[cp,tucker]"),

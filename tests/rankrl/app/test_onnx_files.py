@@ -83,7 +83,12 @@ def test_inspect_lists_the_nodes(rankrl: Callable[..., None], capsys: pytest.Cap
         (("dataset.path=net.onnx", "budget.params=0.5"), r"net\.onnx cannot be read"),
         (("task=compare", "budget.params=0.5"), r"task=compare has no use for model=onnx"),
         (("decomposition=tensor_ring", "budget.params=0.5"), r"tensor_ring cannot be written"),
-        (("selector=ddpg", "budget.params=0.5"), r"selector=ddpg scores plans"),
+        (
+            ("selector=bayes", "search.term=accuracy", "budget.params=0.5"),
+            r"search\.term must be one of agree",
+        ),
+        (("selector=bayes", "search.episodes=0", "budget.params=0.5"), r"search\.episodes must be positive"),
+        (("task=apply",), r"task=apply needs plan=RUN/plan\.json"),
         (("finetune.epochs=2", "budget.params=0.5"), r"finetune\.epochs=2 has no effect"),
         (("search.episodes=2", "budget.params=0.5"), r"search\.episodes=2 has no effect"),
         (("budget.params=0.0001",), r"cannot be reached"),
@@ -141,3 +146,27 @@ def test_options_of_images_that_do_not_apply_are_refused(
     save_photos(Path("photos"))
     shown = refused(rankrl, capsys, *FILES[:-1], *options, *LITTLE, "budget.params=0.7")
     assert re.search(message, shown)
+
+
+def test_a_plan_is_searched_and_applied_again(rankrl: Callable[..., None]) -> None:
+    search = ("selector=random", "search.episodes=4", "search.term=agreement", "reward=weighted")
+    rankrl(*FILES, *LITTLE, *search, "budget.params=0.2")
+    metrics = read_json(Path("run/metrics.json"))
+    assert metrics["search"]["episodes"] == 4
+    assert metrics["selector"] == "random"
+    assert len(Path("run/episodes.csv").read_text().splitlines()) == 5
+    assert metrics["ratios"]["params"] >= 5
+    rankrl("task=apply", "plan=run/plan.json", *FILES, *LITTLE[1:-1], "hydra.run.dir=again")
+    again = read_json(Path("again/metrics.json"))
+    assert again["compressed"]["params"] == metrics["compressed"]["params"]
+    assert CompressionPlan.load("again/plan.json") == CompressionPlan.load("run/plan.json")
+    assert onnx.load("again/model.onnx").graph.output[0].name == "y"
+
+
+def test_nodes_that_are_left_out_are_listed_and_stay(
+    rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rankrl("task=inspect", *FILES, "tracking=none", "decomposition.skip=[second]")
+    assert "stays as it is, as asked" in " ".join(capsys.readouterr().out.split())
+    rankrl(*FILES, *LITTLE, "budget.params=0.99", "decomposition.skip=[second]")
+    assert CompressionPlan.load("run/plan.json")["second"].operations == ()

@@ -15,7 +15,7 @@ from small_graphs import OPSETS, Array, convolutions, images, model_of, sentence
 
 import rankrl
 from decomposition import CompressionPlan, Factorise, FitOptions, Quantise
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.onnx_graph import OnnxCompression, OnnxGraphError
 from rankrl.workflow.latency import LatencyOptions
 
@@ -152,7 +152,7 @@ def test_a_users_score_is_reported_for_both(tmp_path: Path) -> None:
     result = compressed(convolutions(), images(), tmp_path, params=0.7, score=positive)
     for score, path in ((result.baseline_score, tmp_path / "net.onnx"), (result.score, result.path)):
         assert score == (outputs(path, {"x": images(20)})[0] > 0).mean()
-    with pytest.raises(OnnxGraphError, match=r"the score is nan"):
+    with pytest.raises(NonFiniteError, match=r"score returned nan for the original network"):
         compressed(convolutions(), images(), tmp_path, params=0.7, score=lambda _: float("nan"))
 
 

@@ -9,8 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import helper
-from small_graphs import generator, model_of, network_of, of_low_rank
+from small_graphs import FRAMES, network_of, shared
 from torch import nn
 
 import rankrl
@@ -18,34 +17,6 @@ from decomposition import collect_moments, inspect_layers
 from decomposition.metric import whole
 from rankrl.onnx_graph import find_sites
 from rankrl.onnx_graph.capture import collect_moments as moments_of_nodes
-
-FRAMES = generator().standard_normal((80, 8, 9, 9)).astype(np.float32)
-
-
-def shared(*, bias: bool, strides: tuple[int, int] = (1, 1), other_bias: bool = False) -> onnx.ModelProto:
-    """Two convolutions along two branches with one weight, and a third one on what they have in common."""
-    random = generator()
-    constants = {
-        "weight": of_low_rank(16, 8 * 9, 5).reshape(16, 8, 3, 3),
-        "bias": random.standard_normal(16).astype(np.float32),
-        "other_bias": random.standard_normal(16).astype(np.float32),
-        "last": of_low_rank(12, 16, 4).reshape(12, 16, 1, 1),
-        "two": np.array(2, np.float32),
-    }
-    biases = (["bias"], ["other_bias" if other_bias else "bias"]) if bias else ([], [])
-    attributes = [{"pads": [1, 1, 1, 1], "strides": [stride, stride]} for stride in strides]
-    nodes = [
-        helper.make_node("Tanh", ["frames"], ["bent"], "tanh"),
-        helper.make_node("Conv", ["frames", "weight", *biases[0]], ["a"], "one", **attributes[0]),
-        helper.make_node("Conv", ["bent", "weight", *biases[1]], ["b"], "two", **attributes[1]),
-        helper.make_node("GlobalAveragePool", ["a"], ["pooled_a"], "pool_a"),
-        helper.make_node("GlobalAveragePool", ["b"], ["pooled_b"], "pool_b"),
-        helper.make_node("Mul", ["pooled_a", "pooled_b"], ["both"], "product"),
-        helper.make_node("Conv", ["both", "last"], ["y"], "last_conv"),
-    ]
-    used = {name for node in nodes for name in node.input}
-    kept = {name: value for name, value in constants.items() if name in used}
-    return model_of(nodes, kept, {"frames": ["n", 8, 9, 9]}, {"y": ["n", 12, 1, 1]})
 
 
 class Shared(nn.Module):

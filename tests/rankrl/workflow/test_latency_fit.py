@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from torch import nn
 
-from decomposition import CandidateSet, LatencyTable, Quantise
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, Quantise
 from decomposition.candidates import Candidate
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 from rankrl.selectors.random_plans import spend_at_random
+from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 from rankrl.workflow.latency_fit import Trial, corrected, correction, first_trials
 
 DENSE = Cost(100, 100, 400)
@@ -68,3 +70,29 @@ def test_one_odd_timing_on_the_way_to_a_budget_turns_no_kind_upside_down() -> No
     assert 0.75 < found.min() <= found.max() <= 1 + 1e-9
     # Half of what it says is taken over: the rest may be its own.
     assert 0.84 < float(found @ parts[1]) / parts[1].sum() < 0.95
+
+
+def test_a_budget_beside_the_time_is_kept_too() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    library = FitLibrary.calibrated(model, (3, 12, 12), "tucker", None)
+    sites = library.all_candidates(limit=4)
+
+    class Timed(LatencyBudget):
+        """One whose layers take as long as they have parameters."""
+
+        def _table(self) -> LatencyTable:
+            times = {each.name: tuple(each.params.astype(float).tolist()) for each in sites}
+            return LatencyTable(times, 1.0, "a test")
+
+        def measured(self, plan: CompressionPlan) -> float:
+            return sum(layer.cost(library.specs[layer.name]).params for layer in plan) / sum(
+                spec.params for spec in library.specs.values()
+            )
+
+    problem = Timed(
+        model, sites, (3, 12, 12), 0.9, LatencyOptions(), further={"bytes": 0.7, "macs": None}
+    ).problem(library)
+    assert problem.budget is not None
+    assert problem.budget.measures == ("latency", "bytes")
+    cost = problem.cost([int(each) for each in problem.preset])
+    assert cost.bytes <= 0.7 * 4 * problem.params

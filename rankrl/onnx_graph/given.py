@@ -1,0 +1,109 @@
+"""What a task on an ONNX file begins with: the network, its inputs, its nodes and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from decomposition.layers import skipping
+from rankrl.onnx_graph.budget import input_shape, network_costs
+from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.image_files import ImagePreprocessing
+from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
+from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
+from rankrl.onnx_graph.sites import Site, find_sites
+
+Inputs = Mapping[str, Array] | Array | Iterable[Feed] | str | Path
+
+
+@dataclass(frozen=True)
+class GivenFile:
+    """A network in an ONNX file with its inputs.
+
+    Attributes:
+        network: The network.
+        split: The inputs.
+        sites: Its nodes.
+        totals: What it costs (`network_costs`).
+    """
+
+    network: OnnxNetwork
+    split: SplitInputs
+    sites: tuple[Site, ...]
+    totals: Mapping[str, int]
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        inputs: Inputs,
+        *,
+        images: ImagePreprocessing | None = None,
+        heldout: float = HELDOUT,
+        scored: float = 0.0,
+        skip: Sequence[str] = (),
+        only: Sequence[str] = (),
+        seed: int = 0,
+    ) -> GivenFile:
+        """Read the file, and the inputs where they are in a file, too.
+
+        Args:
+            path: The ONNX file.
+            inputs: A .npz or .npy file, a folder of images, arrays, or batches of them.
+            images: How image files become inputs, where `inputs` is a folder of them.
+            heldout: Share of the inputs that results are compared on.
+            scored: Share of the inputs that plans are scored on.
+            skip: Nodes that stay as they are: names, or patterns of names.
+            only: Nodes that alone may change, named likewise; empty for all.
+            seed: Seed of the split.
+
+        Raises:
+            OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
+            DecompositionError: `skip` or `only` match no node.
+        """
+        network = OnnxNetwork.load(path)
+        given = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
+        split = split_inputs(given, network, heldout=heldout, scored=scored, seed=seed)
+        found = find_sites(network, split.calibration[0])
+        specs = skipping([site.spec for site in found], skip, only)
+        sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
+        return cls(network, split, tuple(sites), network_costs(network, sites))
+
+    @property
+    def usable(self) -> list[Site]:
+        """The nodes that can be compressed, at least one.
+
+        Raises:
+            OnnxGraphError: There is none; the message gives the reasons.
+        """
+        found = [site for site in self.sites if site.spec.refusal is None]
+        if not found:
+            reasons = "; ".join(f"{site.name}: {site.spec.refusal}" for site in self.sites[:5])
+            raise OnnxGraphError(
+                f"{self.network.source} has no node that can be compressed "
+                f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
+            )
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first input for one input of the network, as plans record it."""
+        return input_shape(self.network, self.split.calibration[0])
+
+    def feed(self, batch: int) -> Feed:
+        """Return a batch of real inputs of a size, or of the file's own where that is fixed."""
+        split = self.split
+        if self.network.fixed_batch is not None:
+            return split.calibration[0]
+        every = (*split.calibration, *split.scored, *split.heldout)
+        rows = [each for each in every if _alike(each, split.calibration[0])]
+        whole = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+        wanted = np.arange(batch) % batch_size(whole)
+        return {name: value[wanted] for name, value in whole.items()}
+
+
+def _alike(feed: Feed, other: Feed) -> bool:
+    return all(feed[name].shape[1:] == other[name].shape[1:] for name in other)

@@ -1,0 +1,265 @@
+"""Scoring plans of a network in an ONNX file: one graph that takes on the weights of any plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from torch import nn
+
+from decomposition import CandidateSet, FitLibrary
+from rankrl.agreement import OutputAgreement, agreement, agreement_score
+from rankrl.errors import ConfigError
+from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx_graph.rewrite import open_constants, without_unused
+from rankrl.onnx_graph.sites import Site
+from rankrl.plan_search.evaluator import Evaluator
+from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.remembering import RememberingEvaluator
+from rankrl.plan_search.score_evaluator import checked_score, score_digest
+from rankrl.plan_search.scoring_network import CACHE_BYTES
+from rankrl.plan_search.workers import WorkerCluster
+
+FileTerm = Literal["agreement", "soft_agreement"]
+"""What plans are scored by without a user's score: see `OnnxScoring.term`."""
+SessionScore = Callable[[onnxruntime.InferenceSession], float]
+"""A user's score: from an onnxruntime session to a number, higher is better."""
+
+_Values = dict[str, bytes]
+"""What constants hold, float32, by their names."""
+
+
+class ScoringGraph:
+    """A graph with dense nodes that is opened with the weights of any plan.
+
+    It is rewritten once. A plan costs the constants that differ from the last plan's and the opening of a
+    session; no node is changed. (onnxruntime can be handed constants beside the model,
+    `SessionOptions.add_initializer`; its convolutions then compute with those of the model all the same,
+    seen in 1.31.) What is lost of the mean of a node's output is given back where something takes it up.
+
+    Args:
+        network: The network.
+        found: Its nodes.
+        library: The fits of its nodes.
+        sites: The candidates of its nodes.
+    """
+
+    def __init__(
+        self, network: OnnxNetwork, found: Sequence[Site], library: FitLibrary, sites: Sequence[CandidateSet]
+    ) -> None:
+        self.source, self.library, self.sites = network.source, library, tuple(sites)
+        model = network.graph_model()
+        self._nodes = {site.name: site for site in found}
+        self._open = {site.name: open_constants(model, self._nodes[site.name]) for site in self.sites}
+        self._model = ir.to_proto(without_unused(model))
+        self._constants = {each.name: each for each in self._model.graph.initializer}
+        self._known: OrderedDict[tuple[int, int], _Values] = OrderedDict()
+        self._bytes = 0
+        self._written = [site.dense for site in self.sites]
+
+    def session(self, choices: Sequence[int]) -> onnxruntime.InferenceSession:
+        """Return the network under a plan, open.
+
+        Args:
+            choices: Index of the candidate of every site.
+        """
+        for index, choice in enumerate(choices):
+            if self._written[index] != choice:
+                for name, content in self._values(index, int(choice)).items():
+                    self._constants[name].raw_data = content
+                self._written[index] = int(choice)
+        return open_session(self._model, self.source)
+
+    def _values(self, index: int, choice: int) -> _Values:
+        key = (index, choice)
+        if key not in self._known:
+            self._known[key] = self._reconstructed(index, choice)
+            self._bytes += _size(self._known[key])
+            while self._bytes > CACHE_BYTES and len(self._known) > 1:
+                self._bytes -= _size(self._known.popitem(last=False)[1])
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def _reconstructed(self, index: int, choice: int) -> _Values:
+        site = self.sites[index]
+        dense, opened = self.library.weights[site.name], self._open[site.name]
+        weight = self.library.weight(site.name, site.candidates[choice].operations)
+        written = weight.reshape(self._nodes[site.name].weight.shape)
+        arrays = {opened.weight: (written.T if opened.turned else written).numpy()}
+        if opened.mean and self.library.moments is not None:
+            lost = (dense - weight).flatten(1) @ self.library.moments[site.name].mean
+            arrays[opened.mean] = (opened.known + opened.sign * lost.reshape(opened.known.shape)).numpy()
+        return {name: value.astype(np.float32).tobytes() for name, value in arrays.items()}
+
+
+@dataclass(frozen=True)
+class OnnxScoring:
+    """What plans of a network in an ONNX file are scored by.
+
+    Attributes:
+        network: The network.
+        found: Its nodes.
+        feeds: Batches of inputs that nothing is fitted to.
+        score: The user's score, or None for the agreement with the original on `feeds`.
+        term: `agreement`: how often the largest number of an output (N, classes) is in the same place, 1 -
+            the relative error of an output without classes, averaged over the outputs; `soft_agreement`: 1 -
+            the relative error of every output, which moves with every change of the weights.
+    """
+
+    network: OnnxNetwork
+    found: Sequence[Site]
+    feeds: Sequence[Feed]
+    score: SessionScore | None = None
+    term: FileTerm = "soft_agreement"
+
+    def __post_init__(self) -> None:
+        if self.term not in get_args(FileTerm):
+            raise ConfigError(
+                f"search.term must be one of {', '.join(get_args(FileTerm))} for a network in an ONNX file, "
+                f"which comes without labels, got {self.term!r}"
+            )
+
+    def check(self, model: nn.Module) -> None:
+        """Score the original, so that a score that fails does so before nodes are fitted.
+
+        Args:
+            model: Not used.
+
+        Raises:
+            ConfigError: The user's score is no number.
+            NonFiniteError: It is NaN or an infinity.
+        """
+        del model
+        if self.score is not None:
+            self.of_session(open_session(self.network.model, self.network.source), "the original network")
+
+    def evaluator(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        *,
+        cluster: WorkerCluster | None = None,
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process."""
+        del model, cluster
+        return nullcontext(OnnxPlanEvaluator(self, library, problem))
+
+    def of_networks(self, dense: nn.Module) -> Callable[[OnnxNetwork], float]:
+        """Return what scores compressed networks as they are written."""
+        del dense
+        return lambda network: self.of_session(
+            open_session(network.model, network.source), "the compressed network"
+        )
+
+    def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
+        """Return the score of an open network.
+
+        Args:
+            session: The network.
+            what: What it is, for messages.
+
+        Raises:
+            ConfigError: The user's score is no number.
+            NonFiniteError: It, or an output, is NaN or an infinity.
+        """
+        if self.score is not None:
+            return checked_score(self.score(session), what)
+        outputs = self.agreement(session)
+        found = agreement_score(outputs)
+        if self.term == "soft_agreement":
+            found = float(np.mean([1 - each.error for each in outputs]))
+        return checked_score(found, what)
+
+    def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
+        """Compare the outputs of an open network with those of the original."""
+        return agreement(
+            self._original, _Numbered(GraphSession(session, self.network.source), self.feeds), self._numbers
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that scores depend on beside the plan."""
+        digest = hashlib.sha256(self.network.model.SerializeToString())
+        if self.score is not None:
+            digest.update(score_digest(self.score).encode())
+        else:
+            digest.update(self.term.encode())
+            for feed in self.feeds:
+                for name, value in feed.items():
+                    digest.update(f"{name} {value.dtype} {value.shape}".encode())
+                    digest.update(np.ascontiguousarray(value).tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.feeds))
+
+    @cached_property
+    def _original(self) -> _Remembered:
+        answers = _Numbered(self.network.session(), self.feeds)
+        return _Remembered(answers.output_names, [answers.run(number) for number in self._numbers])
+
+
+class OnnxPlanEvaluator(RememberingEvaluator):
+    """Scores the plans of a search; equal plans are scored once.
+
+    Args:
+        scoring: What they are scored by.
+        library: The fits of the nodes.
+        problem: The search problem made of them.
+    """
+
+    def __init__(self, scoring: OnnxScoring, library: FitLibrary, problem: SearchProblem) -> None:
+        super().__init__(problem, sum(map(batch_size, scoring.feeds)))
+        self.scoring = scoring
+        self.graph = ScoringGraph(scoring.network, scoring.found, library, problem.sites)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what scores depend on beside the plan."""
+        return self.scoring.fingerprint
+
+    def value(self, choices: Choices) -> float:
+        """Return the score of the network under a plan; see `evaluate` for the errors."""
+        what = f"the plan with candidates {list(choices)}"
+        return self.scoring.of_session(self.graph.session(choices), what)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A network that answers batches by their number."""
+
+    session: GraphSession
+    feeds: Sequence[Feed]
+
+    @property
+    def output_names(self) -> list[str]:
+        return self.session.output_names
+
+    def run(self, number: int, /) -> list[Array]:
+        return self.session.run(self.feeds[number])
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """Answers to batches by their number."""
+
+    output_names: list[str]
+    answers: list[list[Array]]
+
+    def run(self, number: int, /) -> list[Array]:
+        return self.answers[number]
+
+
+def _size(values: _Values) -> int:
+    return sum(map(len, values.values()))

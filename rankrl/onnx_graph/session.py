@@ -1,0 +1,126 @@
+"""A search over a network in an ONNX file: the same session as for PyTorch networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
+from decomposition.fitting import CHOOSING
+from rankrl.onnx_graph.budget import OnnxLatencyBudget
+from rankrl.onnx_graph.capture import collect_moments
+from rankrl.onnx_graph.given import GivenFile
+from rankrl.onnx_graph.network import Feed, OnnxNetwork
+from rankrl.onnx_graph.rewrite import MARKED
+from rankrl.onnx_graph.scoring import OnnxScoring
+from rankrl.onnx_graph.sensitivity import collect_sensitivities
+from rankrl.onnx_graph.sites import SiteModules
+from rankrl.plan_search.problem import SearchProblem
+from rankrl.progress import progress_bar
+from rankrl.workflow.latency import LatencyBudget
+from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession
+
+
+class OnnxSearchSession(SearchSession):
+    """Everything that searches over one network in an ONNX file share.
+
+    Args:
+        given: The network and its inputs.
+        library: The fits of its nodes.
+        scoring: What plans are scored by.
+        options: Budget, reward, limits.
+        candidates: Candidate ranks a node and format at most.
+        feed: The batch that is timed.
+        apply: From a plan to the compressed network, for finalists.
+    """
+
+    def __init__(
+        self,
+        given: GivenFile,
+        library: FitLibrary,
+        scoring: OnnxScoring,
+        options: SearchOptions,
+        *,
+        candidates: int,
+        feed: Feed,
+        apply: Callable[[CompressionPlan], OnnxNetwork],
+    ) -> None:
+        super().__init__(
+            nn.Identity(),  # there is no module
+            library,
+            scoring,
+            options,
+            candidates=candidates,
+            input_shape=given.shape,
+            apply=apply,
+        )
+        self.given, self.feed = given, feed
+
+    def _problem(self, sites: Sequence[CandidateSet], library: FitLibrary | None = None) -> SearchProblem:
+        fractions = {**self.options.further, "params": self.options.kept_params}
+        specs = [site.spec for site in self.given.sites]
+        return SearchProblem.from_costs(
+            specs, sites, self.input_shape, self.given.totals, fractions, library=library
+        )
+
+    def _latency_budget(self, sites: Sequence[CandidateSet], fraction: float) -> LatencyBudget:
+        given, options = self.given, self.options
+        return OnnxLatencyBudget(
+            given.network,
+            given.sites,
+            self.library,
+            sites,
+            given.totals,
+            fraction,
+            options.timing,
+            self.feed,
+            options.further,
+        )
+
+
+def fit_library(
+    given: GivenFile,
+    candidates: CandidateOptions,
+    *,
+    options: FitOptions = CHOOSING,
+    folder: Path | None = None,
+    seed: int = 0,
+) -> FitLibrary:
+    """Calibrate the nodes and return the library of their fits; nothing is fitted yet.
+
+    Args:
+        given: The network and its inputs.
+        candidates: What may become of its nodes.
+        options: How much work each fit may do.
+        folder: Where fits are kept for later runs, or None.
+        seed: Seed of patches and perturbations.
+
+    Raises:
+        OnnxGraphError: No node can be compressed; the message gives the reasons.
+    """
+    usable, batches = given.usable, given.split.calibration
+    moments = collect_moments(given.network, usable, batches, seed=seed)
+    sensitivities = measured_sensitivities(given, seed=seed) if candidates.weigh_outputs else {}
+    return FitLibrary(
+        SiteModules({site.name: site.module(MARKED) for site in usable}),
+        [site.spec for site in usable],
+        candidates.formats,
+        moments=moments,
+        sensitivities=sensitivities,
+        precisions=candidates.precisions,
+        multiple=candidates.multiple,
+        options=options,
+        folder=folder,
+    )
+
+
+def measured_sensitivities(given: GivenFile, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`)."""
+    usable = given.usable
+    with progress_bar("perturb nodes", total=len(usable)) as bar:
+        return collect_sensitivities(
+            given.network, usable, given.split.calibration, seed=seed, progress=lambda _: bar.advance()
+        )
