@@ -58,6 +58,8 @@ def search(
     cache: str | Path | None = None,
     workers: int | None = None,
     cluster: Cluster = "local",
+    worker_cpus: int = 1,
+    worker_gpus: float = 0.0,
     progress: Progress = None,
 ) -> SearchResult:
     """Choose what becomes of every layer so that a score is best within a budget.
@@ -103,7 +105,11 @@ def search(
             plans found do not depend on it; `selector_options={"plans_per_step": N}` says how many a step
             has. `model` and `score` must be importable by name, and the call stand under
             `if __name__ == "__main__":`.
-        cluster: Where the processes that score are: `local`, or `ray` for a Ray cluster.
+        cluster: Where they are: `local`, or `ray` for a Ray cluster (extra `ray`; the one that RAY_ADDRESS
+            names, else one made on this machine).
+        worker_cpus: Processor cores of each worker: the threads that it computes with.
+        worker_gpus: GPUs of each worker on a Ray cluster, which the score may move the network to; 0.5 lets
+            two share one.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage (`fit layers`, `search`), the number of its steps that are done and of all.
 
@@ -136,6 +142,8 @@ def search(
         patience=patience,
         workers=workers,
         cluster=cluster,
+        worker_cpus=worker_cpus,
+        worker_gpus=worker_gpus,
     )
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")

@@ -28,6 +28,7 @@ from rankrl.export import export_onnx, fast_multiple
 from rankrl.files import write_json
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
+from rankrl.plan_search.workers import Cluster
 from rankrl.progress import Progress, progress_bar
 from rankrl.report import collect_setup, write_report
 from rankrl.selectors import check_selector
@@ -51,7 +52,8 @@ HELDOUT = 0.2
 """The share of the inputs that plans are scored on and results compared on; nothing is fitted to them."""
 
 FineTuning = int | TrainingRecipe | Callable[[nn.Module], Any]
-"""Epochs, a recipe, or a function that trains the network it is given in place (or returns another)."""
+"""Epochs, a recipe, or a function that trains the network it is given, in training mode, in place (or returns
+another)."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ def compress(
     seed: int = 0,
     cache: str | Path | None = None,
     workers: int | None = None,
+    cluster: Cluster = "local",
+    worker_cpus: int = 1,
+    worker_gpus: float = 0.0,
     progress: Progress = None,
 ) -> NetworkCompression:
     """Compress a network: choose what becomes of every layer, rewrite, fine-tune, export, verify and report.
@@ -157,7 +162,10 @@ def compress(
         timing: How time is measured.
         seed: Seed of everything random.
         cache: Where fits and times are kept for later calls; None keeps nothing.
-        workers: As for `rankrl.search`.
+        workers: As for `rankrl.search`, like the following.
+        cluster: Where the workers are.
+        worker_cpus: Processor cores of each.
+        worker_gpus: GPUs of each on a Ray cluster.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage, the number of its steps that are done and of all.
 
@@ -191,6 +199,9 @@ def compress(
         finalists=finalists,
         episodes=episodes,
         workers=workers,
+        cluster=cluster,
+        worker_cpus=worker_cpus,
+        worker_gpus=worker_gpus,
     )
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, latency= likewise")
@@ -239,10 +250,12 @@ def compress(
     found.plan.save(run.plan)
     compressed = session.apply(found.plan)
     rows = layer_rows(found.plan, dense, compressed)
-    tuned: nn.Module = copy.deepcopy(compressed)
+    tuned: nn.Module = compressed
     epochs: Sequence[EpochRow] = ()
     if finetune is not None:
-        tuned, epochs = _tuned(tuned, dense, finetune, recipe, fitted, judge, loss, progress)
+        tuned, epochs = _tuned(
+            copy.deepcopy(compressed), dense, finetune, recipe, fitted, judge, loss, progress
+        )
     save_compressed(tuned, found.plan, run.model, dense=dense)
 
     inputs = OwnInputs(dense, fitted, held, timing.batch)
@@ -262,6 +275,8 @@ def compress(
             f"budget.latency={latency} is missed: the finished file keeps {1 / times.ratio:.3f} of the "
             "original's time. Measure on a quiet machine, or ask for a little less"
         )
+    networks = dict.fromkeys((compressed, tuned))
+    score_of = {each: scored(judge, each, "the compressed network") for each in networks}
     before = {"params": count_parameters(dense), "macs": count_macs(dense, shape)}
     after = {"params": count_parameters(tuned), "macs": count_macs(tuned, shape)}
     result = NetworkCompression(
@@ -274,7 +289,7 @@ def compress(
             "file_bytes": run.onnx.stat().st_size,
         },
         outputs=tuple(inputs.agreement(baseline, run.onnx)),
-        score=scored(judge, tuned, "the compressed network"),
+        score=score_of[tuned],
         baseline_score=scored(judge, dense, "the dense network"),
         verified=section["max_abs_difference"],
         errors={row.name: row.error for row in rows if row.error},
@@ -283,19 +298,21 @@ def compress(
         dense=dense,
         folder=run.path,
         search=found,
-        compressed_score=scored(judge, compressed, "the compressed network"),
+        compressed_score=score_of[compressed],
         epochs=tuple(epochs),
         test=None if test is None else _tested(dense, tuned, test),
         missed=missed,
     )
-    metrics = {
+    metrics: dict[str, Any] = {
         "task": "compress",
         "model": type(model).__name__,
         "decomposition": formats[0] if len(formats) == 1 else "auto",
         "selector": selector,
         "seed": seed,
-        **_numbers(result, section, agreement_score(measure.agreement(compressed))),
+        **_numbers(result, section),
     }
+    if tuned is not compressed:
+        metrics["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
     setup = collect_setup(["rankrl.compress"], seed)
     write_report(run.path, metrics=metrics, layers=rows, epochs=epochs, setup=setup)
     write_json(run.metrics, metrics)
@@ -352,8 +369,9 @@ def _tuned(
     """Return the fine-tuned network, and the epochs of our own training."""
     if recipe is None:
         assert callable(finetune)
-        returned = finetune(network)
-        return (returned if isinstance(returned, nn.Module) else network).eval(), ()
+        returned = finetune(network.train())
+        tuned = returned if isinstance(returned, nn.Module) else network
+        return tuned.to(model_device(dense)).eval(), ()  # a Trainer of Lightning's leaves it on the CPU
     steps = recipe.epochs * -(-count_inputs(fitted.inputs) // min(recipe.batch_size, len(fitted)))
     with progress_bar("fine-tune", total=steps, progress=progress) as bar:
 
@@ -379,12 +397,12 @@ def _tested(dense: nn.Module, network: nn.Module, test: CalibrationInputs) -> di
     return {"baseline": measure(dense), "compressed": measure(network)}
 
 
-def _numbers(result: NetworkCompression, onnx: Mapping[str, Any], agreement: float) -> dict[str, Any]:
-    """Return what metrics.json says of a compressed network; `agreement` is that before fine-tuning."""
+def _numbers(result: NetworkCompression, onnx: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what metrics.json says of a compressed network; `agreement` is that of the last one."""
     numbers = summary(result)
     last = numbers["compressed"]
     tuned = {"score": last["score"], "agreement": last["agreement"]}
-    numbers["compressed"] = {**last, "score": result.compressed_score, "agreement": agreement}
+    numbers["compressed"] = {**last, "score": result.compressed_score}
     numbers["finetuned"] = tuned
     if result.test is not None:
         numbers["baseline"]["accuracy"] = result.test["baseline"]

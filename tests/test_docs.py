@@ -1,7 +1,8 @@
 """What the README and docs/ show works: pages are carried out from top to bottom in an empty folder.
 
-Python blocks run as they are. Commands run on digits with a small network and few episodes, sweeps over the
-first of their values; what needs a dataset, a launcher or a package that is not here is only composed.
+Python blocks run as they are, but for those with a package that need not be here. Commands run on digits with
+a small network and few episodes, sweeps over the first of their values; what needs a dataset, a launcher or a
+package that is not here is only composed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ REGISTRIES = [
     ("rankrl.tracking.registry", "_TRACKERS"),
     ("rankrl.export.runtimes.registry", "_RUNTIMES"),
 ]
+NEED_NOT_BE_HERE = ("lightning",)
 NEEDS_MORE = re.compile(
     r"dataset=(?:cifar|mnist|imagefolder)|experiment=|tracking=(?:mlflow|wandb)|hydra/launcher="
     r"|search.cluster=ray|[ =/](?:PATH|FOLDER|FILE|RUN)\b"
@@ -145,6 +148,8 @@ def run_python(page: Path, code: str, scope: dict[str, Any]) -> None:
     if name is not None:
         Path(name[1]).write_text(code)
         importlib.invalidate_caches()
+    if any(f"import {name}\n" in code and find_spec(name) is None for name in NEED_NOT_BE_HERE):
+        return
     code = code.replace("episodes=100", "episodes=3")
     exec(compile(code, page.name, "exec"), scope)
 

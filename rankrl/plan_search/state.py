@@ -88,7 +88,7 @@ class SearchState:
             raise CheckpointError(
                 f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
                 f"{dict(identity).get(key)!r}. Use the same settings to resume, the number of threads too "
-                "(OMP_NUM_THREADS: sums, and so fits, differ in their last bits), or start without resuming."
+                "(OMP_NUM_THREADS: sums, and so fits, differ in their last bits), or name another folder."
             )
 
     def differing(self, identity: Mapping[str, Any]) -> list[str]:

@@ -146,6 +146,7 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
 
     def finetune(network: nn.Module) -> None:
         given.append(network)
+        assert network.training
         assert decomposition.factorised_layers(network)
         with torch.no_grad():
             network.get_parameter("last.bias").fill_(3.0)
@@ -157,6 +158,7 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
         two(), LOADER, tmp_path / "own", params=0.7, finetune=finetune, score=score, **QUICK
     )
     assert found.model is given[0]
+    assert not found.model.training
     assert found.score == 3
     assert found.compressed_score < 1
     assert found.epochs == ()
@@ -168,6 +170,24 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
 
     rankrl.compress(two(), TARGETS, tmp_path / "loss", params=0.7, finetune=1, loss=loss, **QUICK)
     assert seen == [(48, 3)]
+
+
+@pytest.mark.parametrize(("finetune", "times"), [(None, 1), (lambda network: None, 2)])
+def test_network_that_is_left_as_it_was_fitted_is_scored_once(
+    tmp_path: Path, finetune: Any, times: int
+) -> None:
+    seen = []
+
+    def score(network: nn.Module) -> float:
+        seen.append(bool(decomposition.factorised_layers(network)))
+        return 0.5
+
+    found = rankrl.compress(two(), LOADER, tmp_path, params=0.6, score=score, finetune=finetune, **QUICK)
+    assert seen.count(True) == times
+    assert found.score == found.compressed_score == 0.5
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    agreements = metrics["compressed"]["agreement"], metrics["finetuned"]["agreement"]
+    assert agreements[0] == pytest.approx(agreements[1], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import rankrl
 from decomposition import FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
@@ -150,3 +151,29 @@ def test_fits_and_scores_on_a_cluster_are_those_of_one_process(
             assert evaluator.fingerprint == f"{one.fingerprint}-cuda"
     finally:
         workers.close()
+
+
+def resources_of_this_process(network: nn.Module) -> float:
+    """A score that says what its process has: ten for each thread, one for a GPU."""
+    return 10.0 * torch.get_num_threads() + bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def test_search_from_python_gives_its_workers_processors_and_gpus(
+    cluster: Any, three_convolutions: nn.Module
+) -> None:
+    found = rankrl.search(
+        three_convolutions,
+        score=resources_of_this_process,
+        calibration=torch.randn(32, *SHAPE, generator=torch.Generator().manual_seed(2)),
+        decomposition="tucker",
+        params=0.9,
+        selector="random",
+        episodes=2,
+        candidates=2,
+        workers=1,
+        cluster="ray",
+        worker_cpus=2,
+        worker_gpus=0.5,
+        progress=False,
+    )
+    assert {row.score for row in found.rows} == {21.0}
