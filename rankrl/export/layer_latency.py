@@ -1,6 +1,6 @@
 """The table of measured layers behind a budget in time: every candidate of every layer in onnxruntime.
 
-Layers of the same geometry and candidates are measured once (`LayerTimer`).
+What layers of the same geometry have in common is measured once (`LayerTimer`).
 """
 
 from __future__ import annotations
@@ -203,25 +203,42 @@ def time_sites(
     Raises:
         ExportError: A layer cannot be exported.
     """
-    known: dict[str, tuple[_SiteTimes, float]] = {}
+    alike: dict[str, list[CandidateSet]] = {}
+    for site in sites:
+        alike.setdefault(_geometry(site), []).append(site)
     times: dict[str, tuple[float, ...]] = {}
     narrowed: dict[str, _Rows] = {}
     borders: dict[str, float] = {}
     integers = any(each.integer for site in sites for each in site.candidates)
     timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch)
-    for site in sites:
-        module = modules[site.name]
+    for group in alike.values():
+        together = _together(group)
+        module = modules[together.name]
         if not is_decomposable_module(module):
-            raise TypeError(f"layer {site.name!r} is a {type(module).__name__}")
-        geometry = _geometry(site)
-        if geometry not in known:
-            border = timer.border(site.spec) if integers else 0.0
-            known[geometry] = _site_times(timer, module, site), border
-        (times[site.name], narrowed[site.name]), borders[site.name] = known[geometry]
-        if progress is not None:
-            progress(site.name)
-    narrowed = {site.name: narrowed[site.name] for site in sites if site.narrows}
+            raise TypeError(f"layer {together.name!r} is a {type(module).__name__}")
+        border = timer.border(together.spec) if integers else 0.0
+        measured, rows = _site_times(timer, module, together)
+        known = {_identity(each): index for index, each in enumerate(together.candidates)}
+        for site in group:
+            mine = [known[_identity(each)] for each in site.candidates]
+            times[site.name] = tuple(measured[index] for index in mine)
+            borders[site.name] = border
+            if site.narrows:
+                narrowed[site.name] = tuple(rows[index] for index in mine)
+            if progress is not None:
+                progress(site.name)
     return SiteTimes(times, narrowed, borders if integers else {})
+
+
+def _together(sites: Sequence[CandidateSet]) -> CandidateSet:
+    """Return the candidates of layers of one geometry in one set, those that take equally long once."""
+    distinct = {_identity(each): each for site in sites for each in site.candidates[:-1]}
+    return replace(sites[0], candidates=(*distinct.values(), sites[0].candidates[-1]))
+
+
+def _identity(candidate: Candidate) -> str:
+    """Return what a candidate's time depends on in a layer: not which channels it reads, but how many."""
+    return repr((candidate.inputs, [each.to_dict() for each in candidate.operations]))
 
 
 def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSet) -> _SiteTimes:
@@ -311,10 +328,9 @@ def measuring_conditions(batch: int, threads: int) -> str:
 
 
 def _geometry(site: CandidateSet) -> str:
-    """Return all that a layer's latencies depend on: equal texts, equal times."""
+    """Return all that a layer's latencies depend on beside what is done with it."""
     nameless = replace(site.spec, name="", index=0, batch_norm=None)
-    numbers = [each and each.rows for each in site.candidates[site.dense].narrower]
-    return repr((nameless, [each.content() for each in site.candidates], numbers))
+    return repr((nameless, [each and each.rows for each in site.candidates[site.dense].narrower]))
 
 
 def table_key(
@@ -329,5 +345,7 @@ def table_key(
         runs: Timed passes of each candidate.
     """
     content = [str(_METHOD), conditions, str(runs), *map(repr, specs.values())]
-    content += [f"{site.name} {_geometry(site)}" for site in sites]
+    content += [
+        f"{site.name} {_geometry(site)} {[each.content() for each in site.candidates]}" for site in sites
+    ]
     return hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]

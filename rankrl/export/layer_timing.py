@@ -34,6 +34,8 @@ from rankrl.export.runtimes import open_session
 _WARM_UP = 3
 _FEWEST_CHANNELS = 8
 """Layers with fewer inputs read the network's own input, which nothing has laid out for them."""
+_MOST_TOGETHER = 48
+"""Graphs that are open at a time: each holds its own tensors."""
 
 
 class LayerTimer:
@@ -73,7 +75,9 @@ class LayerTimer:
                     for j in mine
                 ]
                 around = sum(self._pair(each, integer, integer) for each in (shape, after)) / 2
-                total[mine] += self._time(stacks, shape) - around
+                for start in range(0, len(mine), _MOST_TOGETHER):
+                    part = slice(start, start + _MOST_TOGETHER)
+                    total[mine[part]] += self._time(stacks[part], shape) - around
         # Differences of measured times: what is next to nothing may come out below it.
         return np.maximum(total, 1e-4)
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_NODE = re.compile(r"Error when translating node %(\w+)")
 _CAUSE_LENGTH = 300
+_TRANSLATIONS: dict[tuple[Any, ...], Any] = {}
+_TRANSLATING = threading.Lock()
 
 
 def inference_copy(model: nn.Module) -> nn.Module:
@@ -94,7 +97,7 @@ def convert(
     outputs = len(program.graph_signature.user_outputs)
     names = ["output"] if outputs == 1 else [f"output_{index}" for index in range(outputs)]
     try:
-        with _silence():
+        with _silence(), _translations_read_once():
             converted = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -120,6 +123,38 @@ def convert(
             f"Choose opset {version}, or none for the default."
         )
     return converted.model
+
+
+@contextlib.contextmanager
+def _translations_read_once() -> Iterator[None]:
+    """Keep torch from reading its translations of all operators anew for this export.
+
+    It parses the source of every one of them at each export, which takes half of the time of a small one; a
+    budget in time exports dozens. The table is private to torch: where it is not found, or another than
+    expected, nothing is changed.
+    """
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+    except ImportError:
+        ONNXRegistry = None  # type: ignore[assignment,misc]
+    with _TRANSLATING:  # in another thread, too
+        own = getattr(ONNXRegistry, "__dict__", {}).get("from_torchlib")
+    if not isinstance(own, classmethod):
+        yield
+        return
+
+    def known(cls: type, *args: Any, **options: Any) -> Any:
+        key = (*args, *sorted(options.items()))
+        if key not in _TRANSLATIONS:
+            _TRANSLATIONS[key] = own.__func__(cls, *args, **options)
+        return _TRANSLATIONS[key]
+
+    with _TRANSLATING:
+        ONNXRegistry.from_torchlib = classmethod(known)  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            ONNXRegistry.from_torchlib = own  # type: ignore[method-assign,assignment]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rankrl.data import Preprocessing
 from rankrl.export import compare_latency, export_network, measure_layer_latencies
 from rankrl.export.feeds import random_feed
 from rankrl.export.latency import SMALLEST_CHANGE
+from rankrl.export.runtimes import Batch
 from rankrl.files import write_json
 from rankrl.operations import KeepChannels
 from rankrl.plan_search.history import EpisodeRow
@@ -131,6 +133,7 @@ class LatencyBudget:
         self.fraction, self.options = fraction, options
         self.further = {name: kept for name, kept in (further or {}).items() if kept is not None}
         self.inside = preprocessing if options.preprocess else None
+        self._scratch = tempfile.TemporaryDirectory()
 
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
@@ -235,20 +238,34 @@ class LatencyBudget:
         for layer in factorised_layers(compressed).values():
             for parameter in layer.parameters():
                 nn.init.normal_(parameter, std=0.1)
-        sizes = self.inside
-        sample = random_feed(self.model, self.shape, self.options.batch)
-        if sizes is not None:
-            size = (self.options.batch, sizes.height, sizes.width, sizes.channels)
-            sample = np.random.default_rng(0).integers(256, size=size, dtype=np.uint8)
-        with tempfile.TemporaryDirectory() as scratch:
-            paths = Path(scratch) / "dense.onnx", Path(scratch) / "compressed.onnx"
-            for network, path in zip((self.model, compressed), paths, strict=True):
-                export_network(network, path, self.shape, [sample], preprocessing=self.inside)
-            options = self.options
-            times = compare_latency(
-                *paths, batch=options.batch, threads=options.threads, runs=options.runs, inputs=sample
-            )
+        options, sample = self.options, self._sample
+        path = Path(self._scratch.name) / "compressed.onnx"
+        export_network(compressed, path, self.shape, [sample], preprocessing=self.inside)
+        times = compare_latency(
+            self._dense_file,
+            path,
+            batch=options.batch,
+            threads=options.threads,
+            runs=options.runs,
+            inputs=sample,
+        )
         return 1 / times.ratio
+
+    @cached_property
+    def _sample(self) -> Batch:
+        """The batch that files are timed on."""
+        sizes = self.inside
+        if sizes is None:
+            return random_feed(self.model, self.shape, self.options.batch)
+        size = (self.options.batch, sizes.height, sizes.width, sizes.channels)
+        return np.random.default_rng(0).integers(256, size=size, dtype=np.uint8)
+
+    @cached_property
+    def _dense_file(self) -> Path:
+        """The dense network's file, which dozens of plans are timed beside."""
+        path = Path(self._scratch.name) / "dense.onnx"
+        export_network(self.model, path, self.shape, [self._sample], preprocessing=self.inside)
+        return path
 
     def holding(self, problem: SearchProblem, result: SearchResult, count: int) -> TimedPlans:
         """Export and time the best plans of a search, until enough of them keep the budget.

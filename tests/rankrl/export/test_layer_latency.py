@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from decomposition import (
     LatencyTable,
     compressible_layers,
     make_plan,
+    plan_from_choices,
 )
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
+from rankrl.export.layer_timing import LayerTimer
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.history import make_row
 from rankrl.plan_search.problem import SearchProblem
@@ -93,6 +96,57 @@ def test_a_table_is_measured_once(
     fewer = library.all_candidates(limit=2)
     with pytest.raises(AssertionError, match="come from the file"):
         measure_layer_latencies(model, fewer, SHAPE, batch=4, runs=3, folder=folder)
+
+
+def test_what_layers_of_one_geometry_have_in_common_is_timed_once(
+    model: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (library.all_candidates(limit=3)[index] for index in (1, 2))
+    own = second.candidates[0]
+    sites = [
+        first.subset([0, first.dense]),
+        replace(second, candidates=(*first.candidates[:2], own, second.candidates[-1])),
+    ]
+    timed: list[str] = []
+    really = LayerTimer.candidates
+
+    def candidates(self: LayerTimer, dense: Any, spec: Any, chosen: Any) -> Any:
+        timed.extend(str(each) for each in chosen)
+        return really(self, dense, spec, chosen)
+
+    monkeypatch.setattr(LayerTimer, "candidates", candidates)
+    table = measure_layer_latencies(model, sites, SHAPE, batch=2, runs=2)
+    contents = {str(each.operations) for site in sites for each in site.candidates}
+    assert len(timed) == len(contents)
+    assert [len(table.sites[site.name]) for site in sites] == [2, 4]
+    times = {
+        (site.name, str(each.operations)): time
+        for site in sites
+        for each, time in zip(site.candidates, table.sites[site.name], strict=True)
+    }
+    for each in sites[0].candidates:
+        assert times[sites[0].name, str(each.operations)] == times[sites[1].name, str(each.operations)]
+
+
+def test_dense_network_is_exported_once_for_all_plans(
+    model: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[nn.Module] = []
+    really = rankrl.workflow.latency.export_network
+
+    def export(network: nn.Module, *arguments: Any, **options: Any) -> Any:
+        exported.append(network)
+        return really(network, *arguments, **options)
+
+    monkeypatch.setattr(rankrl.workflow.latency, "export_network", export)
+    sites = library.all_candidates(limit=3)
+    budget = LatencyBudget(model, sites, SHAPE, 0.9, LatencyOptions(batch=2, runs=2))
+    specs = compressible_layers(model, SHAPE)
+    for choice in (0, 1):
+        plan = plan_from_choices(sites, [choice] * len(sites), specs, SHAPE, "a test")
+        assert budget.measured(plan) > 0
+    assert [network is model for network in exported].count(True) == 1
+    assert len(exported) == 3
 
 
 def test_candidates_of_several_formats_are_timed_beside_one_another(model: nn.Module) -> None:

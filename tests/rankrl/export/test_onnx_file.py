@@ -29,6 +29,28 @@ def test_the_file_computes_what_the_model_computes(exported: Exported) -> None:
     assert verify_onnx(model, result.path, torch.randn(9, *SHAPE)) <= 1e-4
 
 
+def test_torch_reads_its_translations_once(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
+    really, read = registration.ONNXRegistry.__dict__["from_torchlib"], []
+
+    def from_torchlib(cls: type, *arguments: int, **options: int) -> object:
+        read.append((arguments, options))
+        return really.__func__(cls, *arguments, **options)
+
+    monkeypatch.setattr(registration.ONNXRegistry, "from_torchlib", classmethod(from_torchlib))
+    monkeypatch.setattr("rankrl.export.tracing._TRANSLATIONS", {})
+    ours = registration.ONNXRegistry.__dict__["from_torchlib"]
+    paths = [tmp_path / name for name in ("first.onnx", "second.onnx")]
+    model = make("residual")
+    for path in paths:
+        export_onnx(model, path, SHAPE)
+    assert len(read) == 1
+    assert registration.ONNXRegistry.__dict__["from_torchlib"] is ours
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 def test_onnx_reference_evaluator_agrees(exported: Exported) -> None:
     model, result = exported
     images = torch.randn(3, *SHAPE)
