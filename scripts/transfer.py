@@ -27,7 +27,7 @@ from rankrl.agents.policy_file import PolicyFile, PolicyTask, read_policy
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
-from rankrl.plan_search.evaluator import PlanEvaluator
+from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.pretraining.episodes import task_of
 from rankrl.report.markdown import shown_command, write_section
@@ -117,31 +117,61 @@ def scored(evaluator: PlanEvaluator, choices: Choices) -> np.ndarray:
     )
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A task, fitted: `data`, the dense `model`, calibration `inputs` (N, C, H, W) and the `problem`."""
+
+    data: ImageData
+    model: nn.Module
+    inputs: Tensor
+    problem: SearchProblem
+
+    @classmethod
+    def of(cls, asked: Asked, *, seed: int) -> Prepared:
+        """Load the network and fit the candidates."""
+        data = load_dataset(asked.dataset, seed=seed)
+        model = create_model(asked.model, input_shape=data.input_shape, num_classes=data.classes)
+        load_checkpoint(model, asked.checkpoint)
+        model.eval()
+        inputs = calibration_images(data, CALIBRATION_IMAGES, seed=seed)
+        candidates = CandidateOptions((asked.tensor_format,))
+        library = calibrated_library(
+            model, inputs.split(CALIBRATION_BATCH), candidates, cache=cache_folder() / "fits", seed=seed
+        )
+        problem = SearchProblem.from_model(
+            model,
+            library.all_candidates(limit=candidates.candidates),
+            data.input_shape,
+            params=asked.fraction if asked.measure == "params" else None,
+            macs=asked.fraction if asked.measure == "macs" else None,
+            library=library,
+        )
+        return cls(data, model, inputs, problem)
+
+    def evaluator(self, images: Images, options: EvaluatorOptions | None = None) -> PlanEvaluator:
+        """Return what scores plans on held-out images."""
+        data, library = self.data, self.problem.library
+        assert library is not None
+        return PlanEvaluator(
+            self.model,
+            library,
+            self.problem,
+            images,
+            mean=data.mean,
+            std=data.std,
+            augmentation=data.augmentation,
+            options=options,
+        )
+
+
 def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: int) -> Row:
     """Score greedy's and the policy's plan for a task."""
-    data = load_dataset(asked.dataset, seed=seed)
-    model = create_model(asked.model, input_shape=data.input_shape, num_classes=data.classes)
-    load_checkpoint(model, asked.checkpoint)
-    model.eval()
-    inputs = calibration_images(data, CALIBRATION_IMAGES, seed=seed)
-    candidates = CandidateOptions((asked.tensor_format,))
-    library = calibrated_library(
-        model, inputs.split(CALIBRATION_BATCH), candidates, cache=cache_folder() / "fits", seed=seed
-    )
-    problem = SearchProblem.from_model(
-        model,
-        library.all_candidates(limit=candidates.candidates),
-        data.input_shape,
-        params=asked.fraction if asked.measure == "params" else None,
-        macs=asked.fraction if asked.measure == "macs" else None,
-        library=library,
-    )
+    prepared = Prepared.of(asked, seed=seed)
+    data, model, inputs, problem = prepared.data, prepared.model, prepared.inputs, prepared.problem
     task = task_of(problem, model=asked.model, dataset=asked.dataset)
     new = what_is_new(read_policy(policy_file), task)
     images = data.heldout.subset(torch.arange(skip, len(data.heldout)))
-    evaluator = PlanEvaluator(
-        model, library, problem, images, mean=data.mean, std=data.std, augmentation=data.augmentation
-    )
+    evaluator = prepared.evaluator(images)
     selector = create_selector("ddpg", problem, seed=seed, episodes=1, policy=str(policy_file))
     plans: list[Choices] = [tuple(problem.preset.tolist()), selector.propose()[0].choices]
     right = [scored(evaluator, choices) for choices in plans]

@@ -27,11 +27,14 @@ class Imagination:
         env: The agent's environment.
         episodes: Episodes imagined at a time.
         scale: Standard deviation of their noise.
+        counts: How much each layer's loss counts by a pretrained policy, (layers,), or None (`RewardModel`).
     """
 
-    def __init__(self, env: RankSelectionEnv, episodes: int, scale: float) -> None:
+    def __init__(
+        self, env: RankSelectionEnv, episodes: int, scale: float, counts: np.ndarray | None = None
+    ) -> None:
         self.env, self.episodes, self.scale = env, episodes, scale
-        self.model = RewardModel()
+        self.model = RewardModel(counts)
         self._shape = (env.layers, env.map.components)
         self._best = np.zeros(self._shape, dtype=np.float32)
         self._best_reward = -np.inf

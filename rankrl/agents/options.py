@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from rankrl.envs.actions import IMPORTANCE_SCALE, ActionKind, check_importance_scale
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rankrl.agents.policy_file import PolicyFile
+
+_FIXED = ("features", "hidden", "importance_scale")
 
 
 @dataclass(frozen=True)
@@ -107,3 +113,35 @@ class AgentOptions:
         first, last = self.warmup_episodes, max(episodes - 1, self.warmup_episodes + 1)
         progress = min(1.0, max(0.0, (episode - first) / (last - first)))
         return self.noise * (self.final_noise / self.noise) ** progress
+
+
+def options_with_policy(options: AgentOptions, policy: PolicyFile) -> AgentOptions:
+    """Return the options with those that a policy fixes.
+
+    Args:
+        options: The agent's; what the policy fixes is its default or what the policy says.
+        policy: The policy.
+
+    Raises:
+        ConfigError: An option contradicts the policy.
+    """
+    card = policy.card
+    defaults = {field.name: field.default for field in fields(AgentOptions)}
+    fixed: dict[str, Any] = {name: getattr(card, name) for name in _FIXED}
+    for name, value in fixed.items():
+        given = getattr(options, name)
+        if given not in (defaults[name], value):
+            raise ConfigError(
+                f"selector.{name}={_shown(given)} contradicts selector.policy={options.policy}, which was "
+                f"trained with {_shown(value)}; leave selector.{name} out"
+            )
+    if options.action not in (None, card.action) or options.per_bond:
+        raise ConfigError(
+            f"selector.policy={options.policy} gives every layer an {card.action}; leave selector.action "
+            "and selector.per_bond out"
+        )
+    return replace(options, action=card.action, **fixed)
+
+
+def _shown(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

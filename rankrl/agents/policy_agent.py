@@ -14,10 +14,10 @@ from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
 from rankrl.agents.imagination import Imagination, filled
-from rankrl.agents.options import AgentOptions
+from rankrl.agents.options import AgentOptions, options_with_policy
 from rankrl.agents.policy_file import read_policy
 from rankrl.agents.randomness import RandomState, one_thread
-from rankrl.agents.starting import options_with_policy, start_from
+from rankrl.agents.starting import start_from
 from rankrl.agents.state import (
     Algorithm,
     actor_kept,
@@ -96,7 +96,10 @@ class PolicyAgent:
         self.model.set_logger(Logger(None, []))
         self._imagination: Imagination | None = None
         if options.imagined_episodes:
-            self._imagination = Imagination(self.env, options.imagined_episodes, options.imagined_noise)
+            counts = None if policy is None else policy.counts(policy.actions_for(problem))
+            self._imagination = Imagination(
+                self.env, options.imagined_episodes, options.imagined_noise, counts
+            )
         self._baseline: float | None = None
         self._last_reward = 0.0
 

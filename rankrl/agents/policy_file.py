@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 
 from rankrl.envs.actions import ActionKind
 from rankrl.envs.descriptors import DESCRIPTOR_NAMES
-from rankrl.envs.features import DESCRIBING, Feature
+from rankrl.envs.features import DESCRIBING, Feature, ObservationEncoder
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.files import write_atomically
+from rankrl.plan_search.problem import SearchProblem
 
 PRETRAINED = "pretrained"
 """What `selector.policy` calls the policy that comes with rankrl."""
@@ -143,11 +145,51 @@ class PolicyFile:
         Returns:
             Actions in [-1, 1], shape (layers,).
         """
-        values = torch.cat([observations, torch.full((len(observations), 1), 0.5)], dim=1)
+        before = torch.full((len(observations), 1), 0.5)
+        return self._played(torch.cat([observations, before], dim=1))
+
+    def _played(self, values: Tensor) -> Tensor:
+        """Return the actions for whole observations, (layers, observed)."""
         for number, (weight, bias) in enumerate(self.layers):
             values = values @ weight.T + bias
             values = torch.relu(values) if number < len(self.layers) - 1 else torch.tanh(values)
         return values[:, 0]
+
+    def actions_for(self, problem: SearchProblem) -> np.ndarray:
+        """Return what the policy does at every layer of a problem, one after the other.
+
+        Returns:
+            Actions in [-1, 1], shape (layers,).
+
+        Raises:
+            ConfigError: The policy sees another number of features than the problem's layers have.
+        """
+        encoder = ObservationEncoder(problem, self.card.features, 1)
+        self.check_observed(encoder.size)
+        actions = np.zeros((1, len(problem.sites), 1))
+        for layer in range(len(problem.sites)):
+            actions[0, layer, 0] = float(self._played(torch.from_numpy(encoder(layer, actions)))[0])
+        return actions[0, :, 0]
+
+    def counts(self, actions: np.ndarray) -> np.ndarray:
+        """Return how much each layer's loss counts under actions (layers,), greedy's own counts being 1."""
+        factors: np.ndarray = np.exp(self.card.importance_scale * (actions - actions.mean()))
+        return factors
+
+    def check_observed(self, shown: int) -> None:
+        """Refuse observations of another size.
+
+        Args:
+            shown: Numbers in them.
+
+        Raises:
+            ConfigError: The policy sees another number.
+        """
+        if self.observed != shown:
+            raise ConfigError(
+                f"the policy sees {self.observed} numbers of a layer, the environment shows {shown}; train "
+                "it anew with task=pretrain"
+            )
 
     def save(self, path: Path) -> None:
         """Write the file, atomically.

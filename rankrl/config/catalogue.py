@@ -400,6 +400,7 @@ GROUPS: dict[str, Group] = {
         {
             "bayes": Choice(
                 {
+                    "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
                     "importance_scale": float,
                     "warmup_episodes": int,
@@ -412,6 +413,7 @@ GROUPS: dict[str, Group] = {
                     "plans_per_step": int,
                 },
                 {
+                    "policy": None,
                     "action": None,
                     "importance_scale": 2.0,
                     "warmup_episodes": 15,
@@ -426,6 +428,7 @@ GROUPS: dict[str, Group] = {
             ),
             "bayes_ddpg": Choice(
                 {
+                    "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
                     "importance_scale": float,
                     "warmup_episodes": int,
@@ -446,6 +449,7 @@ GROUPS: dict[str, Group] = {
                     "learning_rate": float,
                 },
                 {
+                    "policy": None,
                     "action": None,
                     "importance_scale": 2.0,
                     "warmup_episodes": 15,

@@ -30,9 +30,17 @@ class RewardModel:
     allocation, which is neither smooth nor one to one. Seen from the losses the reward is smooth and nearly
     linear, so that some tens of plans teach what networks on actions need hundreds for. The kernel is a
     squared exponential plus a linear one and noise; its hyper-parameters are those of the highest likelihood.
+
+    What the process learns may be what is left of an additive model's guess, its mean function (section 2.7
+    there): a plan loses the sum of what its layers lose, each counted as `counts` says.
+
+    Args:
+        counts: How much each layer's loss counts beforehand, not negative, shape (layers,); what they add up
+            to means nothing. None guesses nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: np.ndarray | None = None) -> None:
+        self._counts = counts
         self._roots: list[np.ndarray] = []
         self._rewards: list[float] = []
         self._theta: np.ndarray | None = None
@@ -69,11 +77,13 @@ class RewardModel:
         centre, scale = known.mean(0), known.std(0)
         # Layers that never changed tell nothing; without the floor a first change would be off any scale.
         scale = np.maximum(scale, 1e-2 * scale.max() + 1e-12)
-        spread = max(float(rewards.std()), 1e-9)
+        expected, guess = self._guesses(known, rewards, roots)
+        left = rewards - expected
+        spread = max(float(left.std()), 1e-9)
         with _quiet():
-            fitted = self._fitted((known - centre) / scale, (rewards - rewards.mean()) / spread)
+            fitted = self._fitted((known - centre) / scale, (left - left.mean()) / spread)
             mean, deviation = fitted.predict((roots - centre) / scale, return_std=True)
-        return mean * spread + rewards.mean(), deviation * spread
+        return guess + mean * spread + left.mean(), deviation * spread
 
     def state(self) -> dict[str, Tensor]:
         """Return everything as tensors."""
@@ -93,6 +103,20 @@ class RewardModel:
         theta = state["theta"].numpy().copy()
         self._theta = theta if len(theta) else None
         self._chosen_at = int(state["chosen_at"])
+
+    def _guesses(
+        self, known: np.ndarray, rewards: np.ndarray, roots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what the additive model says of the known plans and of others, each but for a constant.
+
+        How much reward a unit of loss costs is fitted to the known plans: by least squares, never below 0.
+        """
+        if self._counts is None:
+            return np.zeros(len(known)), np.zeros(len(roots))
+        losses = known**2 @ self._counts
+        excess = losses - losses.mean()
+        price = max(0.0, -float(excess @ rewards) / max(float(excess @ excess), 1e-300))
+        return -price * losses, -price * (roots**2 @ self._counts)
 
     def _fitted(self, known: np.ndarray, targets: np.ndarray) -> GaussianProcessRegressor:
         from sklearn.gaussian_process import GaussianProcessRegressor

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rankrl.agents.options import AgentOptions, options_with_policy
+from rankrl.agents.policy_file import PolicyFile, read_policy
 from rankrl.envs.actions import (
     IMPORTANCE_SCALE,
     ActionKind,
@@ -43,10 +45,16 @@ class BayesSelector(Selector):
     the most promising ones again, and proposes the one with the highest upper confidence bound of its reward
     (Srinivas et al., ICML 2010).
 
+    A pretrained policy says beforehand how much each layer's loss counts: the process then learns only what
+    this leaves unexplained. The first plan is the policy's own, the second greedy's, and the warm-up is
+    around the first.
+
     Args:
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Plans that the decay of the step spans.
+        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained` for the one that
+            comes with rankrl; `action` and `importance_scale` are the file's. None knows nothing beforehand.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         importance_scale: Log-importance of action 1.
@@ -69,6 +77,7 @@ class BayesSelector(Selector):
         *,
         seed: int,
         episodes: int,
+        policy: str | None = None,
         action: ActionKind | None = None,
         importance_scale: float = IMPORTANCE_SCALE,
         warmup_episodes: int = 15,
@@ -85,11 +94,19 @@ class BayesSelector(Selector):
         self.step, self.final_step = step, final_step
         self.candidates, self.refinements, self.optimism = candidates, refinements, optimism
         self.plans_per_step = plans_per_step
+        known = None if policy is None else self._policy(policy, action, importance_scale)
+        if known is not None:
+            action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
         self._shape = (len(problem.sites), self._map.components)
         self._generator = np.random.default_rng(seed)
-        self._model = RewardModel()
-        self._best = np.zeros(self._shape)
+        self._centre, counts = np.zeros(self._shape), None
+        if known is not None:
+            actions = known.actions_for(problem)
+            self._centre, counts = actions[:, None], known.counts(actions)
+        self._pretrained = known is not None
+        self._model = RewardModel(counts)
+        self._best = self._centre
         self._best_reward = -np.inf
         self._proposed: list[np.ndarray] = []
         self._played = 0
@@ -111,16 +128,19 @@ class BayesSelector(Selector):
                 raise ConfigError(f"selector.{name} must be at least {bound}, got {options[name]}")
         check_importance_scale(options["importance_scale"])
         check_plans_per_step(options["plans_per_step"])
+        if options["policy"] is not None:
+            cls._policy(*(options[name] for name in ("policy", "action", "importance_scale")))
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse an action that the search has no use for."""
-        check_action(options["action"], setting=setting)
+        check_action(options["action"] if options["policy"] is None else "importance", setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Choose plans; none that was proposed before if another can be found."""
         proposals, self._proposed = [], []
-        for _ in range(self.plans_per_step if self._played else 1):
+        alone = self._played <= int(self._pretrained)
+        for _ in range(1 if alone else self.plans_per_step):
             for _ in range(_ATTEMPTS):
                 actions, phase = self._choose()
                 choices = self._map.choices_of(actions)
@@ -179,13 +199,23 @@ class BayesSelector(Selector):
         """
         return self._changed(np.broadcast_to(self._best, (count, *self._shape)), scale)
 
+    @staticmethod
+    def _policy(policy: str, action: ActionKind | None, importance_scale: float) -> PolicyFile:
+        """Read a policy; refuse options that contradict it."""
+        found = read_policy(policy)
+        given = AgentOptions(policy=policy, action=action, importance_scale=importance_scale)
+        options_with_policy(given, found)
+        return found
+
     def _choose(self) -> tuple[np.ndarray, str]:
         """Return the actions of the next plan, shape (sites, components), and the phase."""
-        if self._played == 0:
+        if self._pretrained and self._played == 0:
+            return self._centre, "pretrained"
+        if self._played == int(self._pretrained):
             return np.zeros(self._shape), "preset"
         if self._played < self.warmup_episodes or not len(self._model):
             noise = self.warmup_noise * self._generator.standard_normal(self._shape)
-            return noise.clip(-1, 1), "warm-up"
+            return (self._centre + noise).clip(-1, 1), "warm-up"
         span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
         progress = min(1.0, (self._played - self.warmup_episodes) / span)
         scale = self.step * (self.final_step / self.step) ** progress

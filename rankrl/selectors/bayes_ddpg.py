@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rankrl.agents.options import AgentOptions, options_with_policy
+from rankrl.agents.policy_file import read_policy
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
@@ -20,7 +22,8 @@ from rankrl.selectors.reinforcement import agent_options
 class BayesDDPGSelector(BayesSelector):
     """`bayes`, some of whose imagined plans are noisy passes of a DDPG policy that learns from every plan.
 
-    The Gaussian process still makes every choice.
+    The Gaussian process still makes every choice. A pretrained policy (`policy`) is what the DDPG policy
+    begins with; during the warm-up its critic learns alone.
 
     Args:
         problem: What to choose for.
@@ -28,7 +31,7 @@ class BayesDDPGSelector(BayesSelector):
         episodes: Plans that the decay of the step spans.
         policy_share: Share of the imagined plans that are the policy's, in (0, 1].
         features: What the policy sees beyond the layer's own descriptors and the previous action
-            (`ObservationEncoder`).
+            (`ObservationEncoder`); a pretrained policy's own with one.
         hidden: Units of the hidden layers of actor and critic.
         learning_rate: Learning rate of actor and critic (Adam).
         **options: Those of `bayes`.
@@ -51,11 +54,8 @@ class BayesDDPGSelector(BayesSelector):
     ) -> None:
         super().__init__(problem, seed=seed, episodes=episodes, **options)
         self.policy_share = policy_share
-        shared: dict[str, Any] = {
-            name: options[name] for name in ("action", "importance_scale") if name in options
-        }
         own = {"features": features, "hidden": hidden, "learning_rate": learning_rate}
-        chosen = agent_options({**shared, **own})
+        chosen = self._agent_options({**options, **own})
         from rankrl.agents import PolicyAgent  # imports stable-baselines3
 
         self.agent = PolicyAgent(problem, "ddpg", chosen, seed=seed, episodes=episodes)
@@ -74,15 +74,18 @@ class BayesDDPGSelector(BayesSelector):
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options out of their ranges."""
         super().check_ranges(options)
-        agent_options({name: options[name] for name in ("features", "hidden", "learning_rate")})
+        chosen = cls._agent_options(options)
+        if chosen.policy is not None:
+            options_with_policy(chosen, read_policy(chosen.policy))
         if not 0 < options["policy_share"] <= 1:
             raise ConfigError(f"selector.policy_share must lie in (0, 1], got {options['policy_share']}")
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Tell the process and the policy what the plans brought."""
         super().observe(proposals, rewards)
+        keep_actor = self._pretrained and self._played < self.warmup_episodes
         for actions, reward in zip(self._proposed, rewards, strict=False):
-            self.agent.learn(actions.astype(np.float32), reward)
+            self.agent.learn(actions.astype(np.float32), reward, keep_actor=keep_actor)
 
     def imagine(self, count: int, scale: float) -> np.ndarray:
         """Return changes of the best plan so far and noisy passes of the policy."""
@@ -104,3 +107,12 @@ class BayesDDPGSelector(BayesSelector):
         prefix = "agent."
         tensors = {k.removeprefix(prefix): v for k, v in state.tensors.items() if k.startswith(prefix)}
         self.agent.restore(tensors, state.values["agent"])
+
+    @classmethod
+    def _agent_options(cls, options: Mapping[str, Any]) -> AgentOptions:
+        """Return the policy's hyper-parameters; the features that a pretrained one sees are its own."""
+        names = {"policy", "action", "importance_scale", "features", "hidden", "learning_rate"}
+        given = {name: value for name, value in options.items() if name in names}
+        if given.get("policy") is not None and tuple(given["features"]) == cls.default_options()["features"]:
+            del given["features"]
+        return agent_options(given)

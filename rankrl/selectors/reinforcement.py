@@ -54,8 +54,8 @@ class ReinforcementSelector(Selector):
         """Refuse hyper-parameters out of their ranges, and a policy that cannot be read or does not fit."""
         chosen = agent_options(options)
         if chosen.policy is not None:
+            from rankrl.agents.options import options_with_policy
             from rankrl.agents.policy_file import read_policy
-            from rankrl.agents.starting import options_with_policy
 
             options_with_policy(chosen, read_policy(chosen.policy))
 

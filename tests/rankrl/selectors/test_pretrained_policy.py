@@ -21,7 +21,9 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors import Selector, check_selector, create_selector
 
-FAST = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
+FAST_AGENT = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
+FAST_BAYES = {"warmup_episodes": 4, "candidates": 8}
+BAYES = ("bayes", "bayes_ddpg")
 TASK = PolicyTask("small", "0123456789abcdef", "noise", ("cp", "tucker"), {"params": 0.25})
 
 
@@ -47,7 +49,8 @@ def path(policy, tmp_path: Path) -> Path:
 
 
 def make(name: str, problem: SearchProblem, path: Path, **options) -> Selector:
-    return create_selector(name, problem, seed=0, episodes=12, **{**FAST, "policy": str(path), **options})
+    fast = FAST_BAYES if name in BAYES else FAST_AGENT
+    return create_selector(name, problem, seed=0, episodes=12, **{**fast, "policy": str(path), **options})
 
 
 def actions_by_hand(policy: PolicyFile, problem: SearchProblem) -> np.ndarray:
@@ -69,7 +72,7 @@ def test_a_file_returns_what_was_saved(policy, path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, *BAYES])
 def test_the_first_plan_is_the_policys_and_the_second_greedys(small_problem, policy, path, name) -> None:
     selector = make(name, small_problem, path)
     (first,) = selector.propose()
@@ -105,7 +108,7 @@ def test_the_actor_learns_only_after_the_warm_up(small_problem, path, name) -> N
     assert not any(kept[4:])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, *BAYES])
 def test_a_search_goes_on_exactly(small_problem, path, name) -> None:
     def run(selector: Selector, steps: int) -> list:
         plans = []
@@ -122,16 +125,37 @@ def test_a_search_goes_on_exactly(small_problem, path, name) -> None:
     assert first + run(resumed, 3) == whole
 
 
+@pytest.mark.parametrize("name", BAYES)
+def test_the_process_begins_with_how_the_policy_counts_losses(small_problem, policy, path, name) -> None:
+    selector = make(name, small_problem, path)
+    actions = actions_by_hand(policy, small_problem)
+    counts = selector._model._counts
+    assert counts / counts[0] == pytest.approx(np.exp(1.5 * (actions - actions[0])), rel=1e-5)
+    assert make(name, small_problem, path, policy=None)._model._counts is None
+
+
+def test_imagined_episodes_begin_with_it_too(small_problem, policy, path) -> None:
+    agent = make("ddpg", small_problem, path, imagined_episodes=4).agent
+    actions = actions_by_hand(policy, small_problem)
+    counts = agent._imagination.model._counts
+    assert counts / counts[0] == pytest.approx(np.exp(1.5 * (actions - actions[0])), rel=1e-5)
+
+
 def test_options_that_contradict_the_policy_are_refused(small_problem, small_network, path) -> None:
     with pytest.raises(ConfigError, match=r"hidden=\[7\] contradicts .* trained with \[12,6\]"):
         make("ddpg", small_problem, path, hidden=(7,))
     with pytest.raises(ConfigError, match=r"leave selector.features out"):
         check_selector("td3", {"policy": str(path), "features": ("identity",)})
-    with pytest.raises(ConfigError, match=r"importance; leave selector.action"):
-        make("sac", small_problem, path, action="rank")
+    with pytest.raises(ConfigError, match=r"leave selector.features out"):
+        check_selector("bayes_ddpg", {"policy": str(path), "features": ("plan",)})
     free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
-    with pytest.raises(ConfigError, match="budget"):
-        make("ddpg", free, path)
+    for name in ("sac", *BAYES):
+        with pytest.raises(ConfigError, match=r"importance; leave selector.action"):
+            make(name, small_problem, path, action="rank")
+        with pytest.raises(ConfigError, match=r"importance_scale=1.0 contradicts .* trained with 1.5"):
+            make(name, small_problem, path, importance_scale=1.0)
+        with pytest.raises(ConfigError, match="budget"):
+            make(name, free, path)
 
 
 def test_files_that_do_not_fit_are_refused(policy, path, tmp_path) -> None:

@@ -1,0 +1,258 @@
+"""What selectors find at equal evaluations, judged on other images than they searched with.
+
+    RANKRL_DATA=data python scripts/selector_curves.py --folder curves \
+        --task resnet20:cifar100-resnet20.pt:cifar100:tucker:params:0.25 \
+        --entries greedy random local tpe bayes bayes:policy=pretrained --output docs/benchmarks.md
+
+The task is MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION, an entry a selector with its options. Every
+search scores its plans on the first held-out images (`--images`, `--term`). The best plan after so many
+evaluations is then judged by its accuracy on the last held-out images (`--judged`), so that a plan which was
+lucky in the search gains nothing by it. Searches and judgements are kept in the folder: a killed run goes
+on, and more entries or seeds are added to those that are there. A policy that knows the task is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import yaml
+from matplotlib.figure import Figure
+from result_rows import ResultRows
+from scipy.stats import t as student
+from transfer import Asked, Prepared
+
+from rankrl.agents.policy_file import read_policy
+from rankrl.errors import RankrlError
+from rankrl.files import write_atomically
+from rankrl.plan_search.divergence import single_layer_divergences
+from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Term
+from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.run import run_search
+from rankrl.pretraining.episodes import task_of
+from rankrl.report.axes import percent_axis
+from rankrl.report.figures import FONT, PALETTE, style_axes, upper_legend
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+from rankrl.selectors import check_selector, create_selector, selector_is_seeded
+
+AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
+"""Evaluations after which the best plan is judged; the last one of a search too."""
+
+_COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
+_DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A selector with its options, NAME or NAME:OPTION=VALUE,OPTION=VALUE on the command line."""
+
+    text: str
+    selector: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Entry:
+        """Read one.
+
+        Raises:
+            argparse.ArgumentTypeError: There is no such selector or option, or a value does not suit it.
+        """
+        selector, _, rest = text.partition(":")
+        try:
+            pairs = (pair.split("=", 1) for pair in rest.split(",") if pair)
+            options = {name: yaml.safe_load(value) for name, value in pairs}
+            check_selector(selector, options)
+        except (ValueError, yaml.YAMLError, RankrlError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        return cls(text, selector, options)
+
+    def seeds(self, seeds: Sequence[int]) -> Sequence[int]:
+        """Return the seeds to search with; the first alone where nothing is drawn."""
+        return seeds if selector_is_seeded(self.selector) else seeds[:1]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A search: the accuracy, on the judging images, of its best plan after so many evaluations."""
+
+    entry: str
+    seed: int
+    judged: Mapping[int, float]
+
+    def at(self, evaluations: int) -> float:
+        """Return the accuracy after so many evaluations; a search that ended keeps what it had."""
+        return self.judged[max(after for after in self.judged if after <= evaluations)]
+
+
+def best_plans(rows: Sequence[EpisodeRow]) -> dict[int, Choices]:
+    """Return the best plan after each of `AFTER` evaluations, and after all, by their number."""
+    ends = [*(after for after in AFTER if after < len(rows)), len(rows)]
+    return {end: max(rows[:end], key=lambda row: row.reward).key for end in ends}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and half of its 95 % interval (Student's t); None for the latter of a single value."""
+    count = len(values)
+    if count < 2:
+        return float(np.mean(values)), None
+    half = float(student.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5)
+    return float(np.mean(values)), half
+
+
+def search(
+    problem: SearchProblem, evaluator: PlanEvaluator, entry: Entry, *, seed: int, episodes: int, folder: Path
+) -> tuple[EpisodeRow, ...]:
+    """Search, or read the search that is in the folder; return its rows."""
+    evaluator.restore({"first_scores": []}, {})  # what one has scored must not help the next
+    selector = create_selector(entry.selector, problem, seed=seed, episodes=episodes, **entry.options)
+    return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True).rows
+
+
+def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]]:
+    """Run and judge all searches.
+
+    Returns:
+        The searches, and the accuracies of what needs none, by name.
+    """
+    prepared = Prepared.of(options.task, seed=0)
+    problem, heldout = prepared.problem, prepared.data.heldout
+    task = task_of(problem, model=options.task.model, dataset=options.task.dataset)
+    policies = {str(each.options["policy"]) for each in options.entries if each.options.get("policy")}
+    for policy in policies:
+        read_policy(policy).card.check_held_out(task)
+    evaluator = prepared.evaluator(heldout.first(options.images), EvaluatorOptions(term=options.term))
+    problem = replace(problem, divergences=partial(single_layer_divergences, evaluator))
+    judge = prepared.evaluator(heldout.subset(torch.arange(len(heldout) - options.judged, len(heldout))))
+    kept = ResultRows(options.folder / f"judged-{options.judged}.csv", ("plan",), ("accuracy",))
+
+    def judged(plan: Choices) -> float:
+        key = {"plan": " ".join(map(str, plan))}
+        known = kept.find(key)
+        if known is None:
+            kept.add(key, {"accuracy": judge(plan).accuracy})
+        return float((known or kept.rows[-1])["accuracy"])
+
+    references = {
+        "the dense network": judge.dense_accuracy,
+        "greedy's plan": judged(tuple(problem.preset.tolist())),
+    }
+    for policy in policies:
+        (first,) = create_selector("bayes", problem, episodes=1, policy=policy).propose()
+        references[f"the plan of policy={policy}"] = judged(first.choices)
+    curves = []
+    # Seed by seed, so that a run which is stopped has searched as often with every entry.
+    for seed, entry in itertools.product(options.seeds, options.entries):
+        if seed not in entry.seeds(options.seeds):
+            continue
+        folder = options.folder / f"{re.sub('[^a-z0-9_.]+', '-', entry.text)}-{seed}"
+        rows = search(problem, evaluator, entry, seed=seed, episodes=options.episodes, folder=folder)
+        curve = Curve(entry.text, seed, {n: judged(plan) for n, plan in best_plans(rows).items()})
+        print(f"{entry.text}, seed {seed}: {curve.judged}", file=sys.stderr, flush=True)
+        curves.append(curve)
+    return curves, references
+
+
+def report(curves: Sequence[Curve], references: Mapping[str, float], episodes: int) -> str:
+    """Return the table: mean accuracy and 95 % interval after some numbers of evaluations, the best first."""
+    shown = [after for after in AFTER if 10 <= after < episodes] + [episodes]
+    head = ["selector", "seeds", *(f"{after} evaluations" for after in shown)]
+    lines = [f"| {' | '.join(head)} |", f"|---|---:|{'---:|' * len(shown)}"]
+    groups = by_entry(curves)
+    for name in sorted(groups, key=lambda name: -np.mean([each.at(episodes) for each in groups[name]])):
+        cells = [_cell(*spread([each.at(after) for each in groups[name]])) for after in shown]
+        lines.append(f"| `{name}` | {len(groups[name])} | {' | '.join(cells)} |")
+    known = "; ".join(f"{name} {accuracy:.3f}" for name, accuracy in references.items())
+    return "\n".join([*lines, "", f"Without any evaluation: {known}."])
+
+
+def by_entry(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    """Return the searches of every entry."""
+    return {
+        name: [each for each in curves if each.entry == name]
+        for name in dict.fromkeys(c.entry for c in curves)
+    }
+
+
+def _cell(mean: float, half: float | None) -> str:
+    return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
+
+
+def picture(curves: Sequence[Curve], references: Mapping[str, float], episodes: int) -> Figure:
+    """Draw the accuracies over the evaluations: means and their 95 % intervals."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
+    style_axes(axes, "evaluations", "accuracy of the best plan so far, on other images")
+    places = [after for after in AFTER if after < episodes] + [episodes]
+    for index, (name, group) in enumerate(by_entry(curves).items()):
+        colour, dashes = _COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)]
+        points = [spread([each.at(after) for each in group]) for after in places]
+        means = np.array([mean for mean, _ in points])
+        halves = np.array([half or 0.0 for _, half in points])
+        axes.plot(places, means, color=colour, linestyle=dashes, linewidth=1.6, label=name)
+        axes.fill_between(places, means - halves, means + halves, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xscale("log")
+    axes.set_xticks(places, map(str, places))
+    axes.minorticks_off()
+    for name, accuracy in references.items():
+        if name != "the dense network":
+            axes.axhline(accuracy, color=PALETTE["muted"], linewidth=0.9, linestyle=(0, (2, 2)))
+            axes.annotate(name, (places[0], accuracy), color=PALETTE["muted"], fontsize=FONT - 1, va="bottom")
+    percent_axis(axes)
+    upper_legend(figure, columns=3)
+    return figure
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--task", type=Asked.parse, required=True)
+    parser.add_argument("--entries", nargs="+", type=Entry.parse, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="where searches are kept, one task each")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--images", type=int, default=1000, help="held-out images of a search")
+    parser.add_argument("--term", choices=get_args(Term), default="accuracy")
+    parser.add_argument("--judged", type=int, default=3000, help="held-out images, the last ones, that judge")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--section", default="curves", help="name of that section")
+    parser.add_argument("--picture", type=Path, help="PNG file to draw the curves in")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Search, judge, print, and perhaps save table and picture."""
+    options = parse()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        curves, references = measured(options)
+    except RankrlError as error:
+        sys.exit(f"selector_curves.py: {error}")
+    shortened = {word: re.sub(r"[^:]*/", "", word) for word in sys.argv[1:] if word.count(":") == 5}
+    shortened |= {str(path): path.name for path in (options.folder, options.output) if path is not None}
+    command = shown_command(sys.argv, shortened=shortened)
+    text = "\n\n".join([f"`{command}`", hardware_line(), report(curves, references, options.episodes)])
+    print(text)
+    if options.output:
+        write_section(options.output, options.section, "Selectors at equal evaluations", text)
+    if options.picture:
+        drawn = io.BytesIO()
+        picture(curves, references, options.episodes).savefig(drawn, format="png", dpi=150, facecolor="white")
+        write_atomically(options.picture, drawn.getvalue())
+
+
+if __name__ == "__main__":
+    main()
