@@ -1,0 +1,71 @@
+"""The script of learning curves judges the best plans on other images, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import selector_curves as script
+from scipy.stats import t as student
+
+GREEDY = script.Entry.parse("greedy")
+
+
+def test_entries_are_selectors_with_options() -> None:
+    entry = script.Entry.parse("bayes:policy=pretrained,step=0.2,refinements=1")
+    assert entry.selector == "bayes"
+    assert entry.options == {"policy": "pretrained", "step": 0.2, "refinements": 1}
+    assert entry.seeds([3, 4]) == [3, 4]
+    assert GREEDY.seeds([3, 4]) == [3]
+    for text in ("bayesian", "bayes:stepp=1", "bayes:step", "bayes:step=-1"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            script.Entry.parse(text)
+
+
+def test_searches_are_read_again_and_judged_by_their_best_plans(
+    small_problem, small_evaluator, tmp_path: Path
+) -> None:
+    entry = script.Entry.parse("local")
+    rows = script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path)
+    scored = small_evaluator.scored
+    assert script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path) == rows
+    assert small_evaluator.scored == scored
+    best = script.best_plans(rows)
+    assert list(best) == [1, 5, 7]
+    assert best[1] == tuple(small_problem.preset)
+    for after, plan in best.items():
+        assert small_evaluator(plan).score == max(row.reward for row in rows[:after])
+
+
+def test_an_interval_is_students() -> None:
+    values = [0.1, 0.2, 0.4]
+    mean, half = script.spread(values)
+    low, high = student.interval(0.95, 2, np.mean(values), np.std(values, ddof=1) / 3**0.5)
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    assert script.spread([0.5]) == (0.5, None)
+
+
+def test_the_table_puts_the_best_first() -> None:
+    curves = [
+        script.Curve("greedy", 0, {1: 0.5}),
+        script.Curve("local", 0, {1: 0.5, 20: 0.6, 30: 0.7}),
+        script.Curve("local", 1, {1: 0.5, 20: 0.6, 30: 0.6}),
+    ]
+    lines = script.report(curves, {"greedy's plan": 0.5}, 30).splitlines()
+    assert lines[0] == "| selector | seeds | 20 evaluations | 30 evaluations |"
+    assert lines[2].startswith("| `local` | 2 | 0.600 ± 0.000 | 0.650 ± ")
+    assert lines[3] == "| `greedy` | 1 | 0.500 | 0.500 |"
+    assert lines[-1] == "Without any evaluation: greedy's plan 0.500."
+
+
+def test_the_picture_has_a_curve_and_a_band_for_each_selector() -> None:
+    curves = [script.Curve("local", seed, {1: 0.5, 5: 0.6 + seed / 10}) for seed in (0, 1)]
+    curves.append(replace(curves[0], entry="random"))
+    (axes,) = script.picture(curves, {"greedy's plan": 0.5}, 5).axes
+    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert list(drawn["local"]) == pytest.approx([0.5, 0.65])
+    assert {"local", "random"} <= set(drawn)
+    assert len(axes.collections) == 2
