@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: run test test-all lint docs clean
 
-run: $(INSTALLED)  ## the main job on the embedded default: train, search, rewrite, fine-tune, export, report
+run: $(INSTALLED)  ## a first run on the embedded digits: train, search, rewrite, fine-tune, export, report
 	$(BIN)/rankrl
 
 test: $(INSTALLED)  ## all tests but the slow ones, one thread in each of two processes

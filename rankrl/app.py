@@ -28,6 +28,7 @@ from rankrl.sweeps import run_sweep_job
 from rankrl.tracking import start_tracking
 from rankrl.workflow.run_folder import RunFolder, RunNotes
 
+FIRST_RUN = "experiment=first_run"
 USER_ERROR = 2
 BUDGET_MISSED = 3
 INTERRUPTED = 130
@@ -124,11 +125,16 @@ def _show(text: str) -> None:
 def main() -> None:
     """Run the command line; errors that a user can cure exit with code 2 and one paragraph.
 
+    Without arguments it is that of `FIRST_RUN`.
+
     A run that is finished but misses its budget in time exits with code 3, one that was stopped with 130.
     """
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
     store_groups()  # what was registered since this module was imported too
+    if len(sys.argv) == 1:
+        print(f"rankrl {FIRST_RUN}")
+        sys.argv.append(FIRST_RUN)
     given = set(sys.argv[1:])
     if given & VERSION_FLAGS:
         print(version_line())

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,8 @@ from command_line import BUDGET, QUICK, read_json, small_network
 from onnxruntime import InferenceSession
 from safetensors import safe_open
 
-from decomposition import CompressionPlan, list_formats
+from decomposition import CompressionPlan, Quantise, list_formats
+from rankrl.app import FIRST_RUN, main
 from rankrl.config.docstrings import explanations
 from rankrl.config.schema import AppConfig
 from rankrl.data import Preprocessing, load_dataset
@@ -90,6 +92,34 @@ def test_pipeline_writes_the_run_folder(whole_run: Path) -> None:
     assert rival["latency_ratio_low"] <= rival["latency_ratio"] <= rival["latency_ratio_high"]
     assert rival["file_bytes"] < metrics["baseline"]["params"] * 2
     assert not (folder / "state" / "dense-int8.onnx").exists()
+
+
+def test_without_arguments_it_is_the_first_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr("rankrl.app._run", lambda: given.append(sys.argv[1:]))
+    for arguments in ([], ["seed=1"]):
+        monkeypatch.setattr(sys, "argv", ["rankrl", *arguments])
+        main()
+    assert [each[-1] for each in given] == [FIRST_RUN, "seed=1"]
+    assert capsys.readouterr().out == f"rankrl {FIRST_RUN}\n"
+
+
+@pytest.mark.slow
+def test_first_run_is_smaller_in_every_respect(
+    rankrl: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = [each for each in QUICK if not each.startswith("decomposition.candidates")]
+    rankrl(FIRST_RUN, *quick, f"hydra.run.dir={tmp_path / 'run'}")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["ratios"]["params"] > 1
+    assert metrics["ratios"]["macs"] > 1
+    assert metrics["onnx"]["file_bytes"] < 0.25 * metrics["onnx"]["baseline_file_bytes"]
+    assert CompressionPlan.load(tmp_path / "run" / "plan.json").chosen(Quantise)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The compressed network needs" in said
+    assert said.index("% of the time") < said.index("% of the bytes for a test accuracy of")
 
 
 def accuracy_of_a_stranger(session: InferenceSession, said: dict[str, Any]) -> float:
