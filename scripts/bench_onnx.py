@@ -1,17 +1,19 @@
 """Compress networks that others made, as the ONNX files that they are.
 
-    python scripts/bench_onnx.py --folder FOLDER --networks pitch --budgets 0.7 0.5
+    python scripts/bench_onnx.py --folder FOLDER --networks pitch --budgets 0.7 0.5 --output FILE.md
 
 The folder holds pitch.onnx, file-types.onnx, music.onnx and prepare_inputs.py, which makes inputs and scores
-outputs. For each network the script prints a table: the original, its int8 version by onnxruntime's
-quantiser, and compressed files at each budget, in float32 and with integers. Times are those of one thread,
-in processor time, taken in turns with the original; the score is that of inputs that nothing was fitted to.
+outputs. For each network the script makes a table: the original, its int8 version by onnxruntime's
+quantiser, and compressed files at each budget, in float32 and with integers, by each selector. Times are
+those of one thread, in processor time, taken in turns with the original; the score is that of inputs that
+nothing was fitted to.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import sys
 import sysconfig
@@ -30,6 +32,8 @@ from rankrl.errors import RankrlError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import LatencyComparison, compare_latency
 from rankrl.onnx_graph import OnnxNetwork, compress_onnx, split_inputs
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
 from rankrl.workflow.latency import LatencyOptions
 
 Array = np.ndarray[Any, Any]
@@ -110,8 +114,11 @@ def main() -> None:
     parser.add_argument("--decomposition", nargs="+", default=None)
     parser.add_argument("--count", type=int, default=600, help="inputs to fit to, and as many to score on")
     parser.add_argument("--candidates", type=int, default=8)
+    parser.add_argument("--selectors", nargs="+", default=["greedy"])
+    parser.add_argument("--episodes", type=int, default=50, help="plans that a search scores")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--cache", type=Path, default=None)
+    parser.add_argument("--output", type=Path, help="Markdown file whose sections are replaced")
     chosen = parser.parse_args()
     found = importlib.util.spec_from_file_location("prepare_inputs", chosen.folder / "prepare_inputs.py")
     if found is None or found.loader is None:
@@ -120,47 +127,59 @@ def main() -> None:
     found.loader.exec_module(prepare)
     with tempfile.TemporaryDirectory() as scratch:
         for name, case in cases(prepare, chosen.networks, chosen.count).items():
-            compare(name, case, chosen, Path(scratch))
+            text = "\n".join(table(name, case, chosen, Path(scratch)))
+            if chosen.output:
+                write_section(chosen.output, f"bench_onnx_{name}", f"The ONNX file {name}.onnx", text)
 
 
-def compare(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> None:
-    """Print the table of one network."""
+def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> list[str]:
+    """Print the table of one network row by row, and return it."""
     original, target = chosen.folder / f"{name}.onnx", scratch / "small.onnx"
     network = OnnxNetwork.load(original)
-    entry = network.inputs[0].name
-    feed = {entry: case.tested[: case.batch]}
+    feed = {network.inputs[0].name: case.tested[: case.batch]}
     timed = {"batch": case.batch, "threads": 1, "runs": chosen.runs}
-    print(f"\n{name}, batches of {case.batch}, load average {os.getloadavg()[0]:.1f}\n")
-    print("| | file | time | faster | score |\n|---|---:|---:|---:|---:|")
-    print(row("original", original, None, scored(original, original, case)), flush=True)
+    lines: list[str] = []
+
+    def add(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    shortened = {str(chosen.folder): "FOLDER"}
+    command = shown_command(sys.argv, shortened=shortened, dropped=("--cache", "--output"))
+    add(f"`{command}`: {name}, batches of {case.batch}, {hardware_line()}, load average")
+    add(f"{os.getloadavg()[0]:.1f}.\n")
+    add("| | file | time | faster | score |\n|---|---:|---:|---:|---:|")
+    add(row("original", original, None, scored(original, original, case)))
     integers = scratch / "int8.onnx"
-    feeds = split_inputs(case.fitted, network).calibration[:8]
-    quantise_onnx(original, integers, feeds)
+    quantise_onnx(original, integers, split_inputs(case.fitted, network).calibration[:8])
     times = compare_latency(original, integers, **timed, inputs=feed)
-    print(row("int8 by onnxruntime", integers, times, scored(integers, original, case)), flush=True)
-    for precisions in (("float32",), tuple(chosen.precisions)):
-        if precisions == ("float32",) and "float32" not in chosen.precisions:
+    add(row("int8 by onnxruntime", integers, times, scored(integers, original, case)))
+    ways = [tuple(chosen.precisions)]
+    if "float32" in chosen.precisions and len(chosen.precisions) > 1:
+        ways.insert(0, ("float32",))
+    for precisions, budget, selector in itertools.product(ways, chosen.budgets, chosen.selectors):
+        label = f"{chosen.measure}={budget}, {' and '.join(precisions)}"
+        if selector != "greedy":
+            label += f", {selector}"
+        try:
+            result = compress_onnx(
+                original,
+                case.fitted,
+                target,
+                **{chosen.measure: budget},
+                decomposition=chosen.decomposition,
+                precisions=precisions,
+                candidates=chosen.candidates,
+                selector=selector,
+                episodes=chosen.episodes,
+                timing=LatencyOptions(batch=case.batch, runs=chosen.runs),
+                cache=chosen.cache,
+            )
+        except (RankrlError, ValueError) as error:
+            add(f"| {label} | {error} | | | |")
             continue
-        for budget in chosen.budgets:
-            label = f"{chosen.measure}={budget}, {' and '.join(precisions)}"
-            try:
-                result = compress_onnx(
-                    original,
-                    case.fitted,
-                    target,
-                    **{chosen.measure: budget},
-                    decomposition=chosen.decomposition,
-                    precisions=precisions,
-                    candidates=chosen.candidates,
-                    timing=LatencyOptions(batch=case.batch, runs=chosen.runs),
-                    cache=chosen.cache,
-                )
-            except (RankrlError, ValueError) as error:
-                print(f"| {label} | {error} | | | |", flush=True)
-                continue
-            print(row(label, result.path, result.latency, scored(target, original, case)), flush=True)
-        if precisions == tuple(chosen.precisions):
-            break
+        add(row(label, result.path, result.latency, scored(target, original, case)))
+    return lines
 
 
 if __name__ == "__main__":

@@ -111,10 +111,11 @@ def test_external_data_are_taken_in(tmp_path: Path) -> None:
     assert outputs(result.path, {"x": images(2)})[0].shape == (2, 5)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int8_weights"])
+@pytest.mark.parametrize("precision", ["int8", "int8_weights", "int4_weights"])
 @pytest.mark.parametrize("network", ["convolutions", "tokens"])
 def test_integers_are_written(precision: str, network: str, tmp_path: Path) -> None:
-    model = convolutions() if network == "convolutions" else tokens()
+    opset = OPSETS[precision == "int4_weights"]  # which needs a new one
+    model = convolutions(opset) if network == "convolutions" else tokens(opset)
     given: Any = {"x": images(100)} if network == "convolutions" else sentences(100)
     result = compressed(model, given, tmp_path, bytes=0.3, precisions=(precision,))
     assert result.after["bytes"] <= 0.3 * result.before["bytes"]

@@ -1,0 +1,237 @@
+"""Low ranks for linear layers: what each published weighting of the error keeps, at the same ranks.
+
+    python scripts/bench_linear.py --network net.onnx --inputs fitting.npz --test testing.npz --output FILE.md
+
+All Gemm and MatMul nodes of the file with a constant weight get the rank at which their two factors hold the
+asked share of the weight; a method is what it weighs errors by:
+
+- SVD: nothing (Eckart & Young 1936);
+- FWSVD (Hsu et al., ICLR 2022): every output by its Fisher information, here the diagonal of G;
+- ASVD (Yuan et al. 2023): every input by the square root of its mean size;
+- DRONE, SVD-LLM (Chen et al., NeurIPS 2021; Wang et al., ICLR 2025): the second moments S of the inputs;
+- inputs and outputs: S, and the sensitivity G of the network's outputs, measured by forward passes;
+- the same with S as far as the inputs determine it (Ledoit & Wolf 2004), which is what rankrl fits in.
+
+The table says what the layers lose of their outputs on test inputs (mean relative error), and how often
+the network is right there, or agrees with the original where there are no labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from decomposition.layers import weight_of
+from decomposition.low_rank import LowRank
+from decomposition.metric import Metric, times
+from decomposition.moments import InputMoments
+from rankrl.onnx_graph import GivenFile, Site
+from rankrl.onnx_graph.capture import Captured, collect_moments
+from rankrl.onnx_graph.inputs import checked
+from rankrl.onnx_graph.network import GraphSession
+from rankrl.onnx_graph.rewrite import open_constants, without_unused
+from rankrl.onnx_graph.session import measured_sensitivities
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_RUN_AT_ONCE = 50
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer and what is known of its inputs and outputs.
+
+    Attributes:
+        site: The node.
+        weight: W (out, in), float64.
+        moments: Of its inputs, around zero.
+        size: Mean size of each input, E|x|.
+        sensitivity: G (out, out), or None where the outputs do not react.
+    """
+
+    site: Site
+    weight: torch.Tensor
+    moments: InputMoments
+    size: torch.Tensor
+    sensitivity: torch.Tensor | None
+
+    @property
+    def inputs(self) -> Metric:
+        """S (in, in) as it was measured."""
+        return self.moments.second_moment
+
+    def rank(self, kept: float) -> int:
+        """Return the rank at which the factors hold a share of the weight."""
+        out, columns = self.weight.shape
+        return max(1, int(kept * out * columns / (out + columns)))
+
+
+Method = Callable[[Layer], LowRank]
+
+
+def _fisher(layer: Layer) -> torch.Tensor | None:
+    return None if layer.sensitivity is None else torch.diag(layer.sensitivity.diagonal())
+
+
+METHODS: Mapping[str, Method] = {
+    "SVD": lambda layer: LowRank(layer.weight, None, None),
+    "FWSVD": lambda layer: LowRank(layer.weight, None, _fisher(layer)),
+    "ASVD": lambda layer: LowRank(layer.weight, torch.diag(layer.size.clamp_min(1e-9)), None),
+    "DRONE, SVD-LLM": lambda layer: LowRank(layer.weight, layer.inputs, None),
+    "inputs and outputs": lambda layer: LowRank(layer.weight, layer.inputs, layer.sensitivity),
+    "the same, shrunk": lambda layer: LowRank(
+        layer.weight, layer.moments.metric(centred=False), layer.sensitivity
+    ),
+}
+"""ASVD scales the columns by E|x|^1/2, so that its S is the diagonal of E|x|."""
+
+
+def linear_layers(given: GivenFile, seed: int = 0) -> list[Layer]:
+    """Return the linear layers of a file, calibrated on its inputs."""
+    sites = [site for site in given.usable if site.spec.kind == "linear"]
+    moments = collect_moments(given.network, sites, given.split.calibration, seed=seed)
+    sensitivities = measured_sensitivities(given, seed=seed)
+    sizes = _mean_sizes(given, sites)
+    return [
+        Layer(
+            site,
+            weight_of(site.module()).squeeze(-1),
+            moments[site.name],
+            sizes[site.name],
+            sensitivities.get(site.name),
+        )
+        for site in sites
+    ]
+
+
+def _mean_sizes(given: GivenFile, sites: Sequence[Site]) -> dict[str, torch.Tensor]:
+    session = Captured(given.network.graph_model(), [site.input_name for site in sites], given.network.source)
+    sums: dict[str, Array] = {}
+    for feed in given.split.calibration:
+        values = session.run(feed)
+        for site in sites:
+            rows = values[site.input_name].reshape(-1, site.spec.in_channels)
+            sums[site.name] = sums.get(site.name, 0) + np.abs(rows).mean(0, dtype=np.float64)
+    return {name: torch.from_numpy(total / len(given.split.calibration)) for name, total in sums.items()}
+
+
+class Tested:
+    """A network that takes on other weights, and the inputs that it is tested on.
+
+    Args:
+        given: The network.
+        layers: Its linear layers.
+        inputs: Test inputs, one array for each input of the network.
+        labels: Their classes, or None for those that the original chooses.
+    """
+
+    def __init__(
+        self, given: GivenFile, layers: Sequence[Layer], inputs: Mapping[str, Array], labels: Array | None
+    ) -> None:
+        self.network, self.inputs = given.network, checked(inputs, given.network)
+        model = given.network.graph_model()
+        self._open = {each.site.name: open_constants(model, each.site) for each in layers}
+        self._model = ir.to_proto(without_unused(model))
+        self._constants = {each.name: each for each in self._model.graph.initializer}
+        self._weights = {each.site.name: each.weight for each in layers}
+        self.labels = self._answers() if labels is None else labels
+        batches = list(self._batches())
+        self._metrics = {
+            name: each.second_moment
+            for name, each in collect_moments(given.network, [each.site for each in layers], batches).items()
+        }
+
+    def accuracy(self, weights: Mapping[str, torch.Tensor]) -> float:
+        """Return the share of test inputs in their class under other weights, by the names of the nodes."""
+        for name, weight in {**self._weights, **weights}.items():
+            written = (weight.T if self._open[name].turned else weight).numpy()
+            self._constants[self._open[name].weight].raw_data = written.astype(np.float32).tobytes()
+        return float((self._answers() == self.labels).mean())
+
+    def error(self, name: str, weight: torch.Tensor) -> float:
+        """Return the relative error of a layer's outputs on the test inputs that reach it."""
+        dense, metric = self._weights[name], self._metrics[name]
+
+        def power(rows: torch.Tensor) -> float:
+            return float((times(rows, metric) * rows).sum().clamp_min(0))
+
+        return (power(dense - weight) / power(dense)) ** 0.5
+
+    def _answers(self) -> Array:
+        session = GraphSession(self._model, self.network.source)
+        return np.concatenate([session.run(feed)[0].argmax(1) for feed in self._batches()])
+
+    def _batches(self) -> Iterator[dict[str, Array]]:
+        count = len(next(iter(self.inputs.values())))
+        for first in range(0, count, _RUN_AT_ONCE):
+            yield {name: value[first : first + _RUN_AT_ONCE] for name, value in self.inputs.items()}
+
+
+def table(layers: Sequence[Layer], tested: Tested, kept: Sequence[float]) -> list[str]:
+    """Return the rows of a table: for each method error and accuracy at each share of the weights."""
+    lines = []
+    for name, method in METHODS.items():
+        solved = {layer.site.name: (layer, method(layer)) for layer in layers}
+        cells = []
+        for share in kept:
+            weights = {
+                key: torch.matmul(*found.halves(layer.rank(share))) for key, (layer, found) in solved.items()
+            }
+            error = float(np.mean([tested.error(key, weight) for key, weight in weights.items()]))
+            cells.append(f"{error:.3f} / {100 * tested.accuracy(weights):.1f} %")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network", type=Path, required=True)
+    parser.add_argument("--inputs", type=Path, required=True, help=".npz of inputs to fit to")
+    parser.add_argument("--test", type=Path, required=True, help=".npz of inputs to test on")
+    parser.add_argument("--labels", default="labels", help="array of classes in it")
+    parser.add_argument("--kept", nargs="+", type=float, default=[0.8, 0.6, 0.4, 0.3])
+    parser.add_argument("--counts", nargs="+", type=int, default=[32, 500], help="inputs to fit to")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    chosen = parser.parse_args()
+    fitting, testing = (dict(np.load(path)) for path in (chosen.inputs, chosen.test))
+    shortened = {str(path): path.name for path in (chosen.network, chosen.inputs, chosen.test)}
+    command = shown_command(sys.argv, shortened=shortened, dropped=("--output",))
+    lines = [f"`{command}`, {hardware_line()}."]
+    for count in chosen.counts:
+        # One input is held out, as everywhere; it is not used.
+        names = [name for name in fitting if name != chosen.labels]
+        some = {name: fitting[name][: count + 1] for name in names}
+        given = GivenFile.read(chosen.network, some, heldout=1e-9)
+        layers = linear_layers(given)
+        inputs = {name: testing[name] for name in names}
+        tested = Tested(given, layers, inputs, testing.get(chosen.labels))
+        size = sum(layer.weight.numel() for layer in layers)
+        lines.append(
+            f"\n{chosen.network.stem}: {len(layers)} linear layers of {size:,} of {given.totals['params']:,} "
+            f"parameters, fitted to {count} inputs, tested on {len(tested.labels)} (the original: "
+            f"{100 * tested.accuracy({}):.1f} %).\n"
+        )
+        lines.append(f"| kept | {' | '.join(f'{share:.0%}' for share in chosen.kept)} |")
+        lines.append("|---" + "|---:" * len(chosen.kept) + "|")
+        print("\n".join(lines[-3:]), flush=True)
+        lines += table(layers, tested, chosen.kept)
+    if chosen.output:
+        name = f"bench_linear_{chosen.network.stem}"
+        write_section(chosen.output, name, f"Linear layers of {chosen.network.stem}", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
