@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
-from rankrl.data import Images, TestImages, batches, load_dataset
+from rankrl.data import Images, batches, load_dataset
 from rankrl.export import export_onnx
 from rankrl.models import load_checkpoint
 
@@ -58,16 +58,16 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000, help="images of each file")
     chosen = parser.parse_args()
     data = load_dataset(chosen.dataset)
-    model = small_transformer(chosen.width, chosen.depth, data.num_classes).eval()
+    model = small_transformer(chosen.width, chosen.depth, data.classes).eval()
     load_checkpoint(model, chosen.checkpoint)
     export_onnx(model, chosen.folder / "transformer.onnx", data.input_shape)
 
-    def save(name: str, images: Images | TestImages) -> None:
+    def save(name: str, images: Images) -> None:
         x, y = next(iter(batches(images, chosen.images, mean=data.mean, std=data.std)))
         np.savez(chosen.folder / name, input=x.numpy(), labels=y.numpy())
 
     save("fitting.npz", data.train)
-    save("testing.npz", data.test)
+    save("testing.npz", data.test.for_report())
 
 
 if __name__ == "__main__":
