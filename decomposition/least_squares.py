@@ -19,6 +19,7 @@ from threadpoolctl import ThreadpoolController
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.metric import Metric, RowFactor, scaled, times
 from decomposition.modes import WeightModes
+from decomposition.quadratic import Products, Quadratic
 from decomposition.sensitivity_root import symmetric_root
 
 LEAST_PENALTY = 1e-14
@@ -30,6 +31,8 @@ _LEAST_SHARE = 1 / 3
 # A start that knows the inputs is so near that fewer will do.
 _FULL_STEP_IN_METRIC = 1e8
 _LEAST_SHARE_IN_METRIC = 1 / 15
+# Of an error that is wanted to no more than that, products in float32 lose nothing and take half as long.
+_COARSE = 1e-4
 _NOTHING_LEFT = 1e-15
 # A squared relative error below that has too few digits left as the difference of sums near 1.
 _CANCELLED = 1e-8
@@ -90,27 +93,24 @@ class LeastSquares:
         self.matrix = matrix / self.scale
         self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
         seen = self._seen(self.matrix)
-        self.target = self._apply(seen)
-        self.whole = (self.target * seen).sum()  # 1 but for rounding, and for a sensitivity without inputs
+        self.quadratic = Quadratic(seen, self.metric)
+        # 1 but for rounding, and for a sensitivity without inputs
+        self.whole = (self.quadratic.target * seen).sum()
 
     def _seen(self, rows: torch.Tensor) -> torch.Tensor:
         """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
         return rows if self.root is None or self.free_output else self.root @ rows
 
-    def _apply(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.metric is None else times(rows, self.metric)
-
     def squared_error(self, cores: Cores) -> torch.Tensor:
         """E|(W - V) x|^2 / E|W x|^2."""
         output, features = self.format.halves(cores, self.modes)
         if len(features) < len(self.matrix):  # fewer rows for the metric than the difference has
-            left, products = self._seen(output), self._apply(features) @ features.T
-            cross = self.target @ features.T
-            value = self.whole - 2 * (left * cross).sum() + ((left.T @ left) * products).sum()
+            left, products = self._seen(output), self.quadratic.products(features)
+            value = self.whole - 2 * (left * products.cross).sum() + ((left.T @ left) * products.gram).sum()
             if value > _CANCELLED:
                 return value
         rest = self._seen(self.matrix - output @ features)
-        return (self._apply(rest) * rest).sum()
+        return (self.quadratic.apply(rest) * rest).sum()
 
     def amplification(self, cores: Cores) -> float:
         """Norm of the terms A[:, p] Q[p, :] relative to the weight's; 1 when they are orthogonal.
@@ -206,14 +206,17 @@ class LeastSquares:
             return [*cores[:fixed], *parts]
 
         objective = self._projected if fixed else self._joint
+        # Without a penalty nothing bounds what rounding does to the solution for A.
+        coarse = stop.tolerance >= _COARSE and penalty > LEAST_PENALTY and fixed
+        quadratic = self.quadratic.in_float32 if coarse else self.quadratic
 
         flat_enough = _StopWhenFlat(stop)
 
         def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            vector = torch.from_numpy(flat).requires_grad_()
-            squared, size, gradient = objective(split, vector, penalty)
+            vector = torch.from_numpy(flat).to(quadratic.weight.dtype).requires_grad_()
+            squared, size, gradient = objective(quadratic, split, vector, penalty)
             flat_enough.squared_error = squared
-            return squared + penalty * size, gradient.numpy()
+            return squared + penalty * size, gradient.double().numpy()
 
         initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
         from scipy.optimize import minimize  # takes a third of a second
@@ -237,58 +240,62 @@ class LeastSquares:
         held = penalty if penalty > LEAST_PENALTY else 0.0
         return self._with_best_output(result, held) if fixed else result
 
-    def _best_output(
-        self, features: torch.Tensor, penalty: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Solve for A; returns A, Q S and W S Q'."""
-        weighted = self._apply(features)
-        gram = weighted @ features.T
+    def _best_output(self, products: Products, penalty: float) -> torch.Tensor:
+        """Solve for A."""
+        gram = products.gram.double()
         gram = (gram + gram.T) / 2
         # The penalty is absolute; the other summand only keeps the factorisation stable.
         gram.diagonal().add_(penalty + 1e-14 * gram.diagonal().mean())
-        cross = self.target @ features.T
+        cross = products.cross.double()
         factor, failed = torch.linalg.cholesky_ex(gram)
         if failed.item():
-            output = torch.linalg.lstsq(gram, cross.T).solution.T
-        else:
-            output = torch.cholesky_solve(cross.T, factor).T
-        return output, weighted, cross
+            return torch.linalg.lstsq(gram, cross.T).solution.T
+        return torch.cholesky_solve(cross.T, factor).T
 
     def _with_best_output(self, cores: Cores, penalty: float) -> Cores:
         placeholder = [torch.zeros_like(cores[0]), *cores[1:]]
         features = self.format.halves(placeholder, self.modes)[1]
-        return self.format.set_output(cores, self.modes, self._best_output(features, penalty)[0])
+        output = self._best_output(self.quadratic.products(features), penalty)
+        return self.format.set_output(cores, self.modes, output)
 
     def _projected(
-        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
+        self,
+        quadratic: Quadratic,
+        split: Callable[[torch.Tensor], Cores],
+        vector: torch.Tensor,
+        penalty: float,
     ) -> tuple[float, float, torch.Tensor]:
         """Min over A of squared error + penalty (|A|^2 + |Q|^2): both summands, and the gradient."""
         with torch.enable_grad():
             features = self.format.halves(split(vector), self.modes)[1]
         constant = features.detach()
-        output, weighted, cross = self._best_output(constant, penalty)
+        products = quadratic.products(constant)
+        output = self._best_output(products, penalty)
         size = float(output.square().sum() + constant.square().sum())
-        squared = 1.0 - float((output * cross).sum()) - penalty * float(output.square().sum())
+        squared = 1.0 - float((output * products.cross).sum()) - penalty * float(output.square().sum())
         # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
-        slope = 2 * (output.T @ (output @ weighted - self.target) + penalty * constant)
+        slope = 2 * (products.slope(output.to(constant.dtype)) + penalty * constant)
         (gradient,) = torch.autograd.grad(features, vector, slope)
         return squared, size, gradient
 
     def _joint(
-        self, split: Callable[[torch.Tensor], Cores], vector: torch.Tensor, penalty: float
+        self,
+        quadratic: Quadratic,
+        split: Callable[[torch.Tensor], Cores],
+        vector: torch.Tensor,
+        penalty: float,
     ) -> tuple[float, float, torch.Tensor]:
         """Squared error + penalty (|A|^2 + |Q|^2) over all cores: both summands, and the gradient."""
         with torch.enable_grad():
             output, features = self.format.halves(split(vector), self.modes)
         left, right = self._seen(output.detach()), features.detach()
-        weighted, cross = self._apply(right), self.target @ right.T
-        squares = left.T @ left
-        fitted = left @ (weighted @ right.T)
-        squared = 1.0 - 2 * float((left * cross).sum()) + float((left * fitted).sum())
+        products = quadratic.products(right)
+        fitted = left @ products.gram
+        squared = 1.0 - 2 * float((left * products.cross).sum()) + float((left * fitted).sum())
         size = float(left.square().sum() + right.square().sum())
         slopes = (
-            2 * self._seen(fitted - cross + penalty * left),  # the root is symmetric
-            2 * (squares @ weighted - left.T @ self.target + penalty * right),
+            2 * self._seen(fitted - products.cross + penalty * left),  # the root is symmetric
+            2 * (products.slope(left) + penalty * right),
         )
         (gradient,) = torch.autograd.grad((output, features), vector, slopes)
         return squared, size, gradient

@@ -47,7 +47,7 @@ from decomposition.sensitivity import collect_sensitivities
 from decomposition.sensitivity_root import floored, symmetric_root
 
 # Part of the names of fits on disk: raised when the same problem gets other cores than before.
-_VERSION = 3
+_VERSION = 4
 
 
 class FitLibrary:

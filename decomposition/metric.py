@@ -69,6 +69,13 @@ def in_float64(metric: Metric) -> Metric:
     return metric.double()
 
 
+def in_float32(metric: Metric) -> Metric:
+    """Return the metric in float32."""
+    if isinstance(metric, RowFactor):
+        return RowFactor(metric.rows.float(), metric.ridge)
+    return metric.float()
+
+
 def scaled(metric: Metric, factor: torch.Tensor | float) -> Metric:
     """Return factor * metric, in float64."""
     if isinstance(metric, RowFactor):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decomposition.errors import DecompositionError
-from decomposition.fitting import FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
+from decomposition.fitting import CHOOSING, FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
 from decomposition.metric import Metric, RowFactor, times, whole
 from decomposition.modes import WeightModes
@@ -409,6 +409,19 @@ def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
     large = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
     assert asked[0] is not None
     assert large.error <= small.error * 1.02 + 1e-6
+
+
+@pytest.mark.parametrize("rank", [2, 6, 12, 20, 30])
+def test_products_in_float32_end_where_those_in_float64_do(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, cp = WeightModes((12,), (12,), 9), get_format("cp")
+    weight, metric = normal_weight(modes), second_moment(modes.columns)
+    rounded = fit_weight(cp, weight, modes, (rank,), metric, CHOOSING)
+    monkeypatch.setattr("decomposition.least_squares._COARSE", 1.0)
+    exact = fit_weight(cp, weight, modes, (rank,), metric, CHOOSING)
+    assert not torch.equal(rounded.cores[1], exact.cores[1])
+    assert rounded.error == pytest.approx(exact.error, rel=0.02)
 
 
 @pytest.mark.parametrize("rank", [6, 12, 20])
