@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -20,11 +20,12 @@ def compensate(
     present: Mapping[str, torch.Tensor],
     images: Inputs,
     *,
+    removed: Collection[str] = (),
     correct_batch_norm: bool = True,
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a copy of `model` whose weights make up for input channels that are going to be removed.
+    """Return a copy of `model` whose weights make up for what is going to be removed.
 
     Layer by layer in forward order, the weights on the inputs that stay are solved for by least squares, so
     that the layer's outputs become those of the dense network as nearly as the inputs allow: the channel
@@ -36,6 +37,7 @@ def compensate(
         present: For layers that lose inputs, which channels (or features) stay, boolean, shape (in,). The
             weights on the others are left in place, to be cut.
         images: Model inputs, one batch of a few hundred to a few thousand.
+        removed: Modules, residual blocks say, that are gone in the copy: an identity stands in their place.
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
         max_patches: Input patches that each layer is fitted on at most. A layer for which they are fewer than
             four for each weight of an output channel keeps its weights.
@@ -48,7 +50,12 @@ def compensate(
     check_images(images)
     network = copied(model)
     modules = dict(network.named_modules())
-    specs = {spec.name: spec for spec in inspect_layers(model, images) if spec.refusal is None}
+    gone = tuple(f"{name}." for name in removed)
+    specs = {
+        spec.name: spec
+        for spec in inspect_layers(model, images)
+        if spec.refusal is None and not spec.name.startswith(gone)
+    }
     for name, mask in present.items():
         if name not in specs:
             raise DecompositionError(
@@ -70,6 +77,7 @@ def compensate(
         {name: solved(modules[name], arriving(name)) for name in specs},
         images,
         present=present,
+        removed=removed,
         mean_absorbed={name for name, spec in specs.items() if absorbs_mean(spec, correct_batch_norm)},
         correct_batch_norm=correct_batch_norm,
         max_patches=max_patches,

@@ -52,6 +52,11 @@ class LayerPlan:
                 f"layer {self.name!r}: operation {right.kind!r} stands after {left.kind!r}; "
                 f"a layer takes {allowed}"
             )
+        leaving = next((each for each in self.group_operations if each.removes), None)
+        if leaving is not None and len(self.operations) > 1:
+            raise PlanError(
+                f"layer {self.name!r}: operation {leaving.kind!r} removes the layer; it takes no other one"
+            )
 
     @property
     def layer_operations(self) -> tuple[LayerOperation, ...]:

@@ -13,7 +13,7 @@ inputs arrive.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -146,6 +146,7 @@ def refit_in_lockstep(
     images: Inputs,
     *,
     present: Mapping[str, torch.Tensor] | None = None,
+    removed: Iterable[str] = (),
     mean_absorbed: set[str],
     correct_batch_norm: bool,
     max_patches: int,
@@ -160,6 +161,7 @@ def refit_in_lockstep(
         images: Calibration inputs, one batch of N. Memory grows with 2 N activations of the largest layer.
         present: For some layers, which of their input channels there still are (boolean, shape (in,)); the
             others arrive as zero.
+        removed: Modules that hand their input on instead; what is in them takes no part.
         mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
             `correct_batch_norm`, by the batch norm behind them. They are fitted around the mean.
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
@@ -196,6 +198,9 @@ def refit_in_lockstep(
             shrink,
         )
         replace_module(model, dense, pairs[name])
+    blocks = [_RemovedBlock(modules[name]) for name in removed]
+    for block in blocks:
+        replace_module(model, block.dense[0], block)
     if correct_batch_norm:
         for norm in tracked_batch_norms(model):
             norms.append(_NormPair(norm))
@@ -208,6 +213,8 @@ def refit_in_lockstep(
             replace_module(model, pair, pair.fitted if pair.fitted is not None else pair.dense)
         for norm_pair in norms:
             replace_module(model, norm_pair, norm_pair.finish())
+        for block in blocks:
+            replace_module(model, block, nn.Identity())
     for before, after in zip(tree_leaves(expected), tree_leaves(result), strict=True):
         if isinstance(before, torch.Tensor) and not _begins_with(after, before):
             raise DecompositionError(
@@ -361,6 +368,18 @@ def _few_patches(
     regularised = y @ y.T + ridge * torch.eye(len(y), dtype=y.dtype)
     change = torch.linalg.solve(regularised, (x - y) @ weight.T).T @ y
     return weight + change, metric
+
+
+class _RemovedBlock(nn.Module):
+    """A block for the first half of the batch, nothing for the second."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.dense = (block.eval(),)  # in a tuple: its layers and norms are no longer the network's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense_input, arriving = x.chunk(2)
+        return torch.cat([self.dense[0](dense_input), arriving])
 
 
 class _NormPair(_StandIn[BatchNorm]):

@@ -196,7 +196,7 @@ class CompressionPlan:
         return by_name
 
     def specs(self, model: nn.Module) -> list[LayerSpec]:
-        """Return the plan's layers as its group operations leave them, after checking that all fits.
+        """Return the layers that group operations leave, as they leave them, after checking that all fits.
 
         Raises:
             PlanError: If the plan was made for another model, names a layer it does not have, or one that
@@ -218,7 +218,7 @@ class CompressionPlan:
         for layer in rest:
             for operation in layer.operations:
                 operation.check(by_name[layer.name])
-        return [by_name[layer.name] for layer in self.layers]
+        return [by_name[layer.name] for layer in rest]
 
     def after_groups(self, model: nn.Module, run: RunGroup) -> tuple[nn.Module, CompressionPlan]:
         """Return the network that the group operations leave, and the rest of the plan for it.
@@ -229,10 +229,12 @@ class CompressionPlan:
         """
         plan = self
         for kind in self.group_kinds:
-            model = run(kind, model, plan.chosen(kind))
+            chosen = plan.chosen(kind)
+            model = run(kind, model, chosen)
             layers = tuple(
                 replace(layer, operations=tuple(o for o in layer.operations if type(o) is not kind))
                 for layer in plan.layers
+                if not (kind.removes and layer.name in chosen)
             )
             specs = inspect_layers(model, plan.input_shape)
             plan = replace(plan, layers=layers, fingerprint=fingerprint(specs))
@@ -249,16 +251,24 @@ class CompressionPlan:
             PlanError: If a layer is missing in the plan or in the network, or has such an operation already.
         """
         specs = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
-        unknown = [n for n in operations if n not in specs or n not in {layer.name for layer in self}]
+        layers = {layer.name: layer for layer in self}
+        # The plan is one for what is left: it does not have the layers that operations remove.
+        layers.update(
+            {n: LayerPlan(n) for n, each in operations.items() if n not in layers and _removes(each)}
+        )
+        unknown = [name for name in operations if name not in specs or name not in layers]
         if unknown:
             raise PlanError(f"operations are given for {', '.join(unknown)}, but the plan has no such layer")
-        layers = tuple(
-            replace(layer, operations=(operations[layer.name], *layer.operations))
-            if layer.name in operations
-            else layer
-            for layer in self
+        for name, operation in operations.items():
+            layers[name] = replace(layers[name], operations=(operation, *layers[name].operations))
+        order = [name for name in specs if name in layers]
+        return replace(
+            self, layers=tuple(layers[name] for name in order), fingerprint=fingerprint(specs.values())
         )
-        return replace(self, layers=layers, fingerprint=fingerprint(specs.values()))
+
+
+def _removes(operation: Operation) -> bool:
+    return isinstance(operation, GroupOperation) and operation.removes
 
 
 def fingerprint(specs: Any) -> str:

@@ -37,15 +37,11 @@ class Quadratic:
     def __init__(self, weight: torch.Tensor, metric: Metric | None) -> None:
         self.weight, self.metric = weight, metric
         self.target = self.apply(weight)
+        self._images = weight @ metric.rows.T if isinstance(metric, RowFactor) else weight
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows S for rows (m, D)."""
         return rows if self.metric is None else times(rows, self.metric)
-
-    @cached_property
-    def _seen(self) -> torch.Tensor:
-        """W F' where S = F'F + r I."""
-        return self.weight @ self.metric.rows.T
 
     @cached_property
     def in_float32(self) -> Quadratic:
@@ -63,7 +59,7 @@ class Quadratic:
                 gram += ridge * (features @ features.T)
 
             def slope(output: torch.Tensor) -> torch.Tensor:
-                rest = (output @ images - self._seen) @ rows
+                rest = (output @ images - self._images) @ rows
                 if ridge:
                     rest += ridge * (output @ features - self.weight)
                 return output.T @ rest

@@ -10,6 +10,7 @@ from.
 """
 
 from pruning import reconstruction
+from pruning.blocks import ResidualBlock, remove_blocks, require_blocks_suffice, residual_blocks
 from pruning.criteria import Criterion
 from pruning.errors import PruningError
 from pruning.from_scratch import untrained_copy
@@ -42,6 +43,7 @@ __all__ = [
     "PruningError",
     "PushPull",
     "QualityJump",
+    "ResidualBlock",
     "StrengthController",
     "channel_groups",
     "get_pruner",
@@ -52,7 +54,10 @@ __all__ = [
     "reconstruction",
     "register_pruner",
     "removable_groups",
+    "remove_blocks",
     "remove_channels",
+    "require_blocks_suffice",
+    "residual_blocks",
     "train_masks",
     "untrained_copy",
 ]

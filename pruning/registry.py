@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pruning.errors import PruningError
 from pruning.masks import ChannelMask
 from pruning.selection import Scope
 
+Unit = Literal["channels", "blocks"]
 Definition = TypeVar("Definition", bound=Callable[..., Any])
 
 
@@ -21,14 +22,16 @@ class Pruner:
         name: what it is called in configurations.
         description: one line for listings.
         definition: a `ChannelMask` class (trained by `train_masks`), or a criterion, a function that scores
-            the units of groups (see `pruning.criteria`).
+            the units of groups (see `pruning.criteria`), or chooses blocks (see `pruning.blocks`).
         scope: how the scores of a criterion are best compared (see `keep_within`).
+        unit: what it removes: `channels`, or whole residual `blocks` (see `pruning.blocks`).
     """
 
     name: str
     description: str
     definition: Callable[..., Any]
     scope: Scope = "uniform"
+    unit: Unit = "channels"
 
     @property
     def is_mask(self) -> bool:
@@ -40,7 +43,7 @@ _PRUNERS: dict[str, Pruner] = {}
 
 
 def register_pruner(
-    name: str, description: str, *, scope: Scope = "uniform"
+    name: str, description: str, *, scope: Scope = "uniform", unit: Unit = "channels"
 ) -> Callable[[Definition], Definition]:
     """Register the decorated mask class or criterion under `name`.
 
@@ -51,7 +54,7 @@ def register_pruner(
     def register(definition: Definition) -> Definition:
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")
-        _PRUNERS[name] = Pruner(name, description, definition, scope)
+        _PRUNERS[name] = Pruner(name, description, definition, scope, unit)
         return definition
 
     return register

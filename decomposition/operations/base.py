@@ -186,7 +186,13 @@ class LayerOperation(Operation):
 
 
 class GroupOperation(Operation):
-    """An operation on several layers at once."""
+    """An operation on several layers at once.
+
+    Attributes:
+        removes: Whether the layers themselves leave the network.
+    """
+
+    removes: ClassVar[bool] = False
 
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
         """Return `before`: `spec` is the layer as the group operations left it."""

@@ -81,7 +81,7 @@ TASKS: dict[str, str] = {
     "inspect": "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
     "pipeline": "choose ranks, rewrite, fine-tune, export and report",
     "pretrain": "train one policy on many tasks: networks, formats, budgets",
-    "prune": "remove channels to a target, fine-tune, export and report",
+    "prune": "remove channels or blocks to a target, fine-tune, export and report",
     "report": "gather all runs below runs=FOLDER in one page and one CSV file",
     "search": "choose ranks and write plan.json",
     "train": "train a network, from scratch or from model.checkpoint",
@@ -729,6 +729,14 @@ GROUPS: dict[str, Group] = {
                     "layers": None,
                     "scope": "uniform",
                     "multiple": 1,
+                },
+            ),
+            "blocks": Choice(
+                {
+                    "layers": tuple[str, ...] | None,
+                },
+                {
+                    "layers": None,
                 },
             ),
             "first_k": Choice(

@@ -1,22 +1,22 @@
-"""`task=prune`: channels removed to a target, with proof; decomposed afterwards if wanted."""
+"""`task=prune`: channels or blocks removed to a target, with proof; decomposed afterwards if wanted."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, inspect_layers, save_compressed
+from decomposition import CompressionPlan, Operation, inspect_layers, save_compressed
 from pruning import PruningError
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
-from rankrl.operations import KeepChannels, kept_channels
+from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.plan_search.run import search_numbers
 from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
@@ -37,7 +37,7 @@ from rankrl.workflow.run_folder import RunFolder
 from rankrl.workflow.runtimes import runtime_numbers
 
 
-@register_task("prune", "remove channels to a target, fine-tune, export and report")
+@register_task("prune", "remove channels or blocks to a target, fine-tune, export and report")
 def prune(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     chosen = options.pruning(config)
@@ -104,11 +104,16 @@ def _decomposed(
     found = result.plan
     network = steps.applied_plan(config, data, found, tuned, images)
     plan = dataclasses.replace(
-        found.with_operations(dense, pruned.plan.chosen(KeepChannels)),
+        found.with_operations(dense, _removals(pruned.plan)),
         chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",
     )
     plan.save(folder.plan)
     return network, plan, search_numbers(result)
+
+
+def _removals(plan: CompressionPlan) -> dict[str, Operation]:
+    """Return the operations that removed something, by layer."""
+    return {layer.name: each for layer in plan for each in layer.group_operations}
 
 
 def _head(
@@ -124,12 +129,14 @@ def _pruning_numbers(
 ) -> dict[str, Any]:
     """Return the section `pruning` of metrics.json."""
     before = {spec.name: spec.out_channels for spec in inspect_layers(dense, data.input_shape)}
-    kept = kept_channels(pruned.plan)
+    removed = pruned.plan.chosen(RemoveBlock)
+    kept: dict[str, Sequence[int]] = {**kept_channels(pruned.plan), **dict.fromkeys(removed, ())}
     return {
         "measure": chosen.measure,
         "target": chosen.kept,
         "channels": sum(before.values()),
         "channels_kept": sum(len(kept.get(name, range(count))) for name, count in before.items()),
+        "blocks_removed": removed_blocks(removed),
         "rewound": pruned.rewound,
         "seconds": pruned.seconds,
         "mask_epochs": [dataclasses.asdict(epoch) for epoch in pruned.epochs],

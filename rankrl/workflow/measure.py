@@ -346,9 +346,11 @@ def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | Non
     pruning = bool(plan.group_kinds)
     rows = []
     for layer in plan:
-        spec, rest = by_name[layer.name], pruned[layer.name]
-        row = layer_row(layer, spec, rest, error=_error(layer, fitted.get(layer.name), pruning=pruning))
-        channels = (rest.out_channels, spec.out_channels) if pruning else None
+        spec = by_name[layer.name]
+        rest = pruned.get(layer.name)
+        error = _error(layer, fitted.get(layer.name), pruning=pruning)
+        row = layer_row(layer, spec, rest or spec, error=error)
+        channels = (0 if rest is None else rest.out_channels, spec.out_channels) if pruning else None
         rows.append(replace(row, channels=channels))
     return rows
 

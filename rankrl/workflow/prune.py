@@ -1,4 +1,4 @@
-"""Pruning a network to a target: channels chosen by a criterion or by masks that learn, then removed."""
+"""Pruning a network to a target: channels or blocks, chosen by a criterion or by masks that learn."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from pruning import (
     ChannelGroup,
     KeptChannels,
     MaskEpoch,
+    PruningError,
     QualityJump,
+    ResidualBlock,
     channel_groups,
     keep_within,
     removable_groups,
+    require_blocks_suffice,
+    residual_blocks,
 )
 from pruning.selection import require_reachable
 from rankrl.data import ImageData
 from rankrl.device import inference_precision
 from rankrl.errors import ConfigError
-from rankrl.operations import KeepChannels
+from rankrl.operations import KeepChannels, RemoveBlock
 from rankrl.state_file import write_state
 from rankrl.training import accuracy
 from rankrl.workflow.calibration import calibration_images
@@ -82,6 +86,10 @@ def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningO
         ConfigError: If `strengths` names a layer that heads no channel group.
     """
     inputs = example_tensor(model, input_shape, EXAMPLES)
+    if options.definition.unit == "blocks":
+        cost = target_cost(options.measure, input_shape)
+        require_blocks_suffice(model, _removable_blocks(model, inputs, options.layers), cost, options.kept)
+        return
     groups = removable_groups(channel_groups(model, inputs), options.layers)
     names = [group.name for group in groups]
     for name in options.training.strengths:
@@ -129,6 +137,8 @@ def prune_network(
         trained = masked.removed().cpu().to(memory_format=torch.contiguous_format).eval()
         network, rewound = _rewound(trained, model, plan, data, options, calibration)
         pruned = PrunedNetwork(network, plan, result.epochs, result.jump, rewound)
+    elif options.definition.unit == "blocks":
+        pruned = _by_blocks(model, data, options, calibration)
     else:
         pruned = _by_criterion(model, data, options, calibration)
     pruned = replace(pruned, seconds=time.perf_counter() - started)
@@ -179,6 +189,41 @@ def _by_criterion(
     kept = keep_within(model, inputs, groups, scores, cost, options.kept, options.scope, options.multiple)
     plan = removal_plan(model, data.input_shape, kept, every, options.pruner)
     return PrunedNetwork(_applied(model, plan, data, options, calibration).eval(), plan)
+
+
+def _by_blocks(
+    model: nn.Module, data: ImageData, options: PruningOptions, calibration: Tensor
+) -> PrunedNetwork:
+    blocks = _removable_blocks(model, example_tensor(model, data.input_shape, EXAMPLES), options.layers)
+    cost = target_cost(options.measure, data.input_shape)
+    gone = options.definition.definition(model, blocks, calibration, cost, options.kept)
+    log.info("blocks that go, in this order: %s", ", ".join(gone))
+    specs = inspect_layers(model, data.input_shape)
+    removed = {
+        spec.name: RemoveBlock(name) for spec in specs for name in gone if spec.name.startswith(f"{name}.")
+    }
+    layers = tuple(
+        LayerPlan(spec.name, reason=None if spec.name in removed else "its block stays") for spec in specs
+    )
+    plan = CompressionPlan(layers, fingerprint(specs), tuple(data.input_shape), options.pruner)
+    plan = plan.with_operations(model, removed)
+    return PrunedNetwork(_applied(model, plan, data, options, calibration).eval(), plan)
+
+
+def _removable_blocks(model: nn.Module, inputs: Tensor, layers: Sequence[str] | None) -> list[ResidualBlock]:
+    """Return the blocks that may go: all, or those that hold a layer of these names.
+
+    Raises:
+        PruningError: If a layer is in no block that can be removed.
+    """
+    blocks = residual_blocks(model, inputs)
+    if layers is None:
+        return blocks
+    for name in layers:
+        if not any(name in block.layers for block in blocks):
+            known = ", ".join(layer for block in blocks for layer in block.layers) or "none"
+            raise PruningError(f"layer {name!r} is in no block that can be removed; those that are: {known}")
+    return [block for block in blocks if set(layers) & set(block.layers)]
 
 
 def _rewound(

@@ -53,7 +53,7 @@ class PruningOptions:
         pruner: A registered name.
         measure: What the target counts.
         kept: The target: the fraction of the dense network's cost to keep at most, in (0, 1).
-        layers: Names of the layers whose channels may go; None for all that can be pruned.
+        layers: Names of the layers whose channels, or blocks, may go; None for all that can be pruned.
         scope: Criteria only: `uniform` keeps the same share of every channel group, `global` ranks all
             channels together, `per_cost` by what they save (see `pruning.keep_within`).
         multiple: Criteria only: channels are kept in multiples of it; processors compute several at a time.
@@ -100,6 +100,8 @@ def pruner_defaults(name: str) -> dict[str, Any]:
             f"there is no pruner {name!r}; known are {', '.join(known)}.{did_you_mean(name, known)}"
         )
     pruner = get_pruner(name)
+    if pruner.unit == "blocks":
+        return {"layers": None}
     if not pruner.is_mask:
         return {"layers": None, "scope": pruner.scope, "multiple": 1}
     training = {field.name: getattr(MaskTrainingOptions(), field.name) for field in _fields(pruner)}
@@ -153,6 +155,8 @@ def pruning_options(
     common: dict[str, Any] = {"measure": measure, "kept": kept, "seed": seed}
     common["layers"] = None if layers is None else tuple(layers)
     pruner = get_pruner(name)
+    if pruner.unit == "blocks":
+        return PruningOptions(name, **common)
     if not pruner.is_mask:
         if values["scope"] not in get_args(Scope):
             allowed = get_args(Scope)

@@ -22,7 +22,7 @@ from pruning import (
 
 Build = Callable[[str], nn.Module]
 MASKS = [pruner.name for pruner in list_pruners() if pruner.is_mask]
-CRITERIA = [pruner.name for pruner in list_pruners() if not pruner.is_mask]
+CRITERIA = [each.name for each in list_pruners() if each.unit == "channels" and not each.is_mask]
 
 
 def score(name: str, network: nn.Module, images: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -35,6 +35,7 @@ def score(name: str, network: nn.Module, images: torch.Tensor, seed: int = 0) ->
 def test_the_registry_holds_the_pruners_of_the_field() -> None:
     assert [pruner.name for pruner in list_pruners()] == [
         "apoz",
+        "blocks",
         "first_k",
         "group_lasso",
         "hard_concrete",
@@ -47,7 +48,7 @@ def test_the_registry_holds_the_pruners_of_the_field() -> None:
 
 
 def test_unknown_and_taken_names_are_refused() -> None:
-    with pytest.raises(PruningError, match="unknown pruner 'l1'; choose among apoz, first_k"):
+    with pytest.raises(PruningError, match="unknown pruner 'l1'; choose among apoz, blocks, first_k"):
         get_pruner("l1")
     with pytest.raises(PruningError, match="'random' is registered already"):
         register_pruner("random", "again")(lambda: None)

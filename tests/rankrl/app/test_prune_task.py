@@ -179,3 +179,31 @@ def test_shared_modules_are_named(refused: Refused, monkeypatch: pytest.MonkeyPa
     (tmp_path / "shared_network.py").write_text(source)
     message = refused("task=prune", "model=custom", "model._target_=shared_network.Shared")
     assert "'same' is shared: it is called 2 times" in message
+
+
+@pytest.mark.slow
+def test_blocks_are_removed_and_what_is_left_decomposed(rankrl: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    chosen = (*QUICK, "model=resnet20", "pruner=blocks", "budget.macs=0.8")
+    rankrl(
+        *chosen,
+        "task=prune",
+        "prune.decompose_params=0.5",
+        "decomposition=tucker",
+        "selector=greedy",
+        f"hydra.run.dir={folder}",
+    )
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["pruning"]["blocks_removed"]
+    assert metrics["pruned"]["macs"] <= 0.8 * metrics["baseline"]["macs"]
+    assert metrics["compressed"]["params"] <= 0.5 * metrics["pruned"]["params"]
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    rankrl(
+        *QUICK,
+        "model=resnet20",
+        "task=evaluate",
+        f"weights={folder / 'model.safetensors'}",
+        f"hydra.run.dir={tmp_path / 'evaluate'}",
+    )
+    found = read_json(tmp_path / "evaluate" / "metrics.json")["compressed"]
+    assert found["params"] == metrics["compressed"]["params"]

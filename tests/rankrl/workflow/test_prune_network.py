@@ -22,7 +22,7 @@ from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.prune import PrunedNetwork, check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions, pruner_defaults, pruning_options
 
-PRUNERS = [pruner.name for pruner in list_pruners()]
+PRUNERS = [pruner.name for pruner in list_pruners() if pruner.unit == "channels"]
 MASKS = [pruner.name for pruner in list_pruners() if pruner.is_mask]
 QUICK: dict[str, Any] = {"epochs": 2, "settling_epochs": 1, "batch_size": 256}
 
