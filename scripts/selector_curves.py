@@ -242,7 +242,7 @@ def main() -> None:
     except RankrlError as error:
         sys.exit(f"selector_curves.py: {error}")
     shortened = {word: re.sub(r"[^:]*/", "", word) for word in sys.argv[1:] if word.count(":") == 5}
-    shortened |= {str(path): path.name for path in (options.folder, options.output) if path is not None}
+    shortened[str(options.folder)] = options.folder.name
     command = shown_command(sys.argv, shortened=shortened)
     text = "\n\n".join([f"`{command}`", hardware_line(), report(curves, references, options.episodes)])
     print(text)

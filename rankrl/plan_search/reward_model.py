@@ -22,9 +22,6 @@ if TYPE_CHECKING:  # scikit-learn takes most of a second to import: only where a
 _PERIOD = 10
 _CAPACITY = 600
 
-# A layer's loss counts at least so many times what was guessed: counts are positive.
-_LEAST_FACTOR = 0.1
-
 
 class RewardModel:
     """Gaussian-process regression (Rasmussen & Williams 2006) of rewards on layer losses, by scikit-learn.
@@ -87,37 +84,6 @@ class RewardModel:
             fitted = self._fitted((known - centre) / scale, (left - left.mean()) / spread)
             mean, deviation = fitted.predict((roots - centre) / scale, return_std=True)
         return guess + mean * spread + left.mean(), deviation * spread
-
-    def drawn_counts(self, generator: np.random.Generator, draws: int) -> np.ndarray:
-        """Draw how much each layer's loss may count, by what was guessed and by the plans known since.
-
-        That is the posterior of the additive model: by Bayesian ridge regression (MacKay 1992) of what its
-        guess leaves over, whose coefficients are relative errors of the counts. The first draw is its mean.
-
-        Args:
-            generator: What draws.
-            draws: How many, at least 1.
-
-        Returns:
-            Shape (draws, layers), positive; what they add up to means nothing.
-        """
-        from sklearn.linear_model import BayesianRidge
-
-        known, rewards = np.stack(self._roots), np.array(self._rewards)
-        counts = np.ones(known.shape[1]) if self._counts is None else self._counts
-        losses = known**2 * counts
-        losses = losses - losses.mean(0)
-        total, rewards = losses.sum(1), rewards - rewards.mean()
-        price = -float(total @ rewards) / max(float(total @ total), 1e-300)
-        if price <= 0:  # so far nothing speaks for the guess: take its unit from how both spread
-            price = max(float(rewards.std()), 1e-9) / max(float(total.std()), 1e-300)
-        spread = max(float(rewards.std()), 1e-9)
-        with _quiet():
-            ridge = BayesianRidge().fit(-price / spread * losses, (rewards + price * total) / spread)
-        root = np.linalg.cholesky(ridge.sigma_ + 1e-12 * np.eye(len(counts)))
-        noise = generator.standard_normal((draws, len(counts)))
-        noise[0] = 0
-        return counts * np.maximum(1 + ridge.coef_ + noise @ root.T, _LEAST_FACTOR)
 
     def state(self) -> dict[str, Tensor]:
         """Return everything as tensors."""

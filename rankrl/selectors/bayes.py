@@ -46,9 +46,8 @@ class BayesSelector(Selector):
     (Srinivas et al., ICML 2010).
 
     A pretrained policy says beforehand how much each layer's loss counts: the process then learns only what
-    this leaves unexplained, and half of the imagined plans are allocations under such counts, drawn from what
-    the plans known so far make of the policy's (posterior sampling, Thompson 1933). The first plan is the
-    policy's own, the second greedy's, and the warm-up is around the first.
+    this leaves unexplained. The first plan is the policy's own, the second greedy's, and the warm-up is
+    around the first.
 
     Args:
         problem: What to choose for.
@@ -98,7 +97,6 @@ class BayesSelector(Selector):
         known = None if policy is None else self._policy(policy, action, importance_scale)
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
-        self._importance_scale = importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
         self._shape = (len(problem.sites), self._map.components)
         self._generator = np.random.default_rng(seed)
@@ -197,16 +195,9 @@ class BayesSelector(Selector):
             scale: Standard deviation of a change, in units of the action.
 
         Returns:
-            Shape (count, sites, components) in [-1, 1]: changes of the best plan so far, and with a policy
-            as many actions that its counts, as they are known now, stand for.
+            Shape (count, sites, components) in [-1, 1]: changes of the best plan so far.
         """
-        drawn = count // 2 if self._pretrained else 0
-        changes = self._changed(np.broadcast_to(self._best, (count - drawn, *self._shape)), scale)
-        if not drawn:
-            return changes
-        logarithms = np.log(self._model.drawn_counts(self._generator, drawn))
-        centred = logarithms - logarithms.mean(1, keepdims=True)
-        return np.concatenate([changes, (centred / self._importance_scale).clip(-1, 1)[:, :, None]])
+        return self._changed(np.broadcast_to(self._best, (count, *self._shape)), scale)
 
     @staticmethod
     def _policy(policy: str, action: ActionKind | None, importance_scale: float) -> PolicyFile:

@@ -136,26 +136,3 @@ def test_a_wrong_guess_is_outvoted() -> None:
         model.add(row, reward)  # here losing more brings more, which no guess says
     wanted = some_losses(50, seed=1)
     assert spearmanr(model.predict(wanted)[0], wanted.sum(1))[0] > 0.95
-
-
-def test_counts_are_drawn_around_the_true_ones_once_plans_are_known() -> None:
-    true, guess = np.linspace(0.5, 2, LAYERS), np.linspace(2, 0.5, LAYERS)
-
-    def error(plans: int) -> float:
-        model, losses = RewardModel(guess), some_losses(plans, seed=0)
-        for row, reward in zip(losses, (0.9 - 0.03 * (losses**2 @ true)).tolist(), strict=True):
-            model.add(row, reward)
-        drawn = model.drawn_counts(np.random.default_rng(0), 50)
-        assert (drawn > 0).all()
-        relative = drawn / drawn.mean(1, keepdims=True) - true / true.mean()
-        return float(np.abs(relative).mean())
-
-    assert error(40) < 0.02 < 0.3 < error(2)
-
-
-def test_the_first_counts_drawn_are_their_mean() -> None:
-    model, _ = taught(40)
-    generator = np.random.default_rng(0)
-    first, other = (model.drawn_counts(generator, 200) for _ in range(2))
-    np.testing.assert_array_equal(first[0], other[0])
-    assert first[0] == pytest.approx(first[1:].mean(0), rel=0.05)
