@@ -42,7 +42,7 @@ from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
 from rankrl.pretraining.episodes import task_of
 from rankrl.report.axes import percent_axis
-from rankrl.report.figures import FONT, PALETTE, style_axes, upper_legend
+from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import check_selector, create_selector, selector_is_seeded
@@ -51,7 +51,8 @@ AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
 """Evaluations after which the best plan is judged; the last one of a search too."""
 
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
-_DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
+_DASHES = ((0, (1, 1.5)), (0, (5, 2)), (0, (5, 2, 1, 2)))
+DENSE, GREEDY = "the dense network", "greedy's plan"
 
 
 @dataclass(frozen=True)
@@ -190,25 +191,36 @@ def _cell(mean: float, half: float | None) -> str:
 
 
 def picture(curves: Sequence[Curve], references: Mapping[str, float], episodes: int) -> Figure:
-    """Draw the accuracies over the evaluations: means and their 95 % intervals."""
+    """Draw the accuracies over the evaluations: means, and the bands that the seeds span.
+
+    Selectors of one plan are level lines, like the references; those that end below greedy's plan are left
+    out, for the others' sake.
+    """
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     style_axes(axes, "evaluations", "accuracy of the best plan so far, on other images")
     places = [after for after in AFTER if after < episodes] + [episodes]
-    for index, (name, group) in enumerate(by_entry(curves).items()):
-        colour, dashes = _COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)]
-        points = [spread([each.at(after) for each in group]) for after in places]
-        means = np.array([mean for mean, _ in points])
-        halves = np.array([half or 0.0 for _, half in points])
-        axes.plot(places, means, color=colour, linestyle=dashes, linewidth=1.6, label=name)
-        axes.fill_between(places, means - halves, means + halves, color=colour, alpha=0.12, linewidth=0)
+    levels = {name: accuracy for name, accuracy in references.items() if name != DENSE}
+    drawn = 0
+    for name, group in by_entry(curves).items():
+        accuracies = np.array([[each.at(after) for after in places] for each in group])
+        if all(len(each.judged) == 1 for each in group):
+            if accuracies[0, 0] not in levels.values():
+                levels[name] = float(accuracies[0, 0])
+        elif accuracies[:, -1].mean() >= references[GREEDY]:
+            colour = _COLOURS[drawn % len(_COLOURS)]
+            dashes = "solid" if drawn < len(_COLOURS) else (0, (4, 1.5))
+            drawn += 1
+            axes.plot(places, accuracies.mean(0), color=colour, linestyle=dashes, linewidth=1.7, label=name)
+            axes.fill_between(
+                places, accuracies.min(0), accuracies.max(0), color=colour, alpha=0.1, linewidth=0
+            )
+    for index, (name, accuracy) in enumerate(levels.items()):
+        dashes = _DASHES[index % len(_DASHES)]
+        axes.axhline(accuracy, color=PALETTE["ink"], linewidth=1.1, linestyle=dashes, label=name)
     axes.set_xscale("log")
-    axes.set_xticks(places, map(str, places))
+    axes.set_xticks(places, [str(place) for place in places])
     axes.minorticks_off()
-    for name, accuracy in references.items():
-        if name != "the dense network":
-            axes.axhline(accuracy, color=PALETTE["muted"], linewidth=0.9, linestyle=(0, (2, 2)))
-            axes.annotate(name, (places[0], accuracy), color=PALETTE["muted"], fontsize=FONT - 1, va="bottom")
     percent_axis(axes)
     upper_legend(figure, columns=3)
     return figure

@@ -61,11 +61,13 @@ def test_the_table_puts_the_best_first() -> None:
     assert lines[-1] == "Without any evaluation: greedy's plan 0.500."
 
 
-def test_the_picture_has_a_curve_and_a_band_for_each_selector() -> None:
+def test_the_picture_has_a_curve_and_a_band_for_each_search_and_levels_for_single_plans() -> None:
     curves = [script.Curve("local", seed, {1: 0.5, 5: 0.6 + seed / 10}) for seed in (0, 1)]
-    curves.append(replace(curves[0], entry="random"))
-    (axes,) = script.picture(curves, {"greedy's plan": 0.5}, 5).axes
-    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
-    assert list(drawn["local"]) == pytest.approx([0.5, 0.65])
-    assert {"local", "random"} <= set(drawn)
+    curves += [replace(curves[0], entry="tpe"), script.Curve("random", 0, {1: 0.1, 5: 0.2})]
+    curves += [script.Curve("greedy", 0, {1: 0.5}), script.Curve("divergence", 0, {1: 0.55})]
+    (axes,) = script.picture(curves, {script.DENSE: 0.9, script.GREEDY: 0.5}, 5).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn["local"] == pytest.approx([0.5, 0.65])
+    assert drawn["divergence"] == [0.55, 0.55]
+    assert set(drawn) == {"local", "tpe", "divergence", script.GREEDY}
     assert len(axes.collections) == 2
