@@ -222,7 +222,7 @@ def picture(curves: Sequence[Curve], references: Mapping[str, float], episodes: 
     axes.set_xticks(places, [str(place) for place in places])
     axes.minorticks_off()
     percent_axis(axes)
-    upper_legend(figure, columns=3)
+    upper_legend(figure, columns=2)
     return figure
 
 
