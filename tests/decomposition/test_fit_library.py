@@ -152,7 +152,7 @@ def test_fits_on_disk_are_named_by_version_problem_and_options(
     (chosen,) = library.formats
     ranks = chosen.expand(library.modes("3", chosen), 2)
     library.fit("3", Factorise(name, ranks))
-    digest = hashlib.sha256(f"(3, '{name}', {modes}, {library.options!r})".encode())
+    digest = hashlib.sha256(f"(4, '{name}', {modes}, {library.options!r})".encode())
     digest.update(library.weights["3"].numpy().tobytes() + b"none" + b"none")
     (entry,) = tmp_path.glob("*.safetensors")
     assert entry.stem == f"{digest.hexdigest()[:32]}-{'-'.join(map(str, ranks))}"

@@ -90,7 +90,10 @@ for package in (decomposition, rankrl, rankrl.agents):
     lines, done = modules(code)
     assert not done.returncode, done.stderr
     assert not lines.intersection({"torch._dynamo", "torch._inductor", "sympy", "scipy", "onnxruntime"})
-    assert lines > {"before ['factorise', 'quantise']", "after ['factorise', 'keep_channels', 'quantise']"}
+    assert lines > {
+        "before ['factorise', 'quantise']",
+        "after ['factorise', 'keep_channels', 'quantise', 'remove_block']",
+    }
     assert lines > {"rankrl/RankSelection-v0", "decomposition True True", "rankrl True True"}
     assert "rankrl.agents True True" in lines
 
