@@ -126,7 +126,9 @@ class Bench:
         """Return one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
-            given: dict[str, object] = {"multiple": multiple}
+            given: dict[str, object] = {}
+            if multiple > 1:
+                given = {"multiple": multiple}
             if _is_mask(name):
                 given = {"epochs": self.arguments.mask_epochs, "rewind": rewind}
             kept = target / count_macs(dense, self.data.input_shape)
@@ -331,7 +333,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--multiples",
         nargs="*",
         default=["reconstruction"],
-        choices=[name for name in names if name not in masks],
+        choices=[name for name in names if name not in masks and get_pruner(name).unit == "channels"],
         help=f"criteria that keep channels in multiples of {MULTIPLE}",
     )
     parser.add_argument(
