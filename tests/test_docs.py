@@ -114,6 +114,8 @@ def made_small(arguments: list[str]) -> list[str]:
     network = [] if "model" in given else ["model=conv4"]
     if "model=onnx" in arguments:  # how fast a network of this size could be is not to be told
         kept = ["budget.params=0.7" if each.startswith("budget.latency=") else each for each in kept]
+        if "selector" not in given:  # greedy's plan is taken without a search
+            del small["search.episodes"]
     shortened = [f"{name}={value}" for name, value in small.items()]
     added = [each for each in shortened if each.partition("=")[0] not in given]
     return list(with_effect(*network, *shortened, *kept, removable=added))
