@@ -202,9 +202,13 @@ def _by_blocks(
     removed = {
         spec.name: RemoveBlock(name) for spec in specs for name in gone if spec.name.startswith(f"{name}.")
     }
-    layers = tuple(
-        LayerPlan(spec.name, reason=None if spec.name in removed else "its block stays") for spec in specs
-    )
+    inside = {name for block in blocks for name in block.layers}
+    reasons = {
+        spec.name: "its block stays" if spec.name in inside else "it is in no block that may be removed"
+        for spec in specs
+        if spec.name not in removed
+    }
+    layers = tuple(LayerPlan(spec.name, reason=reasons.get(spec.name)) for spec in specs)
     plan = CompressionPlan(layers, fingerprint(specs), tuple(data.input_shape), options.pruner)
     plan = plan.with_operations(model, removed)
     return PrunedNetwork(_applied(model, plan, data, options, calibration).eval(), plan)

@@ -73,6 +73,9 @@ def test_the_target_is_met_and_the_plan_names_every_layer(
     for layer in pruned.plan:
         block = next((name for name in blocks if layer.name.startswith(f"{name}.")), None)
         assert layer.operations == (() if block is None else (RemoveBlock(block),))
+    reasons = {layer.name: layer.reason for layer in pruned.plan}
+    assert reasons["conv1"] == "it is in no block that may be removed"
+    assert "its block stays" in reasons.values()
     rows = {row.name: row for row in layer_rows(pruned.plan, model, pruned.network)}
     assert sum(row.macs_after for row in rows.values()) == count_macs(pruned.network, data.input_shape)
     assert rows[f"{blocks[0]}.conv1"].channels[0] == 0  # type: ignore[index]
