@@ -108,10 +108,11 @@ def least_needed_blocks(
     if len(calibration) == 0:
         raise PruningError("pruner 'blocks' needs calibration inputs; pass a few hundred")
     require_blocks_suffice(model, blocks, cost, fraction)
-    model = model.eval() if not model.training else copy.deepcopy(model).eval()
+    model = copy.deepcopy(model).eval()
     reference = _outputs(model, calibration)
     whole = remaining = cost(model)
-    saved = {block.name: whole - cost(remove_blocks(model, [block.name])) for block in blocks}
+    saves = {block.name: whole - cost(remove_blocks(model, [block.name])) for block in blocks}
+    saved = {name: share for name, share in saves.items() if share > 0}
     gone: list[str] = []
     changed = 0.0  # by the blocks that are gone
 

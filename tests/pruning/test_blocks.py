@@ -106,6 +106,20 @@ def test_the_block_that_adds_least_goes_first(build: Build, images: torch.Tensor
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
 
 
+def test_a_block_that_saves_nothing_stays(build: Build, images: torch.Tensor) -> None:
+    network = build("resnet_option_a")
+
+    def convolutions(model: nn.Module) -> float:
+        layers = [each for each in model.modules() if isinstance(each, nn.Conv2d)]
+        return float(sum(each.weight.numel() for each in layers if each.out_channels > 4))
+
+    gone = get_pruner("blocks").definition(
+        network, residual_blocks(network, images), images, convolutions, 0.6
+    )
+    assert gone
+    assert not any(name.startswith("layer1") for name in gone)
+
+
 def test_what_cannot_be_removed_is_refused(build: Build, images: torch.Tensor) -> None:
     network = build("resnet_option_a")
     blocks = residual_blocks(network, images)
