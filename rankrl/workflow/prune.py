@@ -199,18 +199,17 @@ def _by_blocks(
     gone = options.definition.definition(model, blocks, calibration, cost, options.kept)
     log.info("blocks that go, in this order: %s", ", ".join(gone))
     specs = inspect_layers(model, data.input_shape)
-    removed = {
-        spec.name: RemoveBlock(name) for spec in specs for name in gone if spec.name.startswith(f"{name}.")
-    }
-    inside = {name for block in blocks for name in block.layers}
-    reasons = {
-        spec.name: "its block stays" if spec.name in inside else "it is in no block that may be removed"
-        for spec in specs
-        if spec.name not in removed
-    }
-    layers = tuple(LayerPlan(spec.name, reason=reasons.get(spec.name)) for spec in specs)
+
+    def entry(layer: str) -> LayerPlan:
+        block = next((each.name for each in blocks if layer.startswith(f"{each.name}.")), None)
+        if block is None:
+            return LayerPlan(layer, reason="it is in no block that may be removed")
+        if block not in gone:
+            return LayerPlan(layer, reason="its block stays")
+        return LayerPlan(layer, (RemoveBlock(block),))
+
+    layers = tuple(entry(spec.name) for spec in specs)
     plan = CompressionPlan(layers, fingerprint(specs), tuple(data.input_shape), options.pruner)
-    plan = plan.with_operations(model, removed)
     return PrunedNetwork(_applied(model, plan, data, options, calibration).eval(), plan)
 
 
