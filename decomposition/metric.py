@@ -64,16 +64,18 @@ def whole(metric: Metric) -> torch.Tensor:
 
 def in_float64(metric: Metric) -> Metric:
     """Return the metric in float64."""
-    if isinstance(metric, RowFactor):
-        return RowFactor(metric.rows.double(), metric.ridge)
-    return metric.double()
+    return _in(metric, torch.float64)
 
 
 def in_float32(metric: Metric) -> Metric:
     """Return the metric in float32."""
+    return _in(metric, torch.float32)
+
+
+def _in(metric: Metric, dtype: torch.dtype) -> Metric:
     if isinstance(metric, RowFactor):
-        return RowFactor(metric.rows.float(), metric.ridge)
-    return metric.float()
+        return RowFactor(metric.rows.to(dtype), metric.ridge)
+    return metric.to(dtype)
 
 
 def scaled(metric: Metric, factor: torch.Tensor | float) -> Metric:
