@@ -31,18 +31,20 @@ def test_other_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "dtype"),
+    ("processor", "capabilities", "dtype"),
     [
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"bf16": True}, torch.bfloat16),
-        ({"avx512_bf16": False, "avx2": True}, torch.float32),
-        ({}, torch.float32),
+        ("AMD EPYC", {"avx512_bf16": True}, torch.bfloat16),
+        ("Intel(R) Xeon(R) Processor", {"avx512_bf16": True}, torch.float32),
+        ("Intel(R) Xeon(R) Processor", {"avx512_bf16": True, "amx_bf16": True}, torch.bfloat16),
+        ("Neoverse-V2", {"bf16": True}, torch.bfloat16),
+        ("AMD EPYC", {"avx512_bf16": False, "avx2": True}, torch.float32),
+        ("", {}, torch.float32),
     ],
 )
-def test_bfloat16_is_used_where_the_cpu_has_it(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], dtype: torch.dtype
+def test_bfloat16_is_used_where_the_cpu_is_faster_with_it(
+    monkeypatch: pytest.MonkeyPatch, processor: str, capabilities: dict[str, bool], dtype: torch.dtype
 ) -> None:
+    monkeypatch.setattr("rankrl.device.processor_name", lambda: processor)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert inference_precision(torch.device("cpu")).dtype == dtype
 
