@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from decomposition.errors import DecompositionError
 from rankrl.config.choices import check_catalogue, store_groups
 from rankrl.config.folder import config_folder
 from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
-from rankrl.config.overrides import check_overrides, finished_run, overrides_first, resumed_arguments
+from rankrl.config.overrides import (
+    check_overrides,
+    composed,
+    finished_run,
+    overrides_first,
+    resumed_arguments,
+)
 from rankrl.config.run_folders import check_folders, refuse_used_folder
 from rankrl.config.schema import AppConfig
 from rankrl.config.sweep_arguments import sweep_arguments
@@ -45,7 +52,7 @@ def _run(config: DictConfig) -> None:
     folder = RunFolder(Path(hydra_config.runtime.output_dir))
     overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    recorded = {key: value for key, value in plain.items() if key not in _WITHOUT_EFFECT}
+    recorded = _with_effect(plain)
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(
@@ -54,6 +61,7 @@ def _run(config: DictConfig) -> None:
                 number=int(hydra_config.job.num),
                 config=recorded,
                 overrides=overrides,
+                composed=lambda overrides: _with_effect(composed(overrides)),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
             )
@@ -75,6 +83,11 @@ def _run(config: DictConfig) -> None:
         if hydra_config.mode != RunMode.MULTIRUN and settings.resume is None:
             folder.discard()
         _leave(explained, USER_ERROR)
+
+
+def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a configuration a run's results depend on."""
+    return {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
 
 
 def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> RunNotes:

@@ -132,6 +132,18 @@ def check_overrides(arguments: Sequence[str]) -> None:
             raise ConfigError(_explain(error, parsed)) from error
 
 
+def composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration that overrides stand for, plain values; empty where one is unknown."""
+    if not GlobalHydra.instance().is_initialized():  # as it is within a run
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+            return composed(overrides)
+    try:
+        plain: Any = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return {}
+    return typing.cast(dict[str, Any], plain)
+
+
 def longest_overrides(overrides: Sequence[str], *, multirun: bool) -> list[str]:
     """Return overrides with the longest value of every sweep: what a job's folder is named after at most.
 

@@ -25,6 +25,7 @@ def run_sweep_job(
     number: int,
     config: Mapping[str, Any],
     overrides: Sequence[str],
+    composed: Callable[[Sequence[str]], Mapping[str, Any]],
     sweep_folder: Path,
     explain: Callable[[Exception], str],
 ) -> None:
@@ -36,6 +37,7 @@ def run_sweep_job(
         number: The job's number in the sweep.
         config: The job's configuration, plain values; results in the folder must be of the same.
         overrides: The overrides that it was composed from.
+        composed: Returns what overrides stand for now, for results from before an option was added.
         sweep_folder: The sweep's folder.
         explain: Turns an error into one paragraph.
 
@@ -45,7 +47,7 @@ def run_sweep_job(
     try:
         folder.prepare()
         folder.error.unlink(missing_ok=True)
-        folder.claim(config, overrides)
+        folder.claim(config, overrides, composed=composed)
         if folder.finished:
             log.info("finished already: %s", folder.path)
             return

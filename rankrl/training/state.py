@@ -8,7 +8,6 @@ replaced atomically: it is never half of one epoch and half of the next.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankrl.errors import CheckpointError
-from rankrl.state_file import read_state, write_state
+from rankrl.state_file import check_setup, read_state, write_state
 from rankrl.training.average import WeightAverage
 from rankrl.training.constraint import RankConstraint
 from rankrl.training.optimizer import build_optimizer
 from rankrl.training.recipe import TrainingRecipe
 
-_VERSION = 4
+STATE_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class TrainingState:
             "optimizer_groups": optimizer["param_groups"],
             "optimizer_scalars": scalars,
         }
-        write_state(path, tensors, content, _VERSION)
+        write_state(path, tensors, content, STATE_VERSION)
 
     def restore(self, path: Path) -> None:
         """Take over the state that `save` wrote.
@@ -167,14 +166,8 @@ class TrainingState:
         Raises:
             CheckpointError: The file is missing or damaged, or belongs to a run with another setup.
         """
-        tensors, content = read_state(path, _VERSION, "training state")
-        setup = json.loads(json.dumps(self.setup))
-        for key, value in setup.items():
-            if content["setup"].get(key) != value:
-                raise CheckpointError(
-                    f"{path} belongs to another training: {key} was {content['setup'].get(key)!r}, is now "
-                    f"{value!r}. Use the same settings to resume, or start without resuming."
-                )
+        tensors, content = read_state(path, STATE_VERSION, "training state")
+        check_setup(path, "training", content["setup"], self.setup, asdict(TrainingRecipe()))
         try:
             self.model.load_state_dict(_part(tensors, "model."))
             if self.average is not None:

@@ -22,9 +22,8 @@ from pruning.selection import Cost
 from pruning.training import adam
 from rankrl.data import ImageData, batches
 from rankrl.device import in_layout, inference_precision, to_fastest_layout
-from rankrl.errors import CheckpointError
 from rankrl.progress import ProgressBar, progress_bar
-from rankrl.state_file import read_state, write_state
+from rankrl.state_file import check_setup, read_state, write_state
 from rankrl.training import accuracy
 from rankrl.workflow.pruner_options import Measure, PruningOptions
 
@@ -121,12 +120,7 @@ def read_pruning_state(
         CheckpointError: If it is missing, damaged or another pruning's.
     """
     tensors, content = read_state(path, STATE_VERSION, what)
-    for key, value in setup.items():
-        if content["setup"].get(key) != value:
-            raise CheckpointError(
-                f"{path} belongs to another pruning: {key} was {content['setup'].get(key)!r}, is now "
-                f"{value!r}. Use the same settings to resume, or start without resuming."
-            )
+    check_setup(path, "pruning", content["setup"], setup, asdict(PruningOptions(setup["pruner"])))
     return tensors, content
 
 

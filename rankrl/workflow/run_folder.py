@@ -7,14 +7,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError, StorageError
-from rankrl.files import write_json
+from rankrl.files import filled_in, write_json
 from rankrl.tracking import NOT_TRACKED, Tracking
 
 log = logging.getLogger(__name__)
@@ -135,25 +135,37 @@ class RunFolder:
         states = (*self.state.rglob("*.safetensors"), *self.searches.rglob("*"))
         return any(file.is_file() for file in (*files, *states))
 
-    def claim(self, config: Mapping[str, Any], overrides: Sequence[str], *, resume: bool = False) -> None:
+    def claim(
+        self,
+        config: Mapping[str, Any],
+        overrides: Sequence[str],
+        *,
+        resume: bool = False,
+        composed: Callable[[Sequence[str]], Mapping[str, Any]] = lambda overrides: {},
+    ) -> None:
         """Record the configuration whose results the folder is about to hold.
 
         Args:
             config: The run's configuration, plain values.
             overrides: The overrides that it was composed from, for `resume=`.
             resume: Whether the user asked to go on here, perhaps with other options.
+            composed: Returns what overrides stand for now: the values of options that did not exist yet when
+                the folder's results were made.
 
         Raises:
             ConfigError: The folder holds results of another configuration and `resume` is off; the options
                 that differ are named.
             StorageError: The folder cannot be written.
         """
-        config = json.loads(json.dumps(config))
+        config = _plain(config)
         if self.holds_results and not resume:
             known = self._recorded()
             if known is None:
                 raise ConfigError(f"{self.path} holds a run of unknown configuration; {_ANOTHER_FOLDER}")
-            changes = list(_changes(known, config))
+            before, given = known
+            changes = list(_changes(before, config))
+            if changes:
+                changes = list(_changes(filled_in(before, _plain(composed(given))), config))
             if changes:
                 raise ConfigError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changes[:3])}"
@@ -161,13 +173,14 @@ class RunFolder:
                 )
         write_json(self.record, {"config": config, "overrides": list(overrides)})
 
-    def _recorded(self) -> dict[str, Any] | None:
-        """The recorded configuration, or None where there is none that can be read."""
+    def _recorded(self) -> tuple[dict[str, Any], list[str]] | None:
+        """The recorded configuration and its overrides, or None where there are none that can be read."""
         try:
-            config = json.loads(self.record.read_text(encoding="utf-8"))["config"]
+            record = json.loads(self.record.read_text(encoding="utf-8"))
+            config, overrides = record["config"], [str(each) for each in record["overrides"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return config if isinstance(config, dict) else None
+        return (config, overrides) if isinstance(config, dict) else None
 
     def discard(self) -> None:
         """Remove the folder of a run that was refused, unless it holds results or anything of someone else's.
@@ -239,6 +252,12 @@ def check_writable(folder: Path, option: str) -> None:
         for each in reversed(made):
             with suppress(OSError):
                 each.rmdir()
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as its record holds it."""
+    plain: dict[str, Any] = json.loads(json.dumps(config))
+    return plain
 
 
 def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:

@@ -51,6 +51,37 @@ def test_another_configuration_in_the_same_folder_is_refused_not_matched(
     assert "dataset.heldout was 10, is now 20" in message
 
 
+NEW = "search.finalists", "selector.warmup_episodes", "dataset.heldout"
+"""Options of the schema, of a registered selector, and of a dataset, which a record may be older than."""
+
+
+def forget(record: Path, options: tuple[str, ...]) -> None:
+    """Make the record of a configuration one from before there were these options."""
+    content = json.loads(record.read_text())
+    for option in options:
+        *groups, name = option.split(".")
+        values = content["config"]
+        for group in groups:
+            values = values[group]
+        del values[name]
+    record.write_text(json.dumps(content))
+
+
+def test_a_folder_from_before_an_option_was_added_is_the_same_job(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("seed=0,1") == 0
+    before = written()
+    for job in finished():
+        forget(FOLDER / job / "state" / "configuration.json", NEW)
+    assert sweep("seed=0,1") == 0
+    assert written() == before
+    forget(FOLDER / "seed-0" / "state" / "configuration.json", NEW)
+    assert sweep("seed=0,1", "dataset.heldout=20") == 1
+    message = capfd.readouterr().err
+    assert message.count("(dataset.heldout was None, is now 20)") == 4  # told by each job, and listed
+
+
 def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(
     sweep: Sweep, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

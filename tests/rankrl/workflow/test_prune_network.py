@@ -18,7 +18,9 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import BasicBlock
 from rankrl.operations import KeepChannels, kept_channels
+from rankrl.state_file import write_state
 from rankrl.workflow.calibration import calibration_images
+from rankrl.workflow.mask_training import STATE_VERSION, pruning_setup, read_pruning_state
 from rankrl.workflow.prune import PrunedNetwork, check_target, prune_network
 from rankrl.workflow.pruner_options import PruningOptions, pruner_defaults, pruning_options
 
@@ -194,6 +196,17 @@ def test_a_finished_pruning_is_read_back(
     assert all(torch.equal(value, state[key]) for key, value in first.network.state_dict().items())
     with pytest.raises(CheckpointError, match=r"kept was 0\.6, is now 0\.5"):
         prune_network(network(data), data, quick(name, macs=0.5), calibration, state_file=file)
+
+
+def test_a_state_from_before_an_option_was_added_is_the_same_pruning(data: ImageData, tmp_path: Path) -> None:
+    file, options = tmp_path / "pruned.safetensors", quick("group_lasso", macs=0.6)
+    older = pruning_setup(data, options)
+    del older["scope"], older["training"]["limit"]
+    write_state(file, {}, {"setup": older}, STATE_VERSION)
+    read_pruning_state(file, "pruned network", pruning_setup(data, options))
+    ranked = dataclasses.replace(options, scope="global")
+    with pytest.raises(CheckpointError, match="scope was 'uniform', is now 'global'"):
+        read_pruning_state(file, "pruned network", pruning_setup(data, ranked))
 
 
 @pytest.mark.parametrize("name", MASKS)
