@@ -38,7 +38,13 @@ from rankrl.training import EpochRow, RankConstraint, TrainingRecipe, TrainingRe
 from rankrl.wording import counted
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.measure import with_preprocessing
-from rankrl.workflow.network import build_network, guessing_warning, model_title, run_training
+from rankrl.workflow.network import (
+    build_network,
+    guessing_warning,
+    heldout_accuracy,
+    model_title,
+    run_training,
+)
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library, check_reachable
 from rankrl.workflow.training_step import write_training_step
@@ -227,10 +233,15 @@ def finetuned(
     recipe = options.finetuning_recipe(config, after_removal=after_removal, heldout_is_new=new)
     result = _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=dense)
     if recipe.restore_best and result.epoch == 0:
-        folder.warn(
-            "fine-tune: no epoch was better on the held-out images than the network was before; it is handed "
-            "back as it was. Try another learning rate (optim.lr) or more epochs (finetune.epochs)."
+        aim = heldout_accuracy(dense, data)
+        kept = (
+            f"fine-tune: no epoch was better on the held-out images than the network was before "
+            f"({100 * result.start:.1f} %, the dense one {100 * aim:.1f} %); it is handed back as it was."
         )
+        if result.start < aim:
+            folder.warn(f"{kept} Try another learning rate (optim.lr) or more epochs (finetune.epochs).")
+        else:
+            log.info("%s There was nothing to win back: finetune.epochs=0 leaves fine-tuning out.", kept)
     elif not new and result.accuracy < result.start:
         folder.warn(
             f"fine-tune: the accuracy on the held-out images fell from {100 * result.start:.1f} to "

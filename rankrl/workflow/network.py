@@ -90,13 +90,7 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
         NonFiniteError: A class score is NaN or infinite.
     """
     heldout = data.heldout.subset(torch.arange(0, len(data.heldout), -(-len(data.heldout) // JUDGED_IMAGES)))
-    precision = inference_precision()
-    try:
-        found = accuracy(
-            network.to(precision.device), heldout, mean=data.mean, std=data.std, precision=precision
-        )
-    finally:
-        network.to("cpu")
+    found = heldout_accuracy(network, data, heldout)
     share = guessing_share(heldout.y)
     if not near_guessing(found, share, len(heldout)):
         return None
@@ -104,6 +98,25 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
         f"The network is hardly better than guessing: it answers {100 * found:.1f} % of "
         f"{counted(len(heldout), 'held-out image')} right, one answer to all of them {100 * share:.1f} %"
     )
+
+
+def heldout_accuracy(network: nn.Module, data: ImageData, images: Images | None = None) -> float:
+    """Return a network's accuracy on held-out images, scored as trainings do; the network stays on the CPU.
+
+    Args:
+        network: The network.
+        data: The dataset.
+        images: Those of its held-out images that count; None for all.
+
+    Raises:
+        NonFiniteError: A class score is NaN or infinite.
+    """
+    precision, images = inference_precision(), data.heldout if images is None else images
+    try:
+        network.to(precision.device)
+        return accuracy(network, images, mean=data.mean, std=data.std, precision=precision)
+    finally:
+        network.to("cpu")
 
 
 def images_for_ranges(data: ImageData) -> Images:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from command_line import QUICK, SmallNetwork, read_json, small_network
 
+from decomposition import LayerPlan, apply_plan, plan_by_heuristic, save_compressed
 from rankrl.app import BUDGET_MISSED
 from rankrl.data import load_dataset
-from rankrl.models import save_checkpoint
+from rankrl.models import load_checkpoint, save_checkpoint
 from rankrl.training import TrainingRecipe, train
 from rankrl.workflow.latency import LatencyBudget, TimedPlans
 
@@ -92,6 +94,32 @@ def test_a_network_trained_here_has_not_seen_the_held_out_images(
         "train": {"lr": 0.02, "halvings": 0, "epochs": 2},
         "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1},
     }
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_fine_tuning_without_a_better_epoch_is_warned_of_where_something_was_lost(
+    rankrl: Command, tmp_path: Path, trained: Path, lost: bool
+) -> None:
+    dense, folder = SmallNetwork(10), tmp_path / "run"
+    load_checkpoint(dense, trained)
+    plan = plan_by_heuristic(dense, (1, 8, 8), "tucker", "uniform", 0.1)
+    if not lost:
+        plan = dataclasses.replace(plan, layers=tuple(LayerPlan(each.name, reason="stays") for each in plan))
+    save_compressed(apply_plan(dense, plan), plan, tmp_path / "small.safetensors", dense=dense)
+    rankrl(
+        *(*QUICK, "task=finetune", "model=custom", "model._target_=command_line.SmallNetwork"),
+        *(f"model.checkpoint={trained}", f"weights={tmp_path / 'small.safetensors'}"),
+        *(
+            "finetune.restore_best=true",
+            "optim.lr=1e-12",
+            f"hydra.run.dir={folder}",
+        ),  # no epoch can be better
+    )
+    said = (folder / "rankrl.log").read_text()
+    assert re.search(r"no epoch was better .* before \([\d.]+ %, the dense one [\d.]+ %\)", said)
+    assert ("There was nothing to win back" in said) is not lost
+    warnings = read_json(folder / "metrics.json")["warnings"]
+    assert ["Try another learning rate (optim.lr)" in each for each in warnings] == [True] * lost
 
 
 @pytest.mark.slow
