@@ -50,8 +50,8 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
         metrics: The content of `metrics.json`.
 
     Returns:
-        Baseline, compressed (before fine-tuning) and fine-tuned, as far as the run went. The latency of the
-        exported file belongs to the last of them.
+        Baseline, compressed (before fine-tuning) and fine-tuned, as far as the run went; without the last
+        where no epoch was trained. The latency of the exported file belongs to the last of them.
 
     Raises:
         ReportError: A value is no finite number.
@@ -62,8 +62,9 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
         if metrics.get(key)
     ]
     if metrics.get("finetuned"):
-        last = found[-1] if found else Stage("")
-        found.append(Stage("Fine-tuned", number(metrics, "finetuned", "accuracy"), last.params, last.macs))
+        last, accuracy = found[-1] if found else Stage(""), number(metrics, "finetuned", "accuracy")
+        if metrics.get("epochs") or accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
+            found.append(Stage("Fine-tuned", accuracy, last.params, last.macs))
     agreements = {
         "Baseline": number(metrics, "baseline", "agreement"),
         "Compressed": number(metrics, "compressed", "agreement"),

@@ -35,6 +35,14 @@ def test_a_run_without_fine_tuning_ends_with_the_compressed_model(metrics: dict[
     assert [stage.latency_ms for stage in found] == [23.08, 17.62]
 
 
+def test_without_an_epoch_the_fine_tuned_network_is_the_compressed_one(metrics: dict[str, Any]) -> None:
+    metrics["finetuned"] = {"accuracy": metrics["compressed"]["accuracy"]}
+    assert [stage.name for stage in stages({**metrics, "epochs": [{"epoch": 1}]})][2:] == ["Fine-tuned"]
+    found = stages(metrics)
+    assert [stage.name for stage in found] == ["Baseline", "Compressed"]
+    assert [stage.latency_ms for stage in found] == [23.08, 17.62]
+
+
 def test_fine_tuning_changes_neither_parameters_nor_macs(metrics: dict[str, Any]) -> None:
     _, compressed, finetuned = stages(metrics)
     assert (finetuned.params, finetuned.macs) == (compressed.params, compressed.macs)
