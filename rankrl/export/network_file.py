@@ -27,7 +27,8 @@ from rankrl.export.onnx_file import ExportResult, export_onnx
 from rankrl.export.runtimes import DEFAULT_RUNTIME, Batch, open_session
 from rankrl.files import write_atomically
 
-_INT4_OPSET = 21  # the first in which DequantizeLinear takes INT4
+INT4_OPSET = 21
+"""The first operator set in which DequantizeLinear takes INT4."""
 
 
 def export_network(
@@ -56,9 +57,9 @@ def export_network(
     computing = {f"{name}.weight" for name in integer_layers(network)}
     stored = {name: bits for name, bits in rounded_parameters(network).items() if name not in computing}
     if 4 in stored.values():
-        if opset is not None and opset < _INT4_OPSET:
-            raise ExportError(f"opset is {opset}; weights of 4 bits need {_INT4_OPSET} or newer (or null).")
-        opset = max(opset or 0, _INT4_OPSET)
+        if opset is not None and opset < INT4_OPSET:
+            raise ExportError(f"opset is {opset}; weights of 4 bits need {INT4_OPSET} or newer (or null).")
+        opset = max(opset or 0, INT4_OPSET)
     plain = without_rounding(copied(network)) if computing or stored else network
     written = export_onnx(plain, path, input_shape, opset=opset, progress=False, **options)
     if stored:

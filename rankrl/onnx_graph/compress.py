@@ -148,7 +148,7 @@ def compress_onnx(
         options: How much work each fit may do while ranks are chosen.
         final_options: How much work each fit may do in the end.
         seed: Seed of everything random.
-        cache: Where fits are kept for later calls; None keeps nothing.
+        cache: Where fits, sensitivities and times are kept for later calls; None keeps nothing.
         folder: Where the search keeps its record, for a killed one to go on; None keeps nothing.
 
     Returns:
@@ -263,8 +263,7 @@ def compress_file(
         seed=seed,
     )
     split, feed, finishing = given.split, *_timed(given, finishing)
-    fits = None if cache is None else cache / "fits"
-    library = fit_library(given, candidates, options=options, folder=fits, seed=seed)
+    library = fit_library(given, candidates, options=options, folder=_fits(cache), seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
 
         def applied(plan: CompressionPlan) -> OnnxNetwork:
@@ -300,6 +299,7 @@ def apply_onnx_plan(
     weigh_outputs: bool = True,
     final_options: FitOptions = FINAL,
     seed: int = 0,
+    cache: str | Path | None = None,
 ) -> OnnxCompression:
     """Carry out a plan on a network in an ONNX file.
 
@@ -315,6 +315,7 @@ def apply_onnx_plan(
         weigh_outputs: As for `compress_onnx`.
         final_options: As for `compress_onnx`.
         seed: As for `compress_onnx`.
+        cache: Where sensitivities are kept for later calls; None keeps nothing.
 
     Returns:
         The file and what is known of it.
@@ -329,7 +330,8 @@ def apply_onnx_plan(
     timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
     finishing = Finishing(score, timing, weigh_outputs, final_options, seed)
     feed, finishing = _timed(given, finishing)
-    sensitivities = measured_sensitivities(given, seed=seed) if weigh_outputs else {}
+    folder = _fits(cache)
+    sensitivities = measured_sensitivities(given, folder=folder, seed=seed) if weigh_outputs else {}
     return _finished(given, plan, Path(target), sensitivities, finishing, feed)
 
 
@@ -345,6 +347,11 @@ def chosen_formats(decomposition: str | Sequence[str] | None) -> tuple[str, ...]
     names = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
     check_formats(names)
     return names
+
+
+def _fits(cache: str | Path | None) -> Path | None:
+    """Return the folder of a cache that holds what is measured and fitted."""
+    return None if cache is None else Path(cache) / "fits"
 
 
 def _check_target(target: str | Path, path: str | Path) -> None:

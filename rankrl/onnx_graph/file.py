@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx import version_converter
 
 from rankrl.export.graph import set_metadata
 from rankrl.export.int8 import quantise_onnx
-from rankrl.export.network_file import store_integers
+from rankrl.export.network_file import INT4_OPSET, store_integers
 from rankrl.files import write_atomically
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.network import Feed, GraphSession
@@ -21,7 +22,6 @@ from rankrl.onnx_graph.refit import CompressedGraph
 TOLERANCE = 1e-3
 """The largest difference that factorised nodes and dense ones of their contracted weights may make at the
 outputs, as a share of the largest number there: sums in another order."""
-_INT4_OPSET = 21
 
 
 def write_graph(
@@ -39,16 +39,13 @@ def write_graph(
         metadata: Text to store in the file, beside what it holds already.
 
     Raises:
-        OnnxGraphError: The graph needs a newer operator set for weights of 4 bits, or is not valid.
+        OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted,
+            or the graph is not valid.
         ExportError: onnxruntime cannot quantise it.
     """
     proto = ir.to_proto(graph.model)
-    opset = graph.model.opset_imports.get("", 0)
-    if 4 in graph.stored.values() and opset < _INT4_OPSET:
-        raise OnnxGraphError(
-            f"the file has opset {opset}; weights of 4 bits need {_INT4_OPSET}. Take int8_weights, or "
-            "convert the file first (onnx.version_converter)"
-        )
+    if 4 in graph.stored.values():
+        proto = _with_int4(proto)
     if metadata:
         known = {entry.key: entry.value for entry in proto.metadata_props}
         set_metadata(proto, {**known, **metadata})
@@ -65,6 +62,20 @@ def write_graph(
         if graph.computing:
             quantise_onnx(scratch, scratch, calibration, weights=graph.computing, partly=True)
         write_atomically(path, scratch.read_bytes())
+
+
+def _with_int4(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a graph in an operator set that has weights of 4 bits."""
+    opset = next(each.version for each in proto.opset_import if each.domain in ("", "ai.onnx"))
+    if opset >= INT4_OPSET:
+        return proto
+    try:
+        return version_converter.convert_version(proto, INT4_OPSET)
+    except Exception as error:  # the converter's own, and those of what it does not know
+        raise OnnxGraphError(
+            f"the file has opset {opset}; weights of 4 bits need {INT4_OPSET}, to which onnx cannot convert "
+            f"it ({error}). Take int8_weights, or export the network anew"
+        ) from error
 
 
 def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,14 @@ class SplitInputs:
 def batch_size(feed: Feed) -> int:
     """Return how many inputs a batch holds."""
     return len(next(iter(feed.values())))
+
+
+def add_to_digest(digest: hashlib._Hash, feeds: Sequence[Feed]) -> None:
+    """Let a hash depend on batches, names, types and shapes included."""
+    for feed in feeds:
+        for name, value in feed.items():
+            digest.update(f"{name} {value.dtype} {value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
 
 
 def read_inputs(

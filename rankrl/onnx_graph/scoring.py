@@ -18,7 +18,7 @@ from torch import nn
 from decomposition import CandidateSet, FitLibrary
 from rankrl.agreement import OutputAgreement, agreement, agreement_score
 from rankrl.errors import ConfigError
-from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.inputs import add_to_digest, batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx_graph.rewrite import open_constants, without_unused
 from rankrl.onnx_graph.sites import Site
@@ -194,10 +194,7 @@ class OnnxScoring:
             digest.update(score_digest(self.score).encode())
         else:
             digest.update(self.term.encode())
-            for feed in self.feeds:
-                for name, value in feed.items():
-                    digest.update(f"{name} {value.dtype} {value.shape}".encode())
-                    digest.update(np.ascontiguousarray(value).tobytes())
+            add_to_digest(digest, self.feeds)
         return digest.hexdigest()[:16]
 
     @property

@@ -28,6 +28,8 @@ from rankrl.onnx_graph.sites import Site
 
 PASSES = 2048
 """Inputs that are sent through what lies behind a node, all channels together, about."""
+METHOD = 1
+"""Raised when the same network and inputs get other matrices than before; part of the names of kept ones."""
 _FEWEST, _MOST = 4, 64
 _STEP = 0.05
 """The step h as a share of the root mean square of the node's output: of the size of what a fit changes."""

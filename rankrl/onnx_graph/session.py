@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
 from decomposition.fitting import CHOOSING
+from rankrl.files import atomic_path
 from rankrl.onnx_graph.budget import OnnxLatencyBudget
 from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.given import GivenFile
+from rankrl.onnx_graph.inputs import add_to_digest
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED
 from rankrl.onnx_graph.scoring import OnnxScoring
-from rankrl.onnx_graph.sensitivity import collect_sensitivities
+from rankrl.onnx_graph.sensitivity import METHOD, PASSES, collect_sensitivities
 from rankrl.onnx_graph.sites import SiteModules
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyBudget
 from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession
+
+log = logging.getLogger(__name__)
 
 
 class OnnxSearchSession(SearchSession):
@@ -95,7 +103,7 @@ def fit_library(
         given: The network and its inputs.
         candidates: What may become of its nodes.
         options: How much work each fit may do.
-        folder: Where fits are kept for later runs, or None.
+        folder: Where fits and sensitivities are kept for later runs, or None.
         seed: Seed of patches and perturbations.
 
     Raises:
@@ -103,7 +111,9 @@ def fit_library(
     """
     usable, batches = given.usable, given.split.calibration
     moments = collect_moments(given.network, usable, batches, seed=seed)
-    sensitivities = measured_sensitivities(given, seed=seed) if candidates.weigh_outputs else {}
+    sensitivities = (
+        measured_sensitivities(given, folder=folder, seed=seed) if candidates.weigh_outputs else {}
+    )
     return FitLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],
@@ -117,10 +127,37 @@ def fit_library(
     )
 
 
-def measured_sensitivities(given: GivenFile, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`)."""
-    usable = given.usable
+def measured_sensitivities(
+    given: GivenFile, *, folder: Path | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`).
+
+    Args:
+        given: The network and its inputs.
+        folder: Where they are kept for later runs on the same network and inputs, or None.
+        seed: Seed of the perturbations.
+    """
+    usable, batches = given.usable, given.split.calibration
+    path = None if folder is None else folder / f"sensitivities-{_measured_key(given, seed)}.safetensors"
+    if path is not None and path.exists():
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError):
+            log.warning("%s is damaged; sensitivities are measured anew", path)
     with progress_bar("perturb nodes", total=len(usable)) as bar:
-        return collect_sensitivities(
-            given.network, usable, given.split.calibration, seed=seed, progress=lambda _: bar.advance()
+        found = collect_sensitivities(
+            given.network, usable, batches, seed=seed, progress=lambda _: bar.advance()
         )
+    if path is not None:
+        with atomic_path(path) as temporary:
+            save_file(found, temporary)
+    return found
+
+
+def _measured_key(given: GivenFile, seed: int) -> str:
+    """Hash everything that measured sensitivities depend on."""
+    names = [node.name for site in given.usable for node in site.nodes]
+    digest = hashlib.sha256(repr((METHOD, PASSES, seed, names)).encode())
+    digest.update(given.network.model.SerializeToString())
+    add_to_digest(digest, given.split.calibration)
+    return digest.hexdigest()[:32]

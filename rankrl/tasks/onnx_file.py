@@ -124,6 +124,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         weigh_outputs=finishing.weigh_outputs,
         final_options=finishing.options,
         seed=finishing.seed,
+        cache=cache_folder(),
     )
     plan.save(folder.plan)
     _report(config, folder, result, images, {"selector": plan.chosen_by})

@@ -16,8 +16,9 @@ from decomposition import collect_sensitivities as torch_sensitivities
 from decomposition import compressible_layers
 from decomposition.metric import whole
 from rankrl.export import export_onnx
-from rankrl.onnx_graph import OnnxNetwork, capture, find_sites, sensitivity
+from rankrl.onnx_graph import GivenFile, OnnxNetwork, capture, find_sites, sensitivity, session
 from rankrl.onnx_graph.inputs import split_inputs
+from rankrl.onnx_graph.session import measured_sensitivities
 
 
 def torch_network() -> nn.Module:
@@ -82,6 +83,37 @@ def test_what_no_output_depends_on_has_no_sensitivity(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "states.onnx")
     shorter = OnnxNetwork.load(tmp_path / "states.onnx")
     assert set(sensitivity.collect_sensitivities(shorter, sites, split.calibration)) == {"mix"}
+
+
+def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx.save(tokens(), tmp_path / "net.onnx")
+    given = GivenFile.read(tmp_path / "net.onnx", sentences())
+    folder = tmp_path / "fits"
+    measured = measured_sensitivities(given, folder=folder)
+    (kept,) = folder.iterdir()
+    calls: list[int] = []
+
+    def spied(*args: object, **options: object) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return measured
+
+    monkeypatch.setattr(session, "collect_sensitivities", spied)
+    again = measured_sensitivities(given, folder=folder)
+    assert not calls
+    assert set(again) == set(measured)
+    assert all(torch.equal(again[name], each) for name, each in measured.items())
+    fewer = GivenFile.read(tmp_path / "net.onnx", sentences(), skip=["along"])
+    others = GivenFile.read(tmp_path / "net.onnx", sentences(150))
+    for number, (each, seed) in enumerate(((given, 1), (fewer, 0), (others, 0)), start=1):
+        measured_sensitivities(each, folder=folder, seed=seed)
+        assert len(calls) == number
+    kept.write_bytes(kept.read_bytes()[:20])
+    measured_sensitivities(given, folder=folder)
+    assert len(calls) == 4
+    measured_sensitivities(given, folder=folder)
+    assert len(calls) == 4
 
 
 def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

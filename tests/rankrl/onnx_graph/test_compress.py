@@ -16,6 +16,7 @@ from small_graphs import OPSETS, Array, convolutions, images, model_of, sentence
 import rankrl
 from decomposition import CompressionPlan, Factorise, FitOptions, Quantise
 from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.export.network_file import INT4_OPSET
 from rankrl.onnx_graph import OnnxCompression, OnnxGraphError
 from rankrl.workflow.latency import LatencyOptions
 
@@ -34,6 +35,10 @@ def compressed(model: onnx.ModelProto, inputs: Any, folder: Path, **options: Any
 
 def outputs(path: Path, feed: dict[str, Array]) -> list[Array]:
     return list(onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feed))
+
+
+def metadata(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
 
 
 @pytest.mark.parametrize("opset", OPSETS)
@@ -87,8 +92,7 @@ def test_the_plan_names_nodes_and_can_be_read_again(tmp_path: Path) -> None:
         "second",
         "last",
     }
-    held = {entry.key: entry.value for entry in onnx.load(result.path).metadata_props}
-    assert CompressionPlan.from_json(held["plan"]) == read
+    assert CompressionPlan.from_json(metadata(onnx.load(result.path))["plan"]) == read
 
 
 def test_the_original_is_untouched_and_never_the_target(tmp_path: Path) -> None:
@@ -114,17 +118,32 @@ def test_external_data_are_taken_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["int8", "int8_weights", "int4_weights"])
 @pytest.mark.parametrize("network", ["convolutions", "tokens"])
 def test_integers_are_written(precision: str, network: str, tmp_path: Path) -> None:
-    opset = OPSETS[precision == "int4_weights"]  # which needs a new one
-    model = convolutions(opset) if network == "convolutions" else tokens(opset)
+    model = convolutions() if network == "convolutions" else tokens()
     given: Any = {"x": images(100)} if network == "convolutions" else sentences(100)
     result = compressed(model, given, tmp_path, bytes=0.3, precisions=(precision,))
     assert result.after["bytes"] <= 0.3 * result.before["bytes"]
     rounded = [layer for layer in result.plan if layer.operation(Quantise)]
     assert rounded
-    operators = [node.op_type for node in onnx.load(result.path).graph.node]
+    written = onnx.load(result.path)
+    assert CompressionPlan.from_json(metadata(written)["plan"]) == result.plan
+    opset = {each.domain: each.version for each in written.opset_import}[""]
+    assert opset == (INT4_OPSET if precision == "int4_weights" else OPSETS[0])
+    operators = [node.op_type for node in written.graph.node]
     assert "DequantizeLinear" in operators
     assert ("QuantizeLinear" in operators) == (precision == "int8")
     assert all(each.error < 0.5 for each in result.outputs)
+
+
+def test_four_bits_are_refused_where_the_operator_set_cannot_be_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+        raise RuntimeError(f"no adapter to {version}")
+
+    monkeypatch.setattr(onnx.version_converter, "convert_version", refuse)
+    with pytest.raises(OnnxGraphError, match=r"opset 13; .* need 21, .*no adapter to 21.*int8_weights"):
+        compressed(convolutions(), images(), tmp_path, bytes=0.3, precisions=("int4_weights",))
+    assert not (tmp_path / "small.onnx").exists()
 
 
 def test_nodes_that_are_in_integers_stay_so(tmp_path: Path) -> None:
