@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -62,6 +62,7 @@ class FitLibrary:
             within a layer and, with moments, layers against each other; layers without one count evenly.
         precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
             comes in each of them. The dense layer in float32 is always a candidate.
+        unrounded: Names of layers that come in float32 alone, whatever the precisions.
         tensorised: Split channel counts into small factors.
         centred: Measure errors around the mean output, for evaluators that correct the mean (a bias or the
             batch norm behind the layer); meaningless without moments.
@@ -85,6 +86,7 @@ class FitLibrary:
         moments: dict[str, InputMoments] | None = None,
         sensitivities: Mapping[str, torch.Tensor] | None = None,
         precisions: Sequence[str] = ("float32",),
+        unrounded: Collection[str] = (),
         tensorised: bool = False,
         centred: bool = True,
         multiple: int = 1,
@@ -101,6 +103,7 @@ class FitLibrary:
             raise DecompositionError(f"{what}; choose from {', '.join(PRECISIONS)}")
         self.formats = tuple(get_format(name) for name in names)
         self.precisions = tuple(precisions)
+        self._unrounded = frozenset(unrounded)
         self.specs = {spec.name: spec for spec in specs}
         self.options = options
         self.multiple = multiple
@@ -534,7 +537,7 @@ class FitLibrary:
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
         """Return a candidate in every precision, the dense layer in those that do something with it."""
         spec, found = self.specs[name].narrowed(inputs=candidate.inputs), []
-        for precision in self.precisions:
+        for precision in ("float32",) if name in self._unrounded else self.precisions:
             rounding = PRECISIONS[precision]
             operations = (*candidate.operations, *rounding)
             contracted = any(

@@ -125,6 +125,29 @@ def tokens(opset: int = OPSETS[0]) -> onnx.ModelProto:
     )
 
 
+def upsampling(opset: int = OPSETS[0]) -> onnx.ModelProto:
+    """Transposed convolutions along two axes and along one, with bias and without, and a Conv between."""
+    random = generator()
+    constants = {
+        "up": of_low_rank(8, 6 * 12, 3).reshape(8, 6, 3, 4),
+        "up_bias": random.standard_normal(6).astype(np.float32),
+        "flat": (random.standard_normal((10, 6, 1, 1)) / 3).astype(np.float32),
+        "along": of_low_rank(10, 4 * 5, 4).reshape(10, 4, 5),
+        "axes": np.array([3], dtype=np.int64),
+    }
+    two: dict[str, Any] = {"strides": [2, 3], "pads": [1, 0, 0, 2], "dilations": [2, 1]}
+    nodes = [
+        helper.make_node(
+            "ConvTranspose", ["x", "up", "up_bias"], ["a"], "up", output_padding=[1, 0], group=1, **two
+        ),
+        helper.make_node("Tanh", ["a"], ["b"], "tanh"),
+        helper.make_node("Conv", ["b", "flat"], ["c"], "flat", strides=[1, 40]),
+        helper.make_node("Squeeze", ["c", "axes"], ["d"], "squeeze"),
+        helper.make_node("ConvTranspose", ["d", "along"], ["y"], "along", strides=[2], auto_pad="SAME_UPPER"),
+    ]
+    return model_of(nodes, constants, {"x": ["n", 8, 5, 9]}, {"y": ["n", 4, "t"]}, opset=opset)
+
+
 def shared(*, bias: bool, strides: tuple[int, int] = (1, 1), other_bias: bool = False) -> onnx.ModelProto:
     """Two convolutions along two branches with one weight, and a third one on what they have in common."""
     random = generator()
@@ -175,3 +198,4 @@ def sentences(count: int = 60) -> dict[str, Array]:
 
 
 FRAMES = generator().standard_normal((80, 8, 9, 9)).astype(np.float32)
+MAPS = generator().standard_normal((80, 8, 5, 9)).astype(np.float32)

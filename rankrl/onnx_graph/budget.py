@@ -145,7 +145,8 @@ class OnnxLatencyBudget(LatencyBudget):
             whole = self._time(path)
             in_integers = None
             if integers:
-                weights = [node.input[1] for node in self.network.model.graph.node if node.name in modules]
+                rounded = {site.name for site in self.found if site.name in modules and not site.spread}
+                weights = [node.input[1] for node in self.network.model.graph.node if node.name in rounded]
                 quantise_onnx(path, path, [self.feed], weights=weights, partly=True)
                 in_integers = self._time(path)
         return times.table(self.sites, whole, in_integers, measuring_conditions(batch, threads))

@@ -87,6 +87,7 @@ def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> Non
         raise PlanError(
             f"the plan says nothing of {', '.join(missing[:5])} of {source}; give an entry to each"
         )
+    spreading = {site.name for site in sites if site.spread}
     for layer in plan:
         spec = specs[layer.name]
         if layer.operations and spec.refusal is not None:
@@ -102,6 +103,11 @@ def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> Non
                 )
             if isinstance(operation, Factorise):
                 check_formats((operation.format,))
+            if isinstance(operation, Quantise) and layer.name in spreading:
+                raise PlanError(
+                    f"the plan rounds {layer.name!r}, a transposed convolution, to integers, which nothing "
+                    "computes with or stores an output channel at a time; leave its weights in float32"
+                )
             operation.check(spec)
 
 

@@ -88,7 +88,8 @@ def _replace_one(
         bias = stage.bias
         if last and bias is not None and shift is not None and site.absorber == "bias":
             bias = bias.detach() + shift.to(bias)
-        written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}")
+        spreading = node if last and site.spread else None
+        written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}", spreading)
         x = written.outputs[0]
         nodes.append(written)
     new = nodes[-1].outputs[0]
@@ -109,7 +110,7 @@ class OpenConstants:
     """
 
     weight: str
-    turned: bool
+    turned: bool = False
     mean: str = ""
     known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sign: int = 1
@@ -129,6 +130,8 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     weight = _constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))
     for each in site.nodes:
         nodes[each.name].replace_input_with(1, weight)
+    if site.spread:
+        return OpenConstants(str(weight.name))
     rows_first = "transB" in node.attributes and node.attributes["transB"].as_int() == 1
     turned = site.spec.kind == "linear" and not rows_first
     if site.absorber is None:
@@ -167,8 +170,13 @@ def _stage_node(
     name: str,
     constants: dict[str, ir.Value],
     key: str,
+    spreading: ir.Node | None,
 ) -> ir.Node:
-    """Return the node of one stage, with constants that are known by `key` or become so."""
+    """Return the node of one stage, with constants that are known by `key` or become so.
+
+    That of the last stage of a transposed convolution spreads positions as the original node does, whose bias
+    it keeps.
+    """
 
     def known(kind: str, tensor: torch.Tensor) -> ir.Value:
         if f"{key} {kind}" not in constants:
@@ -178,7 +186,10 @@ def _stage_node(
     weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
     attributes: dict[str, Any] = {}
     op_type = "Conv"
-    if isinstance(stage, nn.Conv1d | nn.Conv2d):
+    if spreading is not None:
+        op_type, weight = "ConvTranspose", site.spread_weight(weight)
+        attributes = dict(spreading.attributes)
+    elif isinstance(stage, nn.Conv1d | nn.Conv2d):
         attributes = {
             "kernel_shape": list(stage.kernel_size),
             "strides": list(stage.stride),
@@ -199,6 +210,8 @@ def _stage_node(
     inputs = [x, known("weight", weight)]
     if bias is not None:
         inputs.append(known("bias", bias.detach()))
+    elif spreading is not None:
+        inputs += [each for each in spreading.inputs[2:] if each is not None]
     node = ir.node(op_type, inputs, attributes, name=name)
     node.outputs[0].name = _free(graph, f"{name}_output")
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)

@@ -91,9 +91,12 @@ class ScoringGraph:
 
     def _reconstructed(self, index: int, choice: int) -> _Values:
         site = self.sites[index]
+        node = self._nodes[site.name]
         dense, opened = self.library.weights[site.name], self._open[site.name]
         weight = self.library.weight(site.name, site.candidates[choice].operations)
-        written = weight.reshape(self._nodes[site.name].weight.shape)
+        written = weight.reshape(node.weight.shape)
+        if node.spread:
+            written = node.spread_weight(written)
         arrays = {opened.weight: (written.T if opened.turned else written).numpy()}
         if opened.mean and self.library.moments is not None:
             lost = (dense - weight).flatten(1) @ self.library.moments[site.name].mean

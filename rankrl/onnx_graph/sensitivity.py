@@ -13,6 +13,7 @@ square, so that several of them count alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -65,12 +66,13 @@ def collect_sensitivities(
     model, scales = network.graph_model(), _output_scales(network, batches)
     found: dict[str, torch.Tensor] = {}
     for site in sites:
-        count = min(_MOST, max(_FEWEST, passes // site.spec.out_channels))
+        count = min(_MOST, max(_FEWEST, passes // site.channels))
         some = _first(batches, count, network.fixed_batch)
         measured = [_measured(network, model, node, some, scales, generator) for node in site.nodes]
         matrices = [each for each in measured if each is not None]
         if matrices:
-            found[site.name] = torch.stack(matrices).sum(0)
+            positions = torch.eye(math.prod(site.spread), dtype=torch.float64)  # whatever lands on one counts
+            found[site.name] = torch.kron(torch.stack(matrices).sum(0), positions)
         if progress is not None:
             progress(site.name)
     return found
@@ -145,9 +147,8 @@ def _measured(
     _set_types(part, captured.run(batches[0]))
     tail = GraphSession(part, network.source)
     weights = [scales[name] for name in tail.output_names]
-    channels = site.spec.out_channels
-    total, spread, inputs = torch.zeros(channels, channels, dtype=torch.float64), Spread(), 0
-    size = max(1, _ELEMENTS // (channels * max(1, site.spec.output_positions)))
+    total, spread, inputs = torch.zeros(site.channels, site.channels, dtype=torch.float64), Spread(), 0
+    size = max(1, _ELEMENTS // (site.spec.out_channels * max(1, site.spec.output_positions)))
     for batch in batches:
         for feed in (batch,) if network.fixed_batch else in_parts(batch, size):
             values = captured.run(feed)
@@ -184,7 +185,7 @@ def _reactions(
     signs = generator.choice(np.array([-step, step], dtype=y.dtype), size=y.shape)
     signs = np.take(signs, [0], axis=axis)  # one sign a position, whatever the channel
     columns = []
-    for channel in range(site.spec.out_channels):
+    for channel in range(site.channels):
         moved = y.copy()
         place: list[slice] = [slice(None)] * y.ndim
         place[axis] = slice(channel, channel + 1)

@@ -121,6 +121,7 @@ def fit_library(
         moments=moments,
         sensitivities=sensitivities,
         precisions=candidates.precisions,
+        unrounded=[site.name for site in usable if site.spread],
         multiple=candidates.multiple,
         options=options,
         folder=folder,

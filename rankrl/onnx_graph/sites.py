@@ -45,6 +45,10 @@ class Site:
         weight_name: Name of the value that holds the weight.
         bias_name: Name of the value that holds the bias; empty without one.
         twins: Further nodes with the same weight, which become what this one does; their costs are in `spec`.
+        spread: Kernel of a transposed convolution, over which it spreads every input position; empty for
+            others. To fits it is what it multiplies: a 1x1 convolution from its input channels to output
+            channels times kernel positions, whose outputs it adds up where they overlap. `spec`, `weight` and
+            `module` are those of that convolution, without the bias, which stays where it is.
     """
 
     spec: LayerSpec
@@ -60,6 +64,7 @@ class Site:
     weight_name: str = ""
     bias_name: str = ""
     twins: tuple[Site, ...] = ()
+    spread: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -76,6 +81,15 @@ class Site:
         """The axis of the output that counts its channels."""
         return -1 if self.spec.kind == "linear" else 1
 
+    @property
+    def channels(self) -> int:
+        """Channels of the node's output."""
+        return self.spec.out_channels // math.prod(self.spread)
+
+    def spread_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight (out * kernel, in, ...) as a transposed convolution has it: (in, out, *kernel)."""
+        return weight.flatten(1).T.reshape(-1, self.channels, *self.spread)
+
     def module(self, padding: Sequence[int] | int = 0) -> DecomposableModule:
         """Return the layer in PyTorch, with its values and any padding.
 
@@ -86,7 +100,7 @@ class Site:
         if spec.kind == "linear":
             layer = nn.Linear(spec.in_channels, spec.out_channels, bias=bias)
         else:
-            kind = nn.Conv1d if spec.kind == "conv1d" else nn.Conv2d
+            kind = nn.Conv1d if len(spec.kernel_size) == 1 else nn.Conv2d
             sizes: dict[str, Any] = {"stride": spec.stride, "dilation": self.dilation}
             sizes["padding"] = padding if isinstance(padding, int) else tuple(padding)
             kernel: Any = spec.kernel_size
@@ -291,6 +305,8 @@ def _site(
         own = own.expand(spec.out_channels).clone()
     if _dequantised(x) or not _is_float(x, y):
         return _refused(node, name, index, weight, _QUANTISED)
+    if node.op_type == "ConvTranspose":
+        return _transposed(node, spec, weight, _for_one(shapes[x.name], slice(2, None), batch))
     matrix = _plain(node, weight)
     spatial = slice(1, -1) if spec.kind == "linear" else slice(2, None)
     sizes = tuple(_for_one(shapes[name], spatial, batch) for name in (x.name, y.name))
@@ -320,13 +336,43 @@ def _site(
     )
 
 
+def _transposed(node: ir.Node, spec: LayerSpec, weight: Array, sizes: tuple[int, ...]) -> Site:
+    """Return a transposed convolution, seen as what it multiplies (`Site.spread`)."""
+    x, given, bias = (*node.inputs, None)[:3]
+    assert x is not None
+    assert given is not None
+    ones = (1,) * len(spec.kernel_size)
+    rows = torch.from_numpy(np.array(weight, dtype=np.float32)).flatten(1).T.contiguous()
+    seen = replace(
+        spec,
+        out_channels=len(rows),
+        kernel_size=ones,
+        stride=ones,
+        bias=False,
+        input_sizes=(sizes,),
+        output_sizes=(sizes,),
+        params=weight.size,
+        macs=math.prod(sizes) * weight.size,
+    )
+    return Site(
+        seen,
+        node.op_type,
+        str(x.name),
+        str(node.outputs[0].name),
+        rows.reshape(*rows.shape, *ones),
+        pads=tuple((0, 0) for _ in ones),
+        dilation=ones,
+        weight_name=str(given.name),
+        bias_name="" if bias is None else str(bias.name),
+        spread=spec.kernel_size,
+    )
+
+
 def _refusal(node: ir.Node, weight: Array) -> str | None:
     """Return why a node with a constant weight has to stay as it is."""
-    if node.op_type == "ConvTranspose":
-        return "a ConvTranspose; only Conv, Gemm and MatMul can be decomposed"
     if weight.dtype != np.float32:
         return f"its weight is {weight.dtype}; only float32 is taken"
-    if node.op_type == "Conv":
+    if node.op_type in ("Conv", "ConvTranspose"):
         groups = _int(node, "group", 1)
         if groups > 1:
             return f"grouped convolution (group={groups}); only group=1 can be decomposed"
@@ -340,7 +386,8 @@ def _refusal(node: ir.Node, weight: Array) -> str | None:
         return "a Gemm with transA, alpha or beta; only the plain one is taken"
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         bias = constant(node.inputs[2])
-        rows = weight.shape[0] if node.op_type == "Conv" or _int(node, "transB", 0) else weight.shape[1]
+        first = 0 if node.op_type == "Conv" or _int(node, "transB", 0) else 1
+        rows = weight.shape[first]
         if bias is None:
             return "its bias depends on the inputs"
         if bias.size not in (1, rows) or (bias.size == rows and bias.shape[-1] != rows):

@@ -191,3 +191,13 @@ def test_every_candidate_comes_in_every_precision(small_net: nn.Module) -> None:
         FitLibrary(small_net, compressible_layers(small_net, SHAPE), "cp", precisions=["int3"])
     with pytest.raises(DecompositionError, match="no precision was given"):
         FitLibrary(small_net, compressible_layers(small_net, SHAPE), "cp", precisions=[])
+
+
+def test_layers_can_be_kept_from_rounding(small_net: nn.Module) -> None:
+    specs = compressible_layers(small_net, SHAPE)
+    library = FitLibrary(small_net, specs, "cp", precisions=["int8_weights"], unrounded=["3"])
+    for spec in specs:
+        *changed, _ = library.unfitted(spec.name).candidates
+        assert changed
+        rounded = [any(isinstance(each, Quantise) for each in one.operations) for one in changed]
+        assert all(rounded) if spec.name != "3" else not any(rounded)

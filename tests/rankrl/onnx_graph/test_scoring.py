@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import numpy_helper
-from small_graphs import FRAMES, Array, convolutions, images, sentences, shared, tokens
+from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, shared, tokens, upsampling
 from torch import nn
 
 from decomposition import FitLibrary, FitOptions
@@ -33,6 +33,11 @@ GRAPHS: dict[str, tuple[onnx.ModelProto, Any, dict[str, tuple[str, str, int]]]] 
         },
     ),
     "tokens": (tokens(), sentences(100), {"mix": ("mix", "mix_bias", 1), "along": ("along", "", 1)}),
+    "upsampling": (
+        upsampling(),
+        MAPS,
+        {"up": ("up", "", 1), "flat": ("flat", "", 1), "along": ("along", "", 1)},
+    ),
     "shared": (shared(bias=True), FRAMES, {"one": ("weight", "bias", 1), "last_conv": ("last", "", 1)}),
 }
 
@@ -77,7 +82,8 @@ def with_weights(name: str, library: FitLibrary, problem: SearchProblem, choices
             values[mean_name] += sign * lost.astype(np.float32)
         else:
             assert not lost.any()
-        written = weight.numpy().squeeze(-1).T if weight_name == "mix" else weight.numpy()
+        turned = weight_name == "mix" or (name == "upsampling" and weight_name != "flat")
+        written = weight.numpy().squeeze(-1).T if turned else weight.numpy()
         values[weight_name] = written.astype(np.float32).reshape(values[weight_name].shape)
     for each in model.graph.initializer:
         each.CopyFrom(numpy_helper.from_array(values[each.name], each.name))

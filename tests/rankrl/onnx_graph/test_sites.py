@@ -86,7 +86,10 @@ def test_automatic_padding_is_that_of_the_specification(
             r"grouped convolution \(group=4\)",
         ),
         (one_node("Conv", np.ones((2, 4, 1, 1, 1), np.float32), ["n", 4, 2, 2, 2], 5), r"along 3 axes"),
-        (one_node("ConvTranspose", np.ones((4, 2, 3), np.float32), ["n", 4, 8], 3), r"a ConvTranspose"),
+        (
+            one_node("ConvTranspose", np.ones((4, 2, 3), np.float32), ["n", 4, 8], 3, group=2),
+            r"grouped convolution \(group=2\)",
+        ),
         (one_node("MatMul", np.ones((2, 4, 3), np.float32), [2, 4, 4], 3), r"has 3 axes"),
         (one_node("Gemm", np.ones((4, 3), np.float32), ["n", 4], 2, alpha=2.0), r"transA, alpha or beta"),
     ],
