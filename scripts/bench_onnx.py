@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=("latency", "params", "macs", "bytes"), default="latency")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.7, 0.5])
     parser.add_argument("--precisions", nargs="+", default=["float32", "int8"])
+    parser.add_argument("--mixed-only", action="store_true", help="no further rows in float32 alone")
     parser.add_argument("--decomposition", nargs="+", default=None)
     parser.add_argument("--count", type=int, default=600, help="inputs to fit to, and as many to score on")
     parser.add_argument("--candidates", type=int, default=8)
@@ -158,7 +159,7 @@ def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> l
     except RankrlError as error:
         add(f"| int8 by onnxruntime | {_told(error)} | | | |")
     ways = [tuple(chosen.precisions)]
-    if "float32" in chosen.precisions and len(chosen.precisions) > 1:
+    if "float32" in chosen.precisions and len(chosen.precisions) > 1 and not chosen.mixed_only:
         ways.insert(0, ("float32",))
     for precisions, budget, selector in itertools.product(ways, chosen.budgets, chosen.selectors):
         label = f"{chosen.measure}={budget}, {' and '.join(precisions)}"

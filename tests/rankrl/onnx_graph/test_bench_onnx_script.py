@@ -7,15 +7,18 @@ from pathlib import Path
 
 import bench_onnx as bench
 import onnx
+import pytest
 from small_graphs import convolutions, images
 
 
-def test_every_way_has_a_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixed_only", [False, True])
+def test_every_way_has_a_row(mixed_only: bool, tmp_path: Path) -> None:
     onnx.save(convolutions(), tmp_path / "net.onnx")
     chosen = argparse.Namespace(
         folder=tmp_path,
         runs=2,
         precisions=["float32", "int8_weights"],
+        mixed_only=mixed_only,
         budgets=[0.2, 0.001],
         selectors=["greedy", "random"],
         episodes=3,
@@ -30,7 +33,7 @@ def test_every_way_has_a_row(tmp_path: Path) -> None:
     assert labels[:2] == ["original", "int8 by onnxruntime"]
     assert labels[2:] == [
         f"bytes={budget}, {precisions}{selector}"
-        for precisions in ("float32", "float32 and int8_weights")
+        for precisions in ("float32", "float32 and int8_weights")[mixed_only:]
         for budget in (0.2, 0.001)
         for selector in ("", ", random")
     ]
