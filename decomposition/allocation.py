@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from torch import nn
 
-from decomposition.candidates import CandidateSet, saved
+from decomposition.candidates import CandidateSet, parted, saved
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.inputs import ExampleInputs
@@ -114,30 +115,42 @@ class Budget:
 
     def coupled(self, sites: Sequence[CandidateSet]) -> bool:
         """Tell whether what a candidate costs, in any budget, depends on its neighbours'."""
-        return any(bool(each.borders) for each in self.limits) or any(site.narrows for site in sites)
+        together = any(site.narrows or site.removal is not None for site in sites)
+        return together or any(bool(each.borders) for each in self.limits)
 
     def coupling(self, sites: Sequence[CandidateSet], site: int) -> np.ndarray | None:
         """Return what candidates of a site and of the next one cost together beyond what each costs alone.
 
         It is the border between integers and floating point, less what the site saves because the next one
-        does not read all of its outputs; infinite where the two do not go together.
+        does not read all of its outputs; infinite where the two do not go together, as where one of a block
+        leaves the network and the other stays.
 
         Returns:
             Shape (candidates of the site, candidates of the next), in the unit of the measure; `None` where
             there is nothing.
         """
         here, behind = sites[site], sites[site + 1]
-        if not self.borders and behind.producer != here.name:
+        apart = parted(here, behind)
+        if not self.borders and behind.producer != here.name and apart is None:
             return None
         together = np.zeros((len(here), len(behind)))
         if self.borders:
             together += self.borders[site] * (here.integer[:, None] != behind.integer[None])
         if behind.producer == here.name:
             together -= here.saved(self.measure)[:, behind.levels]
+        if apart is not None:
+            together[apart] = np.inf
         return together
 
     def spent(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
-        """Return the cost of the whole model with candidate `choices[j]` of `sites[j]`."""
+        """Return the cost of the whole model with candidate `choices[j]` of `sites[j]`.
+
+        It is infinite where candidates do not go together.
+        """
+        for (here, choice), (behind, chosen) in pairwise(zip(sites, map(int, choices), strict=True)):
+            apart = parted(here, behind)
+            if apart is not None and apart[choice, chosen]:
+                return np.inf
         own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
         return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)
 

@@ -41,6 +41,7 @@ class Candidate:
         level: Which of the numbers of channels that the site may read that is, counted from 1; 0 for all.
         narrower: What the site costs where the next one reads only some of its outputs, for each such number
             of channels; `None` where the operations do not go together with that.
+        hands_on_integers: Whether a site that leaves the network stands between neighbours in integers.
     """
 
     operations: tuple[Operation, ...]
@@ -51,11 +52,17 @@ class Candidate:
     reads: tuple[int, ...] | None = None
     level: int = 0
     narrower: tuple[Cost | None, ...] = ()
+    hands_on_integers: bool = False
 
     @property
     def integer(self) -> bool:
         """Whether the site takes and gives integers."""
-        return any(each.integer for each in self.operations)
+        return self.hands_on_integers or any(each.integer for each in self.operations)
+
+    @property
+    def removed(self) -> Operation | None:
+        """The operation with which the site leaves the network; `None` where it stays."""
+        return next((each for each in self.operations if each.removes), None)
 
     @property
     def inputs(self) -> int | None:
@@ -65,7 +72,9 @@ class Candidate:
     @property
     def only_integers(self) -> bool:
         """Whether the site is dense and in integers: rounded, and nothing else."""
-        return self.integer and len(self.operations) == 1 and self.reads is None
+        return (
+            self.integer and len(self.operations) == 1 and self.reads is None and not self.hands_on_integers
+        )
 
     def __str__(self) -> str:
         reads = [] if self.inputs is None else [f"reads {self.inputs} channels"]
@@ -74,7 +83,8 @@ class Candidate:
     def content(self) -> list[dict[str, Any]]:
         """Return what is done, as plain values for JSON."""
         reads = [] if self.reads is None else [{"reads": list(self.reads)}]
-        return [*reads, *(each.to_dict() for each in self.operations)]
+        neighbours = [{"hands_on": "integers"}] if self.hands_on_integers else []
+        return [*reads, *(each.to_dict() for each in self.operations), *neighbours]
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,19 @@ class CandidateSet:
         return np.array([each.level for each in self.candidates])
 
     @cached_property
+    def removal(self) -> Operation | None:
+        """The operation with which the site can leave the network; `None` if it cannot.
+
+        Neighbours with the same one leave it together.
+        """
+        return next((each.removed for each in self.candidates if each.removed is not None), None)
+
+    @cached_property
+    def removed(self) -> np.ndarray:
+        """With which candidates the site leaves the network, boolean; shape (candidates,)."""
+        return np.array([each.removed is not None for each in self.candidates])
+
+    @cached_property
     def narrows(self) -> bool:
         """Whether the next site may read only some of this one's outputs."""
         return any(each.narrower for each in self.candidates)
@@ -222,7 +245,8 @@ class CandidateSet:
 
         A set of one generator stays as it is: its candidates are a grid already. Where time counts, integers
         and floating point do not beat each other: what is faster depends on the neighbours. Nor do candidates
-        that read different numbers of channels: the site in front saves what they do not read.
+        that read different numbers of channels: the site in front saves what they do not read; nor those with
+        which the site leaves the network and those with which it stays.
 
         Args:
             measures: The costs that count, of `params`, `macs`, `bytes` and `latency`, the first one for the
@@ -232,6 +256,7 @@ class CandidateSet:
             return self
         costs, errors = np.stack([self.cost(measure) for measure in measures], axis=1), self.errors
         classes = 2 * self.levels + (self.integer if "latency" in measures else 0)
+        classes = np.where(self.removed, -1 - self.integer, classes)
         kept: list[int] = []
         for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
             dear = classes[index] == 0 and bool((costs[index] >= costs[self.dense]).all())
@@ -245,6 +270,20 @@ class CandidateSet:
     def subset(self, indices: Iterable[int]) -> CandidateSet:
         """Return the set of some candidates, in the given order; the last must be the dense one."""
         return replace(self, candidates=tuple(self.candidates[index] for index in indices))
+
+
+def parted(here: CandidateSet, behind: CandidateSet) -> np.ndarray | None:
+    """Return which candidates of neighbouring sites do not go together: those that part a block.
+
+    Returns:
+        Boolean, shape (candidates of the first, candidates of the second); `None` where all go together. Two
+        that leave the network have to hand on the same, integers or floating point.
+    """
+    if here.removal is None or here.removal != behind.removal:
+        return None
+    first, second = (np.where(site.removed, 1 + site.integer, 0) for site in (here, behind))
+    apart: np.ndarray = first[:, None] != second[None]
+    return apart
 
 
 def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:

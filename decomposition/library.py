@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from decomposition.block_removal import Removal, whole_blocks
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
@@ -69,6 +70,7 @@ class FitLibrary:
         multiple: Candidate ranks are multiples of it (`candidate_ranks`).
         narrowings: For layers that may read only some of their input channels: how many, and which layer
             loses the others.
+        removals: For layers that may leave the network with their block: how.
         options: How much work each fit may do.
         folder: Where fits are kept on disk for the next run with the same weights, moments and options;
             `None` keeps them in memory only.
@@ -91,6 +93,7 @@ class FitLibrary:
         centred: bool = True,
         multiple: int = 1,
         narrowings: Mapping[str, Narrowing] | None = None,
+        removals: Mapping[str, Removal] | None = None,
         options: FitOptions = CHOOSING,
         folder: Path | None = None,
     ) -> None:
@@ -126,7 +129,7 @@ class FitLibrary:
                     f"no input moments for layers {', '.join(missing)}; collect them first"
                 )
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
-        self.narrowings = dict(narrowings or {})
+        self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
         norms = {name: modules[spec.batch_norm] for name, spec in self.specs.items() if spec.batch_norm}
         # What goes with an output channel beside the layer's own: scale and shift of the batch norm behind.
         self._beside = {
@@ -183,6 +186,7 @@ class FitLibrary:
             for name, each in (options.get("narrowings") or {}).items()
             if {name, each.producer} <= changing
         }
+        options["removals"] = whole_blocks(options.get("removals") or {}, [spec.name for spec in specs])
         if calibration is not None:
             batches = calibration_batches(calibration, model)
             options["moments"] = collect_moments(model, specs, batches, seed=seed)
@@ -233,6 +237,8 @@ class FitLibrary:
         Raises:
             DecompositionError: If an operation has no fits here.
         """
+        if any(each.removes for each in operations):
+            return torch.zeros_like(self.weights[name])
         plain = self.weights[name] if reads is None else self.selection(name, len(reads)).weight
         factors = None
         for operation in operations:
@@ -306,6 +312,9 @@ class FitLibrary:
         by a constant each.
         """
         operations, reads = candidate.operations, candidate.reads
+        if candidate.removed is not None:
+            # Nothing is left of what the block adds, whatever its other layers made.
+            return 1.0 if self.removals[name].last else 0.0
         factors = [each for each in operations if isinstance(each, Factorise)]
         if any(isinstance(each, Quantise) for each in operations):
             squared = self._lost(name, self.weight(name, operations, reads))
@@ -376,6 +385,7 @@ class FitLibrary:
         part._metrics = {name: self._metrics[name]}
         part._geometries = {name: self._geometries[name]}
         part.narrowings = {key: each for key, each in self.narrowings.items() if name in (key, each.producer)}
+        part.removals = {key: each for key, each in self.removals.items() if key == name}
         part.cache = self.cache.of(name)
         return part
 
@@ -470,7 +480,7 @@ class FitLibrary:
         ]
         choices = [rounded for each in choices for rounded in self._rounded(name, each)]
         choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
-        choices += self._narrowed(name)
+        choices += self._narrowed(name) + self._removed(name)
         reason = "dense is the better choice here" if choices else "no rank makes it smaller"
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         narrowing = self.narrowings.get(name)
@@ -489,11 +499,24 @@ class FitLibrary:
             found += [plain] * ("float32" in self.precisions) + self._rounded(name, plain)
         return found
 
+    def _removed(self, name: str) -> list[Candidate]:
+        """Return the candidates with which the layer leaves the network, its batch norm with it."""
+        if name not in self.removals:
+            return []
+        gone = self._beside.get(name, 0) * self.specs[name].out_channels
+        cost = Cost(-gone, 0, -FLOAT_BYTES * gone)
+        removed = Candidate((self.removals[name].operation,), cost, 1.0, "blocks")
+        integers = any(each.integer for precision in self.precisions for each in PRECISIONS[precision])
+        return [removed] + [replace(removed, hands_on_integers=True)] * integers
+
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
         """Return what a candidate costs where the next layer reads only some of its outputs."""
         behind = next((each for each in self.narrowings.values() if each.producer == name), None)
         costs: list[Cost | None] = []
         for count in behind.counts if behind else ():
+            if candidate.removed is not None:
+                costs.append(None)
+                continue
             spec = self.specs[name].narrowed(inputs=candidate.inputs, outputs=count)
             try:
                 for operation in candidate.operations:

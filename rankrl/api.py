@@ -36,6 +36,7 @@ def search(
     decomposition: str | Sequence[str] = "tensor_ring",
     precisions: Sequence[str] = ("float32",),
     channels: Sequence[float] = (),
+    blocks: bool = False,
     skip: Sequence[str] = (),
     only: Sequence[str] = (),
     params: float | None = None,
@@ -76,6 +77,7 @@ def search(
             `int4_weights`.
         channels: Fractions of the channels between two layers that may be kept, for example (0.75, 0.5); the
             others are removed. Empty keeps all.
+        blocks: Whether whole residual blocks may be removed.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
             (`layer1`, `*.downsample.*`).
         only: Layers that alone may change, named likewise; empty for all.
@@ -158,6 +160,7 @@ def search(
         candidates=candidates,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
+        blocks=blocks,
         skip=tuple(skip),
         only=tuple(only),
     )

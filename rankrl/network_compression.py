@@ -101,6 +101,7 @@ def compress(
     decomposition: str | Sequence[str] = "tucker",
     precisions: Sequence[str] = ("float32",),
     channels: Sequence[float] = (),
+    blocks: bool = False,
     skip: Sequence[str] = (),
     only: Sequence[str] = (),
     selector: str = "greedy",
@@ -148,6 +149,7 @@ def compress(
         precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
             `int4_weights`.
         channels: Fractions of the channels between two layers that may be kept; empty keeps all.
+        blocks: Whether whole residual blocks may be removed.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
             (`layer1`, `*.downsample.*`).
         only: Layers that alone may change, named likewise; empty for all.
@@ -215,6 +217,7 @@ def compress(
         multiple=multiple,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
+        blocks=blocks,
         skip=tuple(skip),
         only=tuple(only),
     )

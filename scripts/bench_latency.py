@@ -68,6 +68,7 @@ class Cell:
         precisions: Names of precisions, joined by `+`.
         multiple: Of what the ranks are multiples.
         channels: Fractions of the channels between layers that may be kept.
+        blocks: Whether whole residual blocks may go.
         latency: Fraction of the dense time.
     """
 
@@ -75,6 +76,7 @@ class Cell:
     precisions: str
     multiple: int
     channels: tuple[float, ...]
+    blocks: bool
     latency: float
 
 
@@ -94,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--channels", nargs="*", type=float, default=[], help="a row more each, with these fractions kept"
     )
+    parser.add_argument("--blocks", action="store_true", help="a row more each, from which blocks may go")
     parser.add_argument("--latency", nargs="+", type=float, default=[0.35, 0.28], help="of the dense time")
     parser.add_argument("--float-latency", nargs="*", type=float, default=[0.6], help="of float32 alone")
     parser.add_argument("--predictions", type=int, default=0, help="random plans, timed beside the sums")
@@ -118,9 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(lines[-1], flush=True)
         multiples = chosen.multiples or [fast_multiple()]
         removals = [(), tuple(chosen.channels)] if chosen.channels else [()]
+        blocks = [False, True] if chosen.blocks else [False]
         cells = [
-            *product(chosen.formats, ["float32"], multiples, [()], chosen.float_latency),
-            *product(chosen.formats, chosen.precisions, multiples, removals, chosen.latency),
+            *product(chosen.formats, ["float32"], multiples, [()], [False], chosen.float_latency),
+            *product(chosen.formats, chosen.precisions, multiples, removals, blocks, chosen.latency),
         ]
         for cell in cells:
             lines.append(row(name, model, data, Cell(*cell), chosen))
@@ -202,7 +206,7 @@ def row(
     """Return the table's row of one network, choice of candidates and budget."""
     start = time.perf_counter()
     ranks = "any" if cell.multiple == 1 else f"multiples of {cell.multiple}"
-    kinds = f"{cell.formats}+channels" if cell.channels else cell.formats
+    kinds = cell.formats + "+channels" * bool(cell.channels) + "+blocks" * cell.blocks
     head = f"| {name} | {kinds} | {cell.precisions} | {ranks} | {cell.latency} "
     with tempfile.TemporaryDirectory() as scratch:
         session = _session(model, data, cell, chosen)
@@ -244,7 +248,7 @@ def row(
 def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.Namespace) -> str:
     """Return how far the sums of layers' times are off for random plans, which are exported and timed."""
     multiple = chosen.multiples[0] if chosen.multiples else fast_multiple()
-    cell = Cell(chosen.formats[0], chosen.precisions[-1], multiple, (), 1.0)
+    cell = Cell(chosen.formats[0], chosen.precisions[-1], multiple, (), False, 1.0)
     with _session(model, data, cell, chosen) as session:
         sites, budget, timed = session.problem.sites, session.problem.budget, session.latency
         assert budget is not None
@@ -272,6 +276,7 @@ def _session(
         multiple=cell.multiple,
         iterations=chosen.iterations,
         channels=cell.channels,
+        blocks=cell.blocks,
     )
     cache = cache_folder()
     timed = LatencyOptions(**_timing(data, chosen), folder=cache / "latencies")

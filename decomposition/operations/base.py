@@ -102,11 +102,13 @@ class Operation(ABC):
         kind: Name in the registry and in plans.
         description: One line for listings.
         stage: A layer's operations stand in ascending order of their stages, one of each at most.
+        removes: Whether the layers themselves leave the network.
     """
 
     kind: ClassVar[str]
     description: ClassVar[str]
     stage: ClassVar[int]
+    removes: ClassVar[bool] = False
 
     @property
     def integer(self) -> bool:
@@ -186,13 +188,7 @@ class LayerOperation(Operation):
 
 
 class GroupOperation(Operation):
-    """An operation on several layers at once.
-
-    Attributes:
-        removes: Whether the layers themselves leave the network.
-    """
-
-    removes: ClassVar[bool] = False
+    """An operation on several layers at once."""
 
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
         """Return `before`: `spec` is the layer as the group operations left it."""

@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.workflow.pretrain:EpisodeOptions.importance_scale": 2.0,
     "rankrl.workflow.pretrain:EpisodeOptions.plans": 64,
     "rankrl.workflow.pretrain:EpisodeOptions.term": "soft_agreement",
+    "rankrl.workflow.session:CandidateOptions.blocks": False,
     "rankrl.workflow.session:CandidateOptions.candidates": 16,
     "rankrl.workflow.session:CandidateOptions.iterations": 60,
     "rankrl.workflow.session:CandidateOptions.tensorised": False,

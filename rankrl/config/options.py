@@ -54,6 +54,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     return CandidateOptions(
         precisions=_precisions(config),
         channels=tuple(chosen.channels),
+        blocks=chosen.blocks,
         skip=tuple(chosen.skip),
         only=tuple(chosen.only),
         formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),

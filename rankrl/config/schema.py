@@ -54,6 +54,7 @@ class DecompositionConfig:
             and int8_weights for budget.bytes, else float32.
         channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
             first layer loses the others, where the second alone reads them. Empty keeps all of them.
+        blocks: Whether whole residual blocks may be removed.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
             names, for example [fc, layer1, "*.downsample.*"].
         only: Layers that alone may change, named likewise; empty for all.
@@ -67,6 +68,7 @@ class DecompositionConfig:
     formats: list[str] | None = None
     precisions: list[str] | None = None
     channels: list[float] = field(default_factory=list)
+    blocks: bool = owned(_CANDIDATES, "blocks")
     skip: list[str] = field(default_factory=list)
     only: list[str] = field(default_factory=list)
     tensorised: bool = owned(_CANDIDATES, "tensorised")

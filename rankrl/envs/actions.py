@@ -283,8 +283,8 @@ def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: 
         )
     if setting.measures and setting.narrows:
         raise ConfigError(
-            "selector.action=rank counts every layer by itself, and with decomposition.channels what a "
-            "layer costs depends on the next one; use selector.action=importance"
+            "selector.action=rank counts every layer by itself, and with decomposition.channels or "
+            "decomposition.blocks what a layer costs depends on the next one; use selector.action=importance"
         )
     if per_bond and setting.several_formats:
         raise ConfigError("selector.per_bond=true needs candidates of one format; use one, or per_bond=false")

@@ -37,12 +37,15 @@ from rankrl.export.onnx_file import export_onnx
 
 log = logging.getLogger(__name__)
 
-_METHOD = 2
+_METHOD = 3
 """How layers are timed; another number keeps tables that were measured otherwise from being read."""
 _LARGEST_SHARE = 0.98
 """The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
 _LEAST_SHARE = 0.5
 """The layers' part of the time of the network in integers, at least."""
+
+_NOTHING = 1e-4
+"""Milliseconds of a layer that leaves the network: a table holds positive times."""
 
 _Rows = tuple[tuple[float, ...], ...]
 _SiteTimes = tuple[tuple[float, ...], _Rows]
@@ -219,12 +222,23 @@ def time_sites(
         border = timer.border(together.spec) if integers else 0.0
         measured, rows = _site_times(timer, module, together)
         known = {_identity(each): index for index, each in enumerate(together.candidates)}
+        added: dict[bool, float] = {}
         for site in group:
-            mine = [known[_identity(each)] for each in site.candidates]
-            times[site.name] = tuple(measured[index] for index in mine)
+            mine = [known.get(_identity(each)) for each in site.candidates]
+            own = [_NOTHING if index is None else measured[index] for index in mine]
+            if _adds(site):  # what a block's last layer makes is added to the block's input
+                added = added or {
+                    each: timer.addition(site.spec, each) for each in (False, True)[: 1 + integers]
+                }
+                own = [
+                    time if index is None else time + added[each.integer]
+                    for time, index, each in zip(own, mine, site.candidates, strict=True)
+                ]
+            times[site.name] = tuple(own)
             borders[site.name] = border
             if site.narrows:
-                narrowed[site.name] = tuple(rows[index] for index in mine)
+                nothing = (_NOTHING,) * len(rows[-1])
+                narrowed[site.name] = tuple(nothing if index is None else rows[index] for index in mine)
             if progress is not None:
                 progress(site.name)
     return SiteTimes(times, narrowed, borders if integers else {})
@@ -232,7 +246,8 @@ def time_sites(
 
 def _together(sites: Sequence[CandidateSet]) -> CandidateSet:
     """Return the candidates of layers of one geometry in one set, those that take equally long once."""
-    distinct = {_identity(each): each for site in sites for each in site.candidates[:-1]}
+    staying = (each for site in sites for each in site.candidates[:-1] if each.removed is None)
+    distinct = {_identity(each): each for each in staying}
     return replace(sites[0], candidates=(*distinct.values(), sites[0].candidates[-1]))
 
 
@@ -267,6 +282,11 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
             if dense:
                 narrowed[dense, column] = measured(dense, inputs, outputs)
     return tuple(times.tolist()), tuple(map(tuple, narrowed.tolist()))
+
+
+def _adds(site: CandidateSet) -> bool:
+    """Tell whether a site's output is what a block adds to its input: all is lost when the site leaves."""
+    return any(each.removed is not None and each.error > 0 for each in site.candidates)
 
 
 def _factorised(candidate: Candidate) -> bool:

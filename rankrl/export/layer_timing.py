@@ -95,6 +95,17 @@ class LayerTimer:
             total += max(0.0, mixed - alike)
         return total
 
+    def addition(self, spec: LayerSpec, integer: bool) -> float:
+        """Return the median milliseconds of adding a layer's outputs to something of their shape."""
+        total = 0.0
+        for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
+            _, shape = self._shapes(spec, size, result)
+            ends = [_neighbour(shape, integer) for _ in range(2)]
+            if ends[0] is not None and ends[1] is not None:
+                added = float(self._time([nn.Sequential(_Residual(ends[0]), ends[1])], shape)[0])
+                total += max(0.0, added - self._pair(shape, integer, integer))
+        return total
+
     def _shapes(
         self, spec: LayerSpec, size: tuple[int, ...], result: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -168,6 +179,17 @@ class _Beside(nn.Module):
                 y = torch.relu(layer(y))
             outputs.append(y)
         return tuple(outputs)
+
+
+class _Residual(nn.Module):
+    """A layer whose activated output is added to what it reads."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) + x
 
 
 def _structure(dense: DecomposableModule, spec: LayerSpec, operations: Sequence[Operation]) -> nn.Module:

@@ -18,6 +18,8 @@ def single_layer_divergences(evaluator: PlanEvaluator, batches: int) -> list[np.
         evaluator: What scores plans; its first batches of held-out images are used.
         batches: How many batches.
 
+    Where a site leaves the network with others, all they do is put down to the last of them.
+
     Returns:
         For every site the mean Kullback-Leibler divergence of the class probabilities from the dense
         network's, in nats, under each of its candidates; shape (candidates,), 0 for the dense one.
@@ -30,6 +32,8 @@ def single_layer_divergences(evaluator: PlanEvaluator, batches: int) -> list[np.
     for index, site in enumerate(sites):
         values = np.zeros(len(site))
         for choice in range(site.dense):
+            if site.candidates[choice].removed is not None and site.losses[choice] == 0:
+                continue
             plan = (*dense[:index], choice, *dense[index + 1 :])
             answers = evaluator.forward(plan, 0, batches).log_softmax(1)
             divergence = kl_div(answers.double(), wanted.double(), log_target=True, reduction="batchmean")

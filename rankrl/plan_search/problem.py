@@ -210,7 +210,7 @@ class SearchProblem:
         return SearchSetting(
             () if self.budget is None else self.budget.measures,
             any(site.mixed for site in self.sites),
-            any(site.narrows for site in self.sites),
+            any(site.narrows or site.removal is not None for site in self.sites),
         )
 
     @property

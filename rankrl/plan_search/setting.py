@@ -12,7 +12,7 @@ class SearchSetting:
     Attributes:
         measures: What the budgets count, such as `params`; empty without a budget.
         several_formats: Whether layers choose among tensor formats.
-        narrows: Whether channels between layers may be removed.
+        narrows: Whether channels between layers, or whole blocks, may be removed.
     """
 
     measures: tuple[str, ...]

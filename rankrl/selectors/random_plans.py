@@ -23,8 +23,9 @@ from rankrl.selectors.registry import register_selector
 def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np.ndarray:
     """Draw candidates that keep the budget and spend it: no layer's next larger candidate would still fit.
 
-    Layers are visited in random order, each drawing evenly among the candidates that leave the others their
-    least; what is left over is then spent in random order. Without a budget all candidates are drawn evenly.
+    Blocks that may leave the network do so as often as not. Layers are visited in random order, each drawing
+    evenly among the candidates that leave the others their least; what is left over is then spent in random
+    order. Without a budget all candidates are drawn evenly.
 
     Args:
         problem: The search problem.
@@ -42,7 +43,7 @@ def spend_at_random(
     sites: Sequence[CandidateSet], budget: Budget, generator: np.random.Generator
 ) -> np.ndarray:
     """Draw what `random_choices` draws, for sites and a budget."""
-    choices = budget.cheapest(sites)
+    choices = _some_blocks_restored(sites, budget, budget.cheapest(sites), generator)
     left = budget.left(sites, choices)
     for layer in generator.permutation(len(sites)):
         extra = budget.extra(sites, choices, layer)
@@ -55,6 +56,23 @@ def spend_at_random(
         drawn = fitting[budget.price(extra)[fitting].argmax()]
         left -= extra[:, drawn]
         choices[layer] = drawn
+    return choices
+
+
+def _some_blocks_restored(
+    sites: Sequence[CandidateSet], budget: Budget, choices: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
+    """Put removed blocks back at their least cost, each with probability 1/2 if the budget still holds."""
+    removed = [site.candidates[int(choice)].removed for site, choice in zip(sites, choices, strict=True)]
+    blocks = [each for each in dict.fromkeys(removed) if each is not None]
+    for number in generator.permutation(len(blocks)):
+        restored = choices.copy()
+        for position, site in enumerate(sites):
+            if site.removal == blocks[number]:
+                staying = np.flatnonzero(~site.removed)
+                restored[position] = staying[site.cost(budget.measure)[staying].argmin()]
+        if generator.random() < 0.5 and budget.kept(sites, restored):
+            choices = restored
     return choices
 
 

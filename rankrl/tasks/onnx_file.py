@@ -61,6 +61,8 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     chosen = options.candidate_options(config)
     if chosen.channels:
         raise ConfigError("decomposition.channels removes channels of PyTorch networks; leave it out here")
+    if chosen.blocks:
+        raise ConfigError("decomposition.blocks removes blocks of PyTorch networks; leave it out here")
     budget = config.budget
     if all(value is None for value in (budget.params, budget.macs, budget.bytes, budget.latency)):
         raise ConfigError(

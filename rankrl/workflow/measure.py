@@ -365,6 +365,7 @@ def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: floa
         error: Its relative error, or None.
     """
     chosen, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
+    removed = next((str(each) for each in layer.operations if each.removes), None)
     return LayerRow(
         name=layer.name,
         shape=spec.weight_shape,
@@ -374,7 +375,7 @@ def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: floa
         macs_before=spec.macs,
         macs_after=cost.macs,
         error=error,
-        reason=layer.reason or "",
+        reason=layer.reason or removed or "",
         format="" if chosen is None else chosen.format,
         precision="" if rounding is None else str(rounding),
     )

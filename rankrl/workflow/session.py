@@ -28,6 +28,7 @@ from rankrl.plan_search.setting import SearchSetting
 from rankrl.plan_search.workers import Cluster, WorkerCluster, Workers, check_workers, open_cluster
 from rankrl.progress import Progress, progress_bar
 from rankrl.selectors import create_selector
+from rankrl.workflow.blocks import block_removals
 from rankrl.workflow.channels import channel_narrowings
 from rankrl.workflow.finalists import best_finalist, finalists
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
@@ -57,6 +58,7 @@ class CandidateOptions:
         weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
             backward pass, no labels).
         channels: Fractions of the channels between two layers that may be kept; empty keeps all.
+        blocks: Whether whole residual blocks may be removed.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
             names, for example [fc, layer1, "*.downsample.*"].
         only: Layers that alone may change, named likewise; empty for all.
@@ -70,6 +72,7 @@ class CandidateOptions:
     iterations: int = FitOptions.iterations
     weigh_outputs: bool = True
     channels: tuple[float, ...] = ()
+    blocks: bool = False
     skip: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
@@ -138,7 +141,9 @@ class SearchOptions:
         given = ("params", "macs", "bytes", "latency")
         measures = tuple(name for name in given if getattr(self, name) is not None)
         measures = ("params",) if self.needs_budget else measures
-        return SearchSetting(measures, len(candidates.formats) > 1, bool(candidates.channels))
+        return SearchSetting(
+            measures, len(candidates.formats) > 1, bool(candidates.channels) or candidates.blocks
+        )
 
     @property
     def further(self) -> dict[str, float | None]:
@@ -169,12 +174,10 @@ def calibrated_library(
         seed: Seed of the sampled patches.
 
     Raises:
-        ConfigError: If a fraction of `options.channels` is out of range, or no channel can be removed.
+        ConfigError: If a fraction of `options.channels` is out of range, or no channel or block can be
+            removed.
         DecompositionError: If no layer can be decomposed.
     """
-    narrowings = {}
-    if options.channels:
-        narrowings = channel_narrowings(model, input_shape_of(inputs[0]), options.channels, options.multiple)
     return FitLibrary.calibrated(
         model,
         inputs[0],
@@ -186,11 +189,21 @@ def calibrated_library(
         precisions=options.precisions,
         tensorised=options.tensorised,
         multiple=options.multiple,
-        narrowings=narrowings,
+        **_removable(model, input_shape_of(inputs[0]), options),
         options=replace(CHOOSING, iterations=options.iterations),
         folder=cache,
         seed=seed,
     )
+
+
+def _removable(model: nn.Module, input_shape: InputShape, options: CandidateOptions) -> dict[str, Any]:
+    """Return which channels and blocks may go, as `FitLibrary` takes it."""
+    found: dict[str, Any] = {}
+    if options.channels:
+        found["narrowings"] = channel_narrowings(model, input_shape, options.channels, options.multiple)
+    if options.blocks:
+        found["removals"] = block_removals(model, input_shape)
+    return found
 
 
 def check_reachable(
@@ -207,12 +220,14 @@ def check_reachable(
         search: The budgets.
 
     Raises:
-        ConfigError: The network has nothing to search over.
+        ConfigError: The network has nothing to search over, or blocks may go and no budget says how many.
         DecompositionError: No plan can reach a budget, or no layer can be decomposed.
     """
-    narrowings = {}
-    if candidates.channels:
-        narrowings = channel_narrowings(model, input_shape, candidates.channels, candidates.multiple)
+    if candidates.blocks and not search.setting(candidates).measures:
+        raise ConfigError(
+            "decomposition.blocks removes as many blocks as a budget asks for, and there is none; set "
+            "budget.latency, budget.macs or budget.params"
+        )
     library = FitLibrary.calibrated(
         model,
         input_shape,
@@ -222,7 +237,7 @@ def check_reachable(
         only=candidates.only,
         precisions=candidates.precisions,
         tensorised=candidates.tensorised,
-        narrowings=narrowings,
+        **_removable(model, input_shape, candidates),
     )
     SearchProblem.from_model(
         model,

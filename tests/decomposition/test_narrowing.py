@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,29 @@ def cost(value: float) -> Cost:
     return Cost(round(10 * value), round(10 * value), round(40 * value), value)
 
 
+@dataclass(frozen=True)
+class Gone:
+    """Stands for the operation that removes a block, which is another package's."""
+
+    block: str
+    kind = "gone"
+    stage = -1
+    removes = True
+    integer = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"operation": self.kind, "block": self.block}
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
-    """Sites of made-up candidates, some of which read less of the one in front, or compute in integers."""
+    """Sites of made-up candidates, some of which read less of the one in front, or compute in integers.
+
+    Some leave the network, together with a neighbour or alone.
+    """
     count = draw(st.integers(2, 4))
     reading = [False, *draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1))]
+    blocks = draw(st.lists(st.sampled_from([None, "a", "a", "b"]), min_size=count, max_size=count))
     sites = []
     for site in range(count):
         levels = 2 if site + 1 < count and reading[site + 1] else 0
@@ -68,6 +87,10 @@ def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
         ]
         found.append(candidate((Quantise(),), draw(errors), 0))
         found += [candidate((), draw(errors), level) for level in (1, 2) if reading[site]]
+        block = blocks[site]
+        if block is not None:
+            gone = Candidate((Gone(block),), cost(0.0), draw(errors), "x", narrower=(None,) * levels)
+            found += [gone, replace(gone, hands_on_integers=True)]
         found.append(
             replace(candidate((), 0.0, 0), cost=cost(25.0), narrower=(cost(20.0), cost(12.0))[:levels])
         )
@@ -92,6 +115,13 @@ def spent_by_hand(sites: list[CandidateSet], borders: tuple[float, ...], choices
         total += float("inf") if own is None or own.time is None else own.time
         if borders and j + 1 < len(chosen) and each.integer != chosen[j + 1].integer:
             total += borders[j]
+    for (site, here), (behind, there) in pairwise(zip(sites, chosen, strict=True)):
+        together = site.removal is not None and site.removal == behind.removal
+        if together and (here.removed, here.removed and here.integer) != (
+            there.removed,
+            there.removed and there.integer,
+        ):
+            total = float("inf")
     return total
 
 
@@ -155,6 +185,7 @@ class Kept:
     channels: tuple[int, ...]
     kind = "kept"
     stage = -1
+    removes = False
 
 
 @pytest.fixture

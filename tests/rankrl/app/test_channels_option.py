@@ -1,4 +1,4 @@
-"""`decomposition.channels`: channels, ranks and precisions in one search, from the command line."""
+"""Channels or blocks, ranks and precisions in one search, from the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from command_line import QUICK, read_json, small_network
 
 from decomposition import CompressionPlan
-from rankrl.operations import kept_channels
+from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 
 Command = Callable[..., None]
 Refused = Callable[..., str]
@@ -44,3 +44,18 @@ def test_channels_leave_the_network_within_one_search(rankrl: Command, tmp_path:
 def test_fractions_out_of_range_are_refused(refused: Refused, tmp_path: Path) -> None:
     message = refused(*QUICK, *small_network(tmp_path), "decomposition.channels=[1.5]", "budget.macs=0.5")
     assert "decomposition.channels: 1.5 is outside (0, 1)" in message
+
+
+def test_blocks_leave_the_network_within_one_search(rankrl: Command, tmp_path: Path) -> None:
+    options = {*QUICK, "model=resnet20", "dataset=digits", "dataset.train_images=256"}
+    rankrl(
+        *sorted(options - {"model=conv4"}),
+        *("decomposition=spatial_svd", "decomposition.candidates=1", "decomposition.blocks=true"),
+        *("budget.macs=0.15", "selector=local", "hydra.run.dir=run"),
+    )
+    plan = CompressionPlan.load(Path("run/plan.json"))
+    blocks = removed_blocks(plan.chosen(RemoveBlock))
+    assert blocks
+    metrics = read_json(Path("run/metrics.json"))
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    assert f"removed with block {blocks[0]}" in Path("run/report.html").read_text()

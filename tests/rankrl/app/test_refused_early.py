@@ -40,7 +40,7 @@ def _begun(*_: object, **__: object) -> Any:
         ),
         (
             ("selector=bayes", "selector.action=rank", "decomposition.channels=[0.5]"),
-            "with decomposition.channels what a layer costs depends on the next one",
+            "with decomposition.channels or decomposition.blocks what a layer costs depends on the next one",
         ),
         (("selector=tpe", "reward=weighted"), "spends a budget and there is none"),
         (("selector=local", "reward=weighted"), "spends a budget and there is none"),

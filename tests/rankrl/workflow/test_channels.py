@@ -161,7 +161,10 @@ def test_selectors_keep_the_budget(problem: SearchProblem, selector: str) -> Non
 
 
 def test_actions_that_count_layers_alone_are_refused(problem: SearchProblem) -> None:
-    with pytest.raises(ConfigError, match=r"with decomposition\.channels what a layer costs depends on"):
+    with pytest.raises(
+        ConfigError,
+        match=r"with decomposition\.channels or decomposition\.blocks what a layer costs depends on",
+    ):
         create_action_map(problem, "rank")
 
 

@@ -1,0 +1,40 @@
+"""Layers that may leave the network with the residual block that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from decomposition.operations import Operation
+
+
+@dataclass(frozen=True)
+class Removal:
+    """How a layer can leave the network.
+
+    Attributes:
+        operation: What a plan does with it; equal for all layers of a block, which leave together.
+        last: Whether what it makes is what the block adds to its input.
+    """
+
+    operation: Operation
+    last: bool
+
+
+def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[str, Removal]:
+    """Return the removals of blocks whose layers can all be chosen for, and follow each other.
+
+    Args:
+        removals: By the name of the layer.
+        names: The layers that may change, in forward order.
+    """
+    counts: dict[Operation, int] = {}
+    for each in removals.values():
+        counts[each.operation] = counts.get(each.operation, 0) + 1
+    found: dict[str, Removal] = {}
+    for operation, run in groupby(names, lambda name: removals[name].operation if name in removals else None):
+        layers = list(run)
+        if operation is not None and len(layers) == counts[operation]:
+            found.update({name: removals[name] for name in layers})
+    return found
