@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--channels", nargs="*", type=float, default=[], help="a row more each, with these fractions kept"
     )
     parser.add_argument("--blocks", action="store_true", help="a row more each, from which blocks may go")
-    parser.add_argument("--latency", nargs="+", type=float, default=[0.35, 0.28], help="of the dense time")
+    parser.add_argument("--latency", nargs="*", type=float, default=[0.35, 0.28], help="of the dense time")
     parser.add_argument("--float-latency", nargs="*", type=float, default=[0.6], help="of float32 alone")
     parser.add_argument("--predictions", type=int, default=0, help="random plans, timed beside the sums")
     parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
