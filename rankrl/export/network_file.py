@@ -6,6 +6,7 @@ then makes integers of what the plan says.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -60,15 +61,18 @@ def export_network(
         if opset is not None and opset < INT4_OPSET:
             raise ExportError(f"opset is {opset}; weights of 4 bits need {INT4_OPSET} or newer (or null).")
         opset = max(opset or 0, INT4_OPSET)
-    plain = without_rounding(copied(network)) if computing or stored else network
-    written = export_onnx(plain, path, input_shape, opset=opset, progress=False, **options)
-    if stored:
-        store_integers(path, stored, _products(path))
-    if computing:
-        quantise_onnx(path, path, inputs, weights=computing)
     if not (computing or stored):
-        return written
-    return replace(written, file_bytes=path.stat().st_size)
+        return export_onnx(network, path, input_shape, opset=opset, progress=False, **options)
+    with tempfile.TemporaryDirectory() as folder:  # the float32 file is never seen under the other's name
+        scratch = Path(folder) / "network.onnx"
+        plain = without_rounding(copied(network))
+        written = export_onnx(plain, scratch, input_shape, opset=opset, progress=False, **options)
+        if stored:
+            store_integers(scratch, stored, _products(scratch))
+        if computing:
+            quantise_onnx(scratch, scratch, inputs, weights=computing)
+        write_atomically(path, scratch.read_bytes())
+    return replace(written, path=path, file_bytes=path.stat().st_size)
 
 
 def _products(path: Path) -> set[str]:

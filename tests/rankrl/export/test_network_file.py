@@ -190,5 +190,6 @@ def test_a_network_without_integers_is_exported_as_ever(dense: nn.Module, tmp_pa
 def test_ranges_need_inputs(dense: nn.Module, float_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="without calibration batches"):
         export_network(applied(dense, **ALL), tmp_path / "model.onnx", SHAPE, [])
+    assert not (tmp_path / "model.onnx").exists()  # nor the network in float32 in its place
     with pytest.raises(ExportError, match="no images to compare"):
         class_agreement(dense, float_file, [])
