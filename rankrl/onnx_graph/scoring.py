@@ -235,6 +235,28 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         return self.scoring.of_session(self.graph.session(choices), what)
 
 
+def single_node_divergences(graph: ScoringGraph, scoring: OnnxScoring) -> list[np.ndarray]:
+    """Measure how far the outputs move when one node alone is compressed.
+
+    Args:
+        graph: What takes on the weights of any plan.
+        scoring: The original's answers, and the inputs to compare on.
+
+    Returns:
+        For every site the squared relative error of the outputs, averaged over them, under each of its
+        candidates; shape (candidates,), 0 for the dense one.
+    """
+    dense = [site.dense for site in graph.sites]
+    found = []
+    for index, site in enumerate(graph.sites):
+        values = np.zeros(len(site))
+        for choice in range(site.dense):
+            plan = (*dense[:index], choice, *dense[index + 1 :])
+            values[choice] = np.mean([each.error**2 for each in scoring.agreement(graph.session(plan))])
+        found.append(values)
+    return found
+
+
 @dataclass(frozen=True)
 class _Numbered:
     """A network that answers batches by their number."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -21,7 +23,7 @@ from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.inputs import add_to_digest
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED
-from rankrl.onnx_graph.scoring import OnnxScoring
+from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, single_node_divergences
 from rankrl.onnx_graph.sensitivity import METHOD, PASSES, collect_sensitivities
 from rankrl.onnx_graph.sites import SiteModules
 from rankrl.plan_search.problem import SearchProblem
@@ -66,6 +68,18 @@ class OnnxSearchSession(SearchSession):
             apply=apply,
         )
         self.given, self.feed = given, feed
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.problem = replace(self.problem, divergences=self._divergences)
+
+    def _divergences(self, batches: int) -> list[np.ndarray]:
+        """Measure what compressing each node alone does; not on what results are compared on."""
+        split, evaluator = self.given.split, self.evaluator
+        assert isinstance(evaluator, OnnxPlanEvaluator)
+        feeds = (split.scored or split.calibration)[:batches]
+        scoring = OnnxScoring(self.given.network, self.given.sites, feeds)
+        return single_node_divergences(evaluator.graph, scoring)
 
     def _problem(self, sites: Sequence[CandidateSet], library: FitLibrary | None = None) -> SearchProblem:
         fractions = {**self.options.further, "params": self.options.kept_params}

@@ -16,7 +16,7 @@ from torch import nn
 from decomposition import FitLibrary, FitOptions
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.onnx_graph import GivenFile, OnnxNetwork
-from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph
+from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph, single_node_divergences
 from rankrl.onnx_graph.session import fit_library
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.workflow.session import CandidateOptions
@@ -106,6 +106,29 @@ def test_a_session_gives_what_the_file_with_these_weights_gives(
         oracle = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
         for found, expected in zip(answers(graph.session(choices), feed), answers(oracle, feed), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_divergences_are_those_of_one_compressed_node(name: str, tmp_path: Path) -> None:
+    given, library, problem = searched(name, tmp_path)
+    graph = ScoringGraph(given.network, given.sites, library, problem.sites)
+    feeds = given.split.scored
+    found = single_node_divergences(graph, OnnxScoring(given.network, given.sites, feeds))
+    dense = plan_of(problem, 99)
+
+    def whole(choices: tuple[int, ...]) -> list[Array]:
+        content = with_weights(name, library, problem, choices)
+        oracle = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        parts = zip(*(answers(oracle, dict(feed)) for feed in feeds), strict=True)
+        return [np.concatenate(each) for each in parts]
+
+    for index, site in enumerate(problem.sites):
+        assert found[index].shape == (len(site),)
+        assert found[index][site.dense] == 0
+        changed = whole((*dense[:index], 0, *dense[index + 1 :]))
+        errors = [
+            np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(changed, whole(dense), strict=True)
+        ]
+        assert found[index][0] == pytest.approx(np.mean(np.square(errors)), rel=1e-2, abs=1e-8)
 
 
 def test_the_graph_is_rewritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,15 @@ def searched(tmp_path: Path) -> Callable[..., OnnxCompression]:
     return run
 
 
+def test_divergences_are_measured_on_the_file(searched: Callable[..., OnnxCompression]) -> None:
+    for score in (None, lambda _: 1.0):
+        result = searched(selector="divergence", score=score)
+        assert result.plan.chosen_by == "divergence"
+        assert result.search is not None
+        assert len(result.search.rows) == 1
+        assert result.after["params"] <= 0.15 * result.before["params"]
+
+
 @pytest.mark.parametrize("selector", ["random", "bayes", "ddpg"])
 def test_the_best_of_the_scored_plans_is_carried_out(
     selector: str, searched: Callable[..., OnnxCompression]
