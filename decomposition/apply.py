@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
@@ -253,8 +252,8 @@ def _apply_to_layers(
         _apply_sequentially(compressed, entries, images, sensitivities, options, bar)
     else:
         _apply_apart(compressed, changed, images, sensitivities, options, bar)
-    if options.batch_norm == "reestimate" and options.statistics is not None:
-        reestimate_batch_norm(compressed, split(options.statistics, 256))
+    if options.batch_norm == "reestimate":
+        options.reestimate(compressed)
     if images is not None:
         calibrate_ranges(compressed, split(images, 256))
     _check_applied(model, compressed, entries)

@@ -183,8 +183,10 @@ def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1)
     return _assembled(tensors, spec.names)
 
 
-def example_tensor(model: nn.Module, example: ExampleInputs, batch_size: int = 1) -> torch.Tensor:
-    """Return an `example_batch` of a model with one input.
+def example_tensor(model: nn.Module, example: ExampleInputs, batch_size: int = 2) -> torch.Tensor:
+    """Return an `example_batch` of a model with one input, to trace its channels with.
+
+    An axis of one example could be mistaken for one that is broadcast.
 
     Raises:
         DecompositionError: The model has several.

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import nn
 
+from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.errors import PlanError
 from decomposition.fitting import FitOptions
-from decomposition.inputs import Inputs, InputShape
+from decomposition.inputs import Inputs, InputShape, split
 from decomposition.layers import LayerSpec
 from decomposition.registry import Registry
 
@@ -30,6 +31,7 @@ FLOAT_BYTES = 4
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)
+_STATISTICS_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class ApplyOptions:
     max_patches: int = 65_536
     seed: int = 0
     statistics: Inputs | None = None
+
+    def reestimate(self, model: nn.Module) -> None:
+        """Re-estimate the running statistics of batch norms in place, where there are inputs to do it on."""
+        if self.statistics is not None:
+            reestimate_batch_norm(model, split(self.statistics, _STATISTICS_BATCH))
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,10 @@ from decomposition import (
     LayerSpec,
     PlanError,
     compensate,
-    reestimate_batch_norm,
     register_operation,
 )
-from decomposition.inputs import Inputs, InputShape, example_tensor, split
+from decomposition.inputs import Inputs, InputShape, example_tensor
 from pruning import KeptChannels, PruningError, kept_inputs, remove_channels
-
-_STATISTICS_BATCH = 256
-# An axis of one example would not be told apart from one that is broadcast.
-_EXAMPLES = 2
 
 _Result = TypeVar("_Result")
 
@@ -118,9 +113,8 @@ class KeepChannels(GroupOperation):
             present = _of_kept_channels(kept_inputs, model, chosen, input_shape)
             model = compensate(model, present, images, correct_batch_norm=correct_mean, seed=options.seed)
         pruned = cls.group_structure(model, chosen, input_shape)
-        shifted = options.batch_norm == "reestimate" or (correct_mean and not options.sequential)
-        if options.statistics is not None and shifted:
-            reestimate_batch_norm(pruned, split(options.statistics, _STATISTICS_BATCH))
+        if options.batch_norm == "reestimate" or (correct_mean and not options.sequential):
+            options.reestimate(pruned)
         return pruned
 
 
@@ -138,6 +132,6 @@ def _of_kept_channels(
     """Call a function of `pruning` with the kept channels; what it refuses is an error of the plan."""
     kept = {name: list(operation.indices) for name, operation in chosen.items()}
     try:
-        return function(model, kept, example_tensor(model, input_shape, _EXAMPLES))
+        return function(model, kept, example_tensor(model, input_shape))
     except PruningError as error:
         raise PlanError(f"the plan's kept channels do not fit the network: {error}") from error

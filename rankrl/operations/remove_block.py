@@ -16,14 +16,10 @@ from decomposition import (
     PlanError,
     compensate,
     inspect_layers,
-    reestimate_batch_norm,
     register_operation,
 )
-from decomposition.inputs import Inputs, InputShape, example_tensor, split
+from decomposition.inputs import Inputs, InputShape, example_tensor
 from pruning import remove_blocks, residual_blocks
-
-_STATISTICS_BATCH = 256
-_EXAMPLES = 2
 
 
 @register_operation
@@ -113,8 +109,8 @@ class RemoveBlock(GroupOperation):
             )
         else:
             smaller = remove_blocks(model, blocks)
-        if options.statistics is not None and options.batch_norm == "reestimate":
-            reestimate_batch_norm(smaller, split(options.statistics, _STATISTICS_BATCH))
+        if options.batch_norm == "reestimate":
+            options.reestimate(smaller)
         return smaller
 
 
@@ -129,7 +125,7 @@ def _checked(model: nn.Module, chosen: Mapping[str, RemoveBlock], input_shape: I
     Raises:
         PlanError: If they cannot.
     """
-    known = {each.name for each in residual_blocks(model, example_tensor(model, input_shape, _EXAMPLES))}
+    known = {each.name for each in residual_blocks(model, example_tensor(model, input_shape))}
     blocks = removed_blocks(chosen)
     for block in blocks:
         if block not in known:

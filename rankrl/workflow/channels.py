@@ -12,9 +12,6 @@ from decomposition.inputs import InputShape, example_tensor
 from pruning import PruningError, channel_groups
 from rankrl.errors import ConfigError
 
-# An axis of one example would not be told apart from one that is broadcast.
-_EXAMPLES = 2
-
 
 def channel_narrowings(
     model: nn.Module, input_shape: InputShape, fractions: Sequence[float], multiple: int = 1
@@ -41,7 +38,7 @@ def channel_narrowings(
             "for example [0.75,0.5]"
         )
     try:
-        groups = channel_groups(model, example_tensor(model, input_shape, _EXAMPLES))
+        groups = channel_groups(model, example_tensor(model, input_shape))
     except (PruningError, DecompositionError) as error:
         raise ConfigError(
             f"decomposition.channels: the network cannot be traced ({error}); leave channels empty"
