@@ -46,6 +46,22 @@ class Compression:
         return {layer.name: layer.reason or "" for layer in self.plan if not layer.operations}
 
 
+def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
+    """Return what to tell a reader if a finished file misses its budget in time, else None.
+
+    Args:
+        budget: Fraction of the original's time to keep at most, or None for no such budget.
+        times: The file's time beside the original's.
+    """
+    kept = 1 / times.ratio
+    if budget is None or kept <= budget:
+        return None
+    return (
+        f"budget.latency={budget} is missed: the finished file keeps {kept:.3f} of the original's time. "
+        "Measure on a quiet machine, or ask for a little less"
+    )
+
+
 def summary(result: Compression) -> dict[str, Any]:
     """Return what metrics.json says of a compressed network."""
     times = result.latency

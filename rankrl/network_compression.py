@@ -21,7 +21,7 @@ from decomposition.inputs import CalibrationInputs, count_inputs, input_shape_of
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.surgery import copied
 from rankrl.agreement import agreement_score
-from rankrl.compression import Compression, summary
+from rankrl.compression import Compression, missed_latency, summary
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.export import export_onnx, fast_multiple
@@ -272,12 +272,7 @@ def compress(
         metadata={"plan": found.plan.to_json()},
         scratch=run.state,
     )
-    missed = found.missed
-    if latency is not None and missed is None and 1 / times.ratio > latency:
-        missed = (
-            f"budget.latency={latency} is missed: the finished file keeps {1 / times.ratio:.3f} of the "
-            "original's time. Measure on a quiet machine, or ask for a little less"
-        )
+    missed = found.missed or missed_latency(latency, times)
     networks = dict.fromkeys((compressed, tuned))
     score_of = {each: scored(judge, each, "the compressed network") for each in networks}
     before = {"params": count_parameters(dense), "macs": count_macs(dense, shape)}
