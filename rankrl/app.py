@@ -98,14 +98,10 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
 
     check_catalogue()
     check_values(plain)  # what sweepers draw is known only now
-    task = get_task(settings.task)
-    if settings.model.get("architecture") == "onnx":
-        from rankrl.tasks.onnx_file import onnx_task
-
-        task = onnx_task(settings.task)
+    run = get_task(settings.task).of(settings)
     with start_tracking(settings.tracking.name, folder.path, plain, settings.tracking.options) as tracking:
         tracked = RunFolder(folder.path, tracking)
-        task.run(settings, tracked)
+        run(settings, tracked)
     return tracked.notes
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from decomposition import CompressionPlan, list_heuristics
 from decomposition.fitting import CHOOSING
-from rankrl.compression import summary
+from rankrl.compression import missed_latency, summary
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError, RunStoppedError
@@ -29,7 +29,6 @@ from rankrl.onnx_graph import (
 from rankrl.plan_search.run import search_numbers
 from rankrl.report import LayerRow
 from rankrl.tasks import steps
-from rankrl.tasks.registry import Task
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_row
 from rankrl.workflow.run_folder import RunFolder, cache_folder
@@ -38,20 +37,6 @@ INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
 _SELECTOR = "greedy"
 _WIDTH = 160
-
-
-def onnx_task(name: str) -> Task:
-    """Return what a task does with a network in an ONNX file.
-
-    Raises:
-        ConfigError: It can do nothing with one.
-    """
-    if name not in _TASKS:
-        raise ConfigError(
-            f"task={name} has no use for model=onnx, a network in a file that is not trained here; choose "
-            f"task={' or task='.join(_TASKS)}"
-        )
-    return _TASKS[name]
 
 
 def compress(config: AppConfig, folder: RunFolder) -> None:
@@ -92,13 +77,8 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     except KeyboardInterrupt as error:
         raise RunStoppedError(folder.path) from error
     result.plan.save(folder.plan)
-    kept = 1 / result.latency.ratio
     missed = result.search.missed if result.search is not None else None
-    if budget.latency is not None and kept > budget.latency:
-        missed = missed or (
-            f"budget.latency={budget.latency} is missed: the finished file keeps {kept:.3f} of the "
-            "original's time. Measure on a quiet machine, or ask for a little less"
-        )
+    missed = missed or missed_latency(budget.latency, result.latency)
     if missed is not None:
         folder.miss(missed)
     format_name = "auto" if formats is None or len(formats) > 1 else config.decomposition.format
@@ -169,16 +149,6 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     if not console.is_terminal:  # a file or a pipe has no width
         console.width = _WIDTH
     console.print(table)
-
-
-_TASKS: dict[str, Task] = {
-    name: Task(name, description, run)
-    for name, description, run in (
-        ("pipeline", "compress the network and write model.onnx", compress),
-        ("apply", "carry out plan=PATH and write model.onnx", apply),
-        ("inspect", "list the nodes, and why some stay as they are", inspect),
-    )
-}
 
 
 def _finishing(config: AppConfig) -> Finishing:

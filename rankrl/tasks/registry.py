@@ -11,6 +11,7 @@ from rankrl.errors import ConfigError
 from rankrl.workflow.run_folder import RunFolder
 
 TaskFunction = Callable[[AppConfig, RunFolder], None]
+_FILE = "onnx"
 
 
 @dataclass(frozen=True)
@@ -21,25 +22,51 @@ class Task:
         name: Its name, `task=NAME`.
         description: One line for listings.
         run: Carries it out.
+        run_on_file: Carries it out for a network in an ONNX file (`model=onnx`), which nobody here trained;
+            None where the task has no use for one.
     """
 
     name: str
     description: str
     run: TaskFunction
+    run_on_file: TaskFunction | None = None
+
+    def of(self, config: AppConfig) -> TaskFunction:
+        """Return what carries the task out for the network that a configuration names.
+
+        Raises:
+            ConfigError: The task has no use for such a network.
+        """
+        if config.model.get("architecture") != _FILE:
+            return self.run
+        if self.run_on_file is None:
+            others = [name for name in _TASKS.names() if _TASKS[name].run_on_file is not None]
+            raise ConfigError(
+                f"task={self.name} has no use for model={_FILE}, a network in a file that is not trained "
+                f"here; choose task={' or task='.join(others)}"
+            )
+        return self.run_on_file
 
 
 _TASKS: Registry[Task] = Registry("task", ConfigError)
 
 
-def register_task(name: str, description: str) -> Callable[[TaskFunction], TaskFunction]:
+def register_task(
+    name: str, description: str, *, on_file: TaskFunction | None = None
+) -> Callable[[TaskFunction], TaskFunction]:
     """Register the decorated function as the task `name`.
+
+    Args:
+        name: Its name.
+        description: One line for listings.
+        on_file: What carries it out for a network in an ONNX file, if it has a use for one.
 
     Raises:
         ConfigError: The name is taken.
     """
 
     def register(run: TaskFunction) -> TaskFunction:
-        _TASKS.add(name, Task(name, description, run), description)
+        _TASKS.add(name, Task(name, description, run, on_file), description)
         return run
 
     return register
