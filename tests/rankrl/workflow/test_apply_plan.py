@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from untrained import with_statistics
 
 import rankrl
 from decomposition import (
@@ -44,14 +45,8 @@ def network(name: str = "resnet8") -> nn.Module:
     """An untrained network whose batch norms do something."""
     torch.manual_seed(0)
     if name == "resnet8":
-        model: nn.Module = CifarResNet(1, SHAPE[0], 10).eval()
-    else:
-        model = create_model(name, input_shape=SHAPE, num_classes=10).eval()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    return model
+        return with_statistics(CifarResNet(1, SHAPE[0], 10))
+    return with_statistics(create_model(name, input_shape=SHAPE, num_classes=10))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from untrained import with_statistics
 
 from decomposition import (
     CompressionPlan,
@@ -50,12 +51,7 @@ def images(data: ImageData) -> torch.Tensor:
 def model(data: ImageData) -> nn.Module:
     """An untrained ResNet-14 whose batch norms do something."""
     torch.manual_seed(0)
-    network = CifarResNet(2, data.input_shape[0], data.classes).eval()
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    return network
+    return with_statistics(CifarResNet(2, data.input_shape[0], data.classes))
 
 
 @pytest.fixture(scope="module")
