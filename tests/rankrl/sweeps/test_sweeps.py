@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
+from safetensors.torch import load_file
 
 from rankrl.app import main
 from rankrl.models import save_checkpoint
@@ -211,10 +213,19 @@ def launched(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launched", LAUNCHERS, indirect=True)
-def test_jobs_run_beside_each_other(launched: tuple[str, ...], sweep: Sweep) -> None:
+def test_jobs_run_beside_each_other_and_the_failed_ones_again(
+    launched: tuple[str, ...], sweep: Sweep
+) -> None:
     assert sweep(GOOD_AND_BAD, *launched) == 1
     assert finished() == [GOOD]
     assert (FOLDER / BAD / "error.json").exists()
+
+    before = written()[GOOD]
+    torch.save(load_file("w.safetensors"), "missing.th")
+    assert sweep(GOOD_AND_BAD, *launched) == 0
+    assert finished() == sorted([GOOD, BAD])
+    assert written()[GOOD] == before
+    assert not (FOLDER / BAD / "error.json").exists()
 
 
 DEADLY = """
