@@ -175,7 +175,10 @@ def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(f"the command line cannot be parsed: {_first_line(error)}") from error
+        raise ConfigError(
+            f"the command line cannot be parsed: {_first_line(error)}. Options are written NAME=VALUE, "
+            "without dashes"
+        ) from error
     except RecursionError as error:
         raise ConfigError(_TOO_DEEP) from error
 
@@ -261,6 +264,12 @@ def _first_line(error: BaseException) -> str:
 def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     """Turn Hydra's or OmegaConf's message into one that names the nearest option."""
     text = str(error)
+    missing = re.search(r"Missing mandatory value: .*?full_key: (\S+)", text, re.DOTALL)
+    if missing is not None:
+        option = missing.group(1)
+        group_of = option.partition(".")[0]
+        choice = next((each for each in _chosen(overrides) if each.startswith(f"{group_of}=")), "the command")
+        return f"{choice} needs {option}=VALUE. `rankrl --help` lists all options."
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:
         name, value = group.groups()
@@ -279,7 +288,7 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
         if name in known_options:  # a mapping, and it is its keys that are new
             return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
         return (
-            f"the option {name!r} is unknown.{_nearest(name, known_options)} "
+            f"the option {name!r} is unknown.{_nearest(name, known_options, _chosen(overrides))} "
             "`rankrl --help` lists all options."
         )
     config: Any = OmegaConf.to_container(compose("config", overrides=_chosen(overrides)))
@@ -293,18 +302,24 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     return f"{message}. `rankrl --cfg job` shows the options and their values."
 
 
-def _nearest(name: str, options: Collection[str]) -> str:
+def _nearest(name: str, options: Collection[str], chosen: Sequence[str]) -> str:
     """Return " Did you mean ...?" for the nearest option: of the group, of its other choices, of all.
 
     Args:
         name: What was written.
         options: All options with the choices of groups that were made.
+        chosen: These choices, as overrides.
     """
     group, _, option = name.partition(".")
     near = _nearest_within(group, option, options)
     if near is not None:
         return f" Did you mean {near!r}?"
+    choice = next((each.partition("=")[2] for each in chosen if each.startswith(f"{group}=")), "")
+    if group in groups() and choice in groups()[group].known() and groups()[group].types(choice)[1]:
+        return f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
     others = _options_of_choices(group)
+    if name in others:
+        return f" It is one of {others[name]}."
     near = _nearest_within(group, option, others)
     if near is not None:
         return f" Did you mean {near!r} ({others[near]})?"
