@@ -11,9 +11,6 @@ from pruning import residual_blocks
 from rankrl.errors import ConfigError
 from rankrl.operations import RemoveBlock
 
-# An axis of one example would not be told apart from one that is broadcast.
-_EXAMPLES = 2
-
 
 def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Removal]:
     """Return with which operation layers may leave the network, by name.
@@ -27,7 +24,7 @@ def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Remov
     """
     order = [spec.name for spec in compressible_layers(model, input_shape)]
     found: dict[str, Removal] = {}
-    for block in residual_blocks(model, example_tensor(model, input_shape, _EXAMPLES)):
+    for block in residual_blocks(model, example_tensor(model, input_shape)):
         layers = [name for name in order if name in block.layers]
         operation = RemoveBlock(block.name)
         found.update({name: Removal(operation, last=name == layers[-1]) for name in layers})

@@ -30,8 +30,6 @@ from rankrl.workflow.pruner_options import Measure, PruningOptions
 log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-EXAMPLES = 2
-"""Zero images that the channels are traced with: an axis of one could be mistaken for a broadcast one."""
 
 
 def train_channel_masks(
@@ -54,7 +52,7 @@ def train_channel_masks(
     """
     precision = inference_precision()
     dense = copy.deepcopy(model).to(precision.device)
-    inputs = example_tensor(dense, data.input_shape, EXAMPLES)
+    inputs = example_tensor(dense, data.input_shape)
     layout = to_fastest_layout(dense, inputs)
     steps, training = options.steps, options.training
 

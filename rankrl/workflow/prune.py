@@ -45,7 +45,6 @@ from rankrl.state_file import write_state
 from rankrl.training import accuracy
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.mask_training import (
-    EXAMPLES,
     STATE_VERSION,
     pruning_setup,
     read_pruning_state,
@@ -85,7 +84,7 @@ def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningO
         PruningError: If no layer can be pruned, a named one cannot, or the target cannot be reached.
         ConfigError: If `strengths` names a layer that heads no channel group.
     """
-    inputs = example_tensor(model, input_shape, EXAMPLES)
+    inputs = example_tensor(model, input_shape)
     if options.definition.unit == "blocks":
         cost = target_cost(options.measure, input_shape)
         require_blocks_suffice(model, _removable_blocks(model, inputs, options.layers), cost, options.kept)
@@ -132,7 +131,7 @@ def prune_network(
     if options.definition.is_mask:
         masks = None if state_file is None else state_file.with_stem(f"{state_file.stem}-masks")
         masked, result = train_channel_masks(model, data, options, masks)
-        groups = channel_groups(model, example_tensor(model, data.input_shape, EXAMPLES))
+        groups = channel_groups(model, example_tensor(model, data.input_shape))
         plan = removal_plan(model, data.input_shape, masked.kept_channels(), groups, options.pruner)
         trained = masked.removed().cpu().to(memory_format=torch.contiguous_format).eval()
         network, rewound = _rewound(trained, model, plan, data, options, calibration)
@@ -180,7 +179,7 @@ def removal_plan(
 def _by_criterion(
     model: nn.Module, data: ImageData, options: PruningOptions, calibration: Tensor
 ) -> PrunedNetwork:
-    inputs = example_tensor(model, data.input_shape, EXAMPLES)
+    inputs = example_tensor(model, data.input_shape)
     every = channel_groups(model, inputs)
     groups = removable_groups(every, options.layers)
     generator = torch.Generator().manual_seed(options.seed)
@@ -194,7 +193,7 @@ def _by_criterion(
 def _by_blocks(
     model: nn.Module, data: ImageData, options: PruningOptions, calibration: Tensor
 ) -> PrunedNetwork:
-    blocks = _removable_blocks(model, example_tensor(model, data.input_shape, EXAMPLES), options.layers)
+    blocks = _removable_blocks(model, example_tensor(model, data.input_shape), options.layers)
     cost = target_cost(options.measure, data.input_shape)
     gone = options.definition.definition(model, blocks, calibration, cost, options.kept)
     log.info("blocks that go, in this order: %s", ", ".join(gone))
