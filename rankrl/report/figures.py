@@ -112,6 +112,7 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
 
 LEFT_DENSE = "left dense"
 ONLY_ROUNDED = "dense, in integers"
+REMOVED = "removed"
 
 
 def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
@@ -162,6 +163,8 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
 
 def layer_kind(row: LayerRow, *, mixed: bool) -> str:
     """Return what became of a layer, in a legend's words; its format where layers have several."""
+    if row.params_after == 0:
+        return REMOVED
     if not row.is_compressed:
         return LEFT_DENSE
     if row.precision and not row.ranks and row.params_after == row.params_before:

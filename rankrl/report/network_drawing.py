@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankrl.report.data import LayerRow, layer_formats
-from rankrl.report.figures import LEFT_DENSE, ONLY_ROUNDED, layer_kind, method_styles
+from rankrl.report.figures import LEFT_DENSE, ONLY_ROUNDED, REMOVED, layer_kind, method_styles
 from rankrl.report.stages import format_count, format_large, format_share
 
 _STEP, _WIDTH = 20.0, 14.0
@@ -89,13 +89,15 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
         roles_of |= {name: role for name, (role, _) in method_styles(formats).items()}
     kinds = [layer_kind(row, mixed=mixed) for row in layers]
     roles = [roles_of.get(kind, "accent") for kind in kinds]
-    legend = {kind.replace("_", " "): role for kind, role in zip(kinds, roles, strict=True)}
+    shown = {kind: role for kind, role in zip(kinds, roles, strict=True) if kind != REMOVED}
+    legend = {kind.replace("_", " "): role for kind, role in shown.items()}
+    empty = "; an empty one left the network" if REMOVED in kinds else ""
     return PlanDrawing(
         _drawn(layers, roles, fewest=24, most=44),
         _drawn(layers, roles, fewest=12, most=16),
         list(legend.items()),
-        "Every layer from the input to the output: the outline is what it had, the filling what is left. "
-        "Pointing at a layer says what became of it.",
+        "Every layer from the input to the output: the outline is what it had, the filling what is "
+        f"left{empty}. Pointing at a layer says what became of it.",
     )
 
 

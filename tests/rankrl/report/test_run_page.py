@@ -298,6 +298,19 @@ def test_the_plan_is_drawn_layer_by_layer_with_words_to_point_at(layers: list[La
     page = run_page(RunReport({"model": "a"}, [first]))
     assert "<title>&lt;odd&gt;: 16×16×3×3\n" in page
     assert plan_drawing([]) is None
+    assert "left the network" not in drawn.caption
+
+
+def test_a_removed_layer_is_an_empty_outline(layers: list[LayerRow]) -> None:
+    gone = dataclasses.replace(
+        layers[0], ranks=(), params_after=0, macs_after=0, reason="removed with block layer1.0"
+    )
+    drawn = plan_drawing([gone, gone])
+    assert drawn is not None
+    assert drawn.legend == []
+    assert "an empty one left the network" in drawn.caption
+    assert [block.filled for block in drawn.wide.blocks] == [0, 0]
+    assert drawn.wide.blocks[0].title.endswith("removed with block layer1.0")
 
 
 def test_the_page_says_when_it_was_written_and_leads_to_the_files(whole_run: RunReport) -> None:
