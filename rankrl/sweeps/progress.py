@@ -92,12 +92,14 @@ class SweepState:
         """Return it in one line.
 
         Args:
-            total: How many jobs there are, if that is known.
+            total: How many jobs the command has, if that is known; the folder may hold more, of earlier ones.
             left: Seconds that the rest will take, if that is known.
         """
-        done = (
-            counted(self.finished, "job") if total is None else f"{self.finished} of {counted(total, 'job')}"
-        )
+        if total is None:
+            done = counted(self.finished, "job")
+        else:
+            jobs = max(total, self.ended + len(self.running))
+            done = f"{self.finished} of {counted(jobs, 'job')}"
         parts = [f"{done} finished"]
         if self.failed:
             parts.append(f"{self.failed} failed")

@@ -54,6 +54,12 @@ def test_jobs_are_counted_and_say_what_they_are_at(sweep: Path) -> None:
     assert line.endswith("); about 5 min left")
 
 
+def test_jobs_of_an_earlier_command_count_too() -> None:
+    state = SweepState(finished=100, failed=0, running=["seed-3: search 1 of 5"])
+    assert state.line(3, None).startswith("100 of 101 jobs finished; 1 running")
+    assert state.line(200, None).startswith("100 of 200 jobs finished")
+
+
 def test_a_job_that_has_been_silent_for_long_is_not_said_to_run(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
