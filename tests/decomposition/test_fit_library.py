@@ -334,6 +334,7 @@ def test_formats_that_there_are_not_are_refused(small_net: nn.Module) -> None:
 def test_operations_without_fits_are_refused(small_net: nn.Module) -> None:
     class Nothing:
         kind = "nothing"
+        removes = False
 
     with pytest.raises(DecompositionError, match="layer '3': a library of fits knows nothing of 'nothing'"):
         library_of(small_net).weight("3", [Nothing()])  # type: ignore[list-item]
