@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from rankrl.data.arrays import read_npz
 from rankrl.data.augmentation import Augmentation
 from rankrl.data.registry import SourceFiles, register_dataset
+
+log = logging.getLogger(__name__)
 
 
 @register_dataset(
@@ -25,4 +28,13 @@ def npz(root: Path, path: str | Path, classes: int | None = None) -> SourceFiles
     """
     del root
     train, test, names = read_npz(Path(path))
+    if classes is None and names is None and len(train) and int(train.y.min()) > 0:
+        found = int(train.y.max()) + 1
+        log.warning(
+            "%s: no training image has label 0, and the network gets %d classes. If the classes were counted "
+            "from 1, subtract 1 from all labels; if not, dataset.classes=%d says so",
+            path,
+            found,
+            found,
+        )
     return SourceFiles(train, test, classes, names)

@@ -227,6 +227,17 @@ class FakeDownload:
         self.targets = [index % 10 for index in range(60)]
 
 
+@pytest.mark.parametrize(("first", "given"), [(0, {}), (1, {}), (1, {"classes": 5})])
+def test_labels_that_begin_at_one_are_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, given: dict[str, int]
+) -> None:
+    raw = arrays()
+    np.savez(tmp_path / "d.npz", **(raw | {name: raw[name] + first for name in ("y_train", "y_test")}))  # type: ignore[arg-type]
+    data = load_dataset("npz", path=tmp_path / "d.npz", **given)
+    assert data.classes == 4 + first
+    assert ("subtract 1 from all labels" in caplog.text) == (first == 1 and not given)
+
+
 def test_torchvision_is_asked_when_there_is_no_npz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", FakeDownload)
     data = load_dataset("cifar10", root=tmp_path)
