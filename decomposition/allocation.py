@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from torch import nn
 
-from decomposition.candidates import CandidateSet, parted, saved
+from decomposition.candidates import CandidateSet, in_one_block, saved
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.inputs import ExampleInputs
@@ -130,16 +130,16 @@ class Budget:
             there is nothing.
         """
         here, behind = sites[site], sites[site + 1]
-        apart = parted(here, behind)
-        if not self.borders and behind.producer != here.name and apart is None:
+        one_block = in_one_block(here, behind)
+        if not self.borders and behind.producer != here.name and not one_block:
             return None
         together = np.zeros((len(here), len(behind)))
         if self.borders:
             together += self.borders[site] * (here.integer[:, None] != behind.integer[None])
         if behind.producer == here.name:
             together -= here.saved(self.measure)[:, behind.levels]
-        if apart is not None:
-            together[apart] = np.inf
+        if one_block:
+            together[here.leaving[:, None] != behind.leaving[None]] = np.inf
         return together
 
     def spent(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
@@ -148,8 +148,7 @@ class Budget:
         It is infinite where candidates do not go together.
         """
         for (here, choice), (behind, chosen) in pairwise(zip(sites, map(int, choices), strict=True)):
-            apart = parted(here, behind)
-            if apart is not None and apart[choice, chosen]:
+            if in_one_block(here, behind) and here.leaving[choice] != behind.leaving[chosen]:
                 return np.inf
         own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
         return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)

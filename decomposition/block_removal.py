@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,9 +30,7 @@ def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[
         removals: By the name of the layer.
         names: The layers that may change, in forward order.
     """
-    counts: dict[Operation, int] = {}
-    for each in removals.values():
-        counts[each.operation] = counts.get(each.operation, 0) + 1
+    counts = Counter(each.operation for each in removals.values())
     found: dict[str, Removal] = {}
     for operation, run in groupby(names, lambda name: removals[name].operation if name in removals else None):
         layers = list(run)

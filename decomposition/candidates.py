@@ -203,9 +203,20 @@ class CandidateSet:
         return next((each.removed for each in self.candidates if each.removed is not None), None)
 
     @cached_property
+    def leaving(self) -> np.ndarray:
+        """How each candidate leaves the network, shape (candidates,).
+
+        0 where the site stays, 1 where it hands on floating point and 2 where it hands on integers.
+        """
+        return np.array(
+            [0 if each.removed is None else 1 + each.hands_on_integers for each in self.candidates]
+        )
+
+    @property
     def removed(self) -> np.ndarray:
         """With which candidates the site leaves the network, boolean; shape (candidates,)."""
-        return np.array([each.removed is not None for each in self.candidates])
+        gone: np.ndarray = self.leaving > 0
+        return gone
 
     @cached_property
     def narrows(self) -> bool:
@@ -256,7 +267,7 @@ class CandidateSet:
             return self
         costs, errors = np.stack([self.cost(measure) for measure in measures], axis=1), self.errors
         classes = 2 * self.levels + (self.integer if "latency" in measures else 0)
-        classes = np.where(self.removed, -1 - self.integer, classes)
+        classes = np.where(self.removed, -self.leaving, classes)
         kept: list[int] = []
         for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
             dear = classes[index] == 0 and bool((costs[index] >= costs[self.dense]).all())
@@ -272,18 +283,12 @@ class CandidateSet:
         return replace(self, candidates=tuple(self.candidates[index] for index in indices))
 
 
-def parted(here: CandidateSet, behind: CandidateSet) -> np.ndarray | None:
-    """Return which candidates of neighbouring sites do not go together: those that part a block.
+def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
+    """Tell whether neighbouring sites only leave the network together.
 
-    Returns:
-        Boolean, shape (candidates of the first, candidates of the second); `None` where all go together. Two
-        that leave the network have to hand on the same, integers or floating point.
+    Then candidates go together whose `CandidateSet.leaving` is the same.
     """
-    if here.removal is None or here.removal != behind.removal:
-        return None
-    first, second = (np.where(site.removed, 1 + site.integer, 0) for site in (here, behind))
-    apart: np.ndarray = first[:, None] != second[None]
-    return apart
+    return here.removal is not None and here.removal == behind.removal
 
 
 def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:

@@ -268,9 +268,9 @@ def plan_by_heuristic(
 
 def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:
     """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
-    operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
     if candidate.removed is not None:
         return 0
+    operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
     if operation is None:
         read = spec.in_channels if candidate.inputs is None else candidate.inputs
         return min(spec.out_channels, read * spec.kernel_elements)

@@ -512,11 +512,11 @@ class FitLibrary:
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
         """Return what a candidate costs where the next layer reads only some of its outputs."""
         behind = next((each for each in self.narrowings.values() if each.producer == name), None)
+        counts = behind.counts if behind else ()
+        if candidate.removed is not None:
+            return (None,) * len(counts)
         costs: list[Cost | None] = []
-        for count in behind.counts if behind else ():
-            if candidate.removed is not None:
-                costs.append(None)
-                continue
+        for count in counts:
             spec = self.specs[name].narrowed(inputs=candidate.inputs, outputs=count)
             try:
                 for operation in candidate.operations:

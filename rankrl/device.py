@@ -143,8 +143,9 @@ def _has_fast_bfloat16(device: torch.device) -> bool:
         # Older torch versions cannot be asked; float32 is right there, only slower.
         query: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
         capabilities = query()
-        names = ["amx_bf16", "bf16"] if "Intel" in processor_name() else ["avx512_bf16", "amx_bf16", "bf16"]
-        return any(capabilities.get(name, False) for name in names)
+        if capabilities.get("amx_bf16", False) or capabilities.get("bf16", False):
+            return True
+        return bool(capabilities.get("avx512_bf16", False)) and "Intel" not in processor_name()
     return False
 
 

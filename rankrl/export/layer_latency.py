@@ -222,19 +222,17 @@ def time_sites(
         border = timer.border(together.spec) if integers else 0.0
         measured, rows = _site_times(timer, module, together)
         known = {_identity(each): index for index, each in enumerate(together.candidates)}
-        added: dict[bool, float] = {}
+        additions: dict[bool, float] = {}
+        if any(map(_adds, group)):
+            additions = {each: timer.addition(together.spec, each) for each in {False, integers}}
         for site in group:
             mine = [known.get(_identity(each)) for each in site.candidates]
-            own = [_NOTHING if index is None else measured[index] for index in mine]
-            if _adds(site):  # what a block's last layer makes is added to the block's input
-                added = added or {
-                    each: timer.addition(site.spec, each) for each in (False, True)[: 1 + integers]
-                }
-                own = [
-                    time if index is None else time + added[each.integer]
-                    for time, index, each in zip(own, mine, site.candidates, strict=True)
-                ]
-            times[site.name] = tuple(own)
+            # What a block's last layer makes is added to the block's input.
+            added = additions if _adds(site) else {}
+            times[site.name] = tuple(
+                _NOTHING if index is None else measured[index] + added.get(each.integer, 0.0)
+                for index, each in zip(mine, site.candidates, strict=True)
+            )
             borders[site.name] = border
             if site.narrows:
                 nothing = (_NOTHING,) * len(rows[-1])

@@ -22,6 +22,7 @@ from rankrl.onnx_graph.inputs import add_to_digest, batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx_graph.rewrite import open_constants, without_unused
 from rankrl.onnx_graph.sites import Site
+from rankrl.plan_search.divergence import each_alone
 from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.remembering import RememberingEvaluator
@@ -246,15 +247,11 @@ def single_node_divergences(graph: ScoringGraph, scoring: OnnxScoring) -> list[n
         For every site the squared relative error of the outputs, averaged over them, under each of its
         candidates; shape (candidates,), 0 for the dense one.
     """
-    dense = [site.dense for site in graph.sites]
-    found = []
-    for index, site in enumerate(graph.sites):
-        values = np.zeros(len(site))
-        for choice in range(site.dense):
-            plan = (*dense[:index], choice, *dense[index + 1 :])
-            values[choice] = np.mean([each.error**2 for each in scoring.agreement(graph.session(plan))])
-        found.append(values)
-    return found
+
+    def divergence(plan: Choices) -> float:
+        return float(np.mean([each.error**2 for each in scoring.agreement(graph.session(plan))]))
+
+    return each_alone(graph.sites, divergence)
 
 
 @dataclass(frozen=True)

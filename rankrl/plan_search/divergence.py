@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch.nn.functional import kl_div
 
 from decomposition.candidates import CandidateSet
 from rankrl.plan_search.evaluator import PlanEvaluator
+from rankrl.plan_search.problem import Choices
 
 
 def single_layer_divergences(evaluator: PlanEvaluator, batches: int) -> list[np.ndarray]:
@@ -18,26 +20,43 @@ def single_layer_divergences(evaluator: PlanEvaluator, batches: int) -> list[np.
         evaluator: What scores plans; its first batches of held-out images are used.
         batches: How many batches.
 
-    Where a site leaves the network with others, all they do is put down to the last of them.
-
     Returns:
         For every site the mean Kullback-Leibler divergence of the class probabilities from the dense
         network's, in nats, under each of its candidates; shape (candidates,), 0 for the dense one.
     """
     sites = evaluator.problem.sites
-    dense = [site.dense for site in sites]
     batches = min(batches, evaluator.batches)
-    wanted = evaluator.forward(tuple(dense), 0, batches).log_softmax(1)
+    dense = tuple(site.dense for site in sites)
+    wanted = evaluator.forward(dense, 0, batches).log_softmax(1)
+
+    def divergence(plan: Choices) -> float:
+        answers = evaluator.forward(plan, 0, batches).log_softmax(1)
+        found = kl_div(answers.double(), wanted.double(), log_target=True, reduction="batchmean")
+        return max(0.0, float(found))
+
+    return each_alone(sites, divergence)
+
+
+def each_alone(sites: Sequence[CandidateSet], measure: Callable[[Choices], float]) -> list[np.ndarray]:
+    """Measure what every candidate does where all other sites are dense.
+
+    Where a site leaves the network with others, all they do is put down to the last of them.
+
+    Args:
+        sites: The candidates of every site.
+        measure: What a plan does.
+
+    Returns:
+        For every site the measure under each of its candidates; shape (candidates,), 0 for the dense one.
+    """
+    dense = tuple(site.dense for site in sites)
     found = []
     for index, site in enumerate(sites):
         values = np.zeros(len(site))
         for choice in range(site.dense):
             if site.candidates[choice].removed is not None and site.losses[choice] == 0:
                 continue
-            plan = (*dense[:index], choice, *dense[index + 1 :])
-            answers = evaluator.forward(plan, 0, batches).log_softmax(1)
-            divergence = kl_div(answers.double(), wanted.double(), log_target=True, reduction="batchmean")
-            values[choice] = max(0.0, float(divergence))
+            values[choice] = measure((*dense[:index], choice, *dense[index + 1 :]))
         found.append(values)
     return found
 

@@ -6,13 +6,13 @@ from decomposition import CompressionPlan, save_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
-from rankrl.tasks import onnx_file, steps
+from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
 
 
-@register_task("apply", "rewrite the network under plan=PATH, without fine-tuning", on_file=onnx_file.apply)
+@register_task("apply", "rewrite the network under plan=PATH, without fine-tuning", on_file="apply")
 def apply(config: AppConfig, folder: RunFolder) -> None:
     """Write the compressed network as `model.safetensors`."""
     if not config.plan:

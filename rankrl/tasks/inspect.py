@@ -14,7 +14,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.progress import progress_bar
-from rankrl.tasks import onnx_file, steps
+from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.network import build_network, model_title
 from rankrl.workflow.run_folder import RunFolder
@@ -26,7 +26,7 @@ _WIDTH = 160
 @register_task(
     "inspect",
     "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
-    on_file=onnx_file.inspect,
+    on_file="inspect",
 )
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a layer; errors, with `inspect.errors`, are relative output errors on training images."""

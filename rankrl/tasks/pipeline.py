@@ -8,7 +8,7 @@ from decomposition import save_compressed
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.plan_search.run import search_numbers
-from rankrl.tasks import onnx_file, steps
+from rankrl.tasks import steps
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import (
     cost_ratios,
@@ -23,7 +23,7 @@ from rankrl.workflow.run_folder import RunFolder
 from rankrl.workflow.runtimes import runtime_numbers
 
 
-@register_task("pipeline", "choose ranks, rewrite, fine-tune, export and report", on_file=onnx_file.compress)
+@register_task("pipeline", "choose ranks, rewrite, fine-tune, export and report", on_file="compress")
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     options.check(config, finetuning=config.finetune.epochs > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,14 +23,15 @@ class Task:
         name: Its name, `task=NAME`.
         description: One line for listings.
         run: Carries it out.
-        run_on_file: Carries it out for a network in an ONNX file (`model=onnx`), which nobody here trained;
-            None where the task has no use for one.
+        run_on_file: The function of `rankrl.tasks.onnx_file`, imported when it is needed, that carries it out
+            for a network in an ONNX file (`model=onnx`), which nobody here trained; None where the task has
+            no use for one.
     """
 
     name: str
     description: str
     run: TaskFunction
-    run_on_file: TaskFunction | None = None
+    run_on_file: str | None = None
 
     def of(self, config: AppConfig) -> TaskFunction:
         """Return what carries the task out for the network that a configuration names.
@@ -45,21 +47,23 @@ class Task:
                 f"task={self.name} has no use for model={_FILE}, a network in a file that is not trained "
                 f"here; choose task={' or task='.join(others)}"
             )
-        return self.run_on_file
+        run: TaskFunction = getattr(importlib.import_module("rankrl.tasks.onnx_file"), self.run_on_file)
+        return run
 
 
 _TASKS: Registry[Task] = Registry("task", ConfigError)
 
 
 def register_task(
-    name: str, description: str, *, on_file: TaskFunction | None = None
+    name: str, description: str, *, on_file: str | None = None
 ) -> Callable[[TaskFunction], TaskFunction]:
     """Register the decorated function as the task `name`.
 
     Args:
         name: Its name.
         description: One line for listings.
-        on_file: What carries it out for a network in an ONNX file, if it has a use for one.
+        on_file: The function of `rankrl.tasks.onnx_file` that carries it out for a network in an ONNX file,
+            if the task has a use for one.
 
     Raises:
         ConfigError: The name is taken.
