@@ -95,11 +95,13 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from rankrl.tasks import get_task  # imports torch and all that is registered
+    from rankrl.training.subnormals import subnormals_as_zero
 
     check_catalogue()
     check_values(plain)  # what sweepers draw is known only now
     run = get_task(settings.task).of(settings)
-    with start_tracking(settings.tracking.name, folder.path, plain, settings.tracking.options) as tracking:
+    kind, options = settings.tracking.name, settings.tracking.options
+    with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
         tracked = RunFolder(folder.path, tracking)
         run(settings, tracked)
     return tracked.notes

@@ -21,6 +21,7 @@ from rankrl.errors import NonFiniteError
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.schedule import learning_rate_factor
 from rankrl.training.state import EpochRow, TrainingState
+from rankrl.training.subnormals import clear_negligible, subnormals_as_zero
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,9 @@ class Epochs(ABC):
         started = time.perf_counter()
         epoch = len(state.history) + 1
         loss, lr = self._train_epoch(state, epoch)
+        clear_negligible(state.model)
+        if state.average is not None:
+            clear_negligible(state.average)
         self.judge(state, epoch, loss)
         try:
             score = self.score(state.scored_model)
@@ -230,6 +234,7 @@ class Epochs(ABC):
         )
 
 
+@subnormals_as_zero()
 def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: Path | None) -> TrainingResult:
     """Train to the last epoch, or until patience ends, and give the network the weights that are returned.
 
