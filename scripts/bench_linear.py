@@ -214,7 +214,7 @@ def main() -> None:
         # One input is held out, as everywhere; it is not used.
         names = [name for name in fitting if name != chosen.labels]
         some = {name: fitting[name][: count + 1] for name in names}
-        given = GivenFile.read(chosen.network, some, heldout=1e-9)
+        given = GivenFile.read(chosen.network, some, heldout=1e-9, look_ups=False)
         layers = linear_layers(given)
         inputs = {name: testing[name] for name in names}
         tested = Tested(given, layers, inputs, testing.get(chosen.labels))

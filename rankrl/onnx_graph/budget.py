@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from decomposition.operations.base import FLOAT_BYTES, dense_cost
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import LatencyComparison, compare_latency, measure_latency
 from rankrl.export.layer_latency import kept_table, measuring_conditions, table_key, time_sites
+from rankrl.files import write_json
 from rankrl.onnx_graph.file import write_graph
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
@@ -89,6 +91,7 @@ class OnnxLatencyBudget(LatencyBudget):
         options: How time is measured; the batch is that of `feed`.
         feed: A batch of real inputs.
         further: As for `LatencyBudget`.
+        beside: Time of the network / that of the original, where that is another one.
     """
 
     def __init__(
@@ -102,14 +105,16 @@ class OnnxLatencyBudget(LatencyBudget):
         options: LatencyOptions,
         feed: Feed,
         further: Mapping[str, float | None],
+        beside: float = 1.0,
     ) -> None:
         shape = input_shape(network, feed)
-        super().__init__(nn.Identity(), sites, shape, fraction, options, further=further)
+        super().__init__(nn.Identity(), sites, shape, min(1.0, fraction / beside), options, further=further)
+        self.beside = beside
         self.network, self.found, self.library = network, list(found), library
         self.totals, self.feed = dict(totals), feed
 
     def measured(self, plan: CompressionPlan) -> float:
-        """Return the time of the network under a plan / that of the original, timed in turns."""
+        """Return the time of the network under a plan / that without one, timed in turns."""
         graph = structured_graph(self.network, self.found, plan, self.library)
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "compressed.onnx"
@@ -170,6 +175,31 @@ class OnnxLatencyBudget(LatencyBudget):
         return SearchProblem.from_costs(
             self._specs(), self.sites, self.shape, self.totals, fractions, latencies=table, library=library
         )
+
+
+def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
+    """Return the time of a network / that of the one it was rewritten from, measured once.
+
+    Args:
+        original: The other one.
+        network: The network.
+        feed: A batch of real inputs.
+        options: How time is measured; what is found is kept in the folder.
+    """
+    digest = hashlib.sha256(measuring_conditions(batch_size(feed), options.threads).encode())
+    for each in (original, network):
+        digest.update(each.model.SerializeToString())
+    path = None if options.folder is None else options.folder / f"{digest.hexdigest()[:24]}-rewritten.json"
+    if path is not None and path.exists():
+        return float(json.loads(path.read_text(encoding="utf-8")))
+    with tempfile.TemporaryDirectory() as scratch:
+        rewritten = Path(scratch) / "rewritten.onnx"
+        onnx.save(network.model, rewritten)
+        found = 1 / compared_with_original(original, rewritten, feed, options).ratio
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return found
 
 
 def compared_with_original(

@@ -395,7 +395,7 @@ def _finished(
     search: SearchResult | None = None,
 ) -> OnnxCompression:
     """Carry out a plan, write the file and compare it with the original."""
-    network, split, score = given.network, given.split, finishing.score
+    network, split, score = given.original, given.split, finishing.score
     batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
     graph = _refitted(given, plan, batches, sensitivities, finishing)
     verified = check_contracted(graph, split.heldout[:2], network.source)
@@ -411,7 +411,7 @@ def _finished(
         path=target,
         plan=plan,
         sites=given.sites,
-        before={**given.totals, "file_bytes": network.model.ByteSize()},
+        before={**given.original_totals, "file_bytes": network.model.ByteSize()},
         after={**plan_costs(given.totals, given.sites, plan), "file_bytes": target.stat().st_size},
         outputs=tuple(outputs),
         score=found,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from rankrl.onnx_graph.budget import input_shape, network_costs
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
+from rankrl.onnx_graph.look_up import with_look_ups
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
 from rankrl.onnx_graph.sites import Site, find_sites
 
@@ -24,12 +26,14 @@ class GivenFile:
     """A network in an ONNX file with its inputs.
 
     Attributes:
-        network: The network.
+        original: The network as the file has it.
+        network: The network that is compressed: the original with look-ups for products with one-hot codes.
         split: The inputs.
         sites: Its nodes.
         totals: What it costs (`network_costs`).
     """
 
+    original: OnnxNetwork
     network: OnnxNetwork
     split: SplitInputs
     sites: tuple[Site, ...]
@@ -46,6 +50,7 @@ class GivenFile:
         scored: float = 0.0,
         skip: Sequence[str] = (),
         only: Sequence[str] = (),
+        look_ups: bool = True,
         seed: int = 0,
     ) -> GivenFile:
         """Read the file, and the inputs where they are in a file, too.
@@ -58,19 +63,21 @@ class GivenFile:
             scored: Share of the inputs that plans are scored on.
             skip: Nodes that stay as they are: names, or patterns of names.
             only: Nodes that alone may change, named likewise; empty for all.
+            look_ups: Whether products with one-hot codes become look-ups.
             seed: Seed of the split.
 
         Raises:
             OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
             DecompositionError: `skip` or `only` match no node.
         """
-        network = OnnxNetwork.load(path)
+        original = OnnxNetwork.load(path)
+        network = with_look_ups(original) if look_ups else original
         given = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
         split = split_inputs(given, network, heldout=heldout, scored=scored, seed=seed)
         found = find_sites(network, split.calibration[0])
         specs = skipping([site.spec for site in found], skip, only)
         sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
-        return cls(network, split, tuple(sites), network_costs(network, sites))
+        return cls(original, network, split, tuple(sites), network_costs(network, sites))
 
     @property
     def usable(self) -> list[Site]:
@@ -87,6 +94,35 @@ class GivenFile:
                 f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
             )
         return found
+
+    @cached_property
+    def original_sites(self) -> list[Site]:
+        """The nodes of the network as the file has it."""
+        if self.original is self.network:
+            return list(self.sites)
+        return find_sites(self.original, self.split.calibration[0])
+
+    @property
+    def looked_up(self) -> list[Site]:
+        """The nodes that became look-ups."""
+        left = {site.name for site in self.sites}
+        return [site for site in self.original_sites if site.name not in left]
+
+    @cached_property
+    def original_totals(self) -> dict[str, int]:
+        """What the network costs as the file has it."""
+        return network_costs(self.original, self.original_sites)
+
+    def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return fractions of the original's costs as fractions of what the compressed network begins with.
+
+        Args:
+            kept: Fractions of parameters, multiply-accumulates and bytes, by `params`, `macs` and `bytes`.
+        """
+        ratios = {name: self.original_totals[name] / max(1, self.totals[name]) for name in self.totals}
+        return {
+            name: None if value is None else min(1.0, value * ratios[name]) for name, value in kept.items()
+        }
 
     @property
     def shape(self) -> tuple[int, ...]:

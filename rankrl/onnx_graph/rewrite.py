@@ -127,7 +127,7 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     node = nodes[site.name]
     held = constant(node.inputs[1])
     assert held is not None
-    weight = _constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))
+    weight = new_constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))
     for each in site.nodes:
         nodes[each.name].replace_input_with(1, weight)
     if site.spread:
@@ -145,7 +145,7 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
         array = constant(behind.inputs[index])
         assert array is not None
         known, users = torch.from_numpy(np.array(array)), [(behind, index)]
-    mean = _constant(model.graph, f"{site.name}.mean", known)
+    mean = new_constant(model.graph, f"{site.name}.mean", known)
     for user, index in users:
         user.replace_input_with(index, mean)
     return OpenConstants(str(weight.name), turned, str(mean.name), known, sign)
@@ -180,7 +180,7 @@ def _stage_node(
 
     def known(kind: str, tensor: torch.Tensor) -> ir.Value:
         if f"{key} {kind}" not in constants:
-            constants[f"{key} {kind}"] = _constant(graph, f"{name}.{kind}", tensor)
+            constants[f"{key} {kind}"] = new_constant(graph, f"{name}.{kind}", tensor)
         return constants[f"{key} {kind}"]
 
     weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
@@ -213,7 +213,7 @@ def _stage_node(
     elif spreading is not None:
         inputs += [each for each in spreading.inputs[2:] if each is not None]
     node = ir.node(op_type, inputs, attributes, name=name)
-    node.outputs[0].name = _free(graph, f"{name}_output")
+    node.outputs[0].name = free_name(graph, f"{name}_output")
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     return node
 
@@ -225,7 +225,7 @@ def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Ten
     assert known is not None
     moved: Array = known + sign * shift.numpy().reshape(known.shape)
     tensor = torch.from_numpy(np.ascontiguousarray(moved.astype(known.dtype)))
-    behind.replace_input_with(index, _constant(graph, f"{site.name}.shifted", tensor))
+    behind.replace_input_with(index, new_constant(graph, f"{site.name}.shifted", tensor))
 
 
 def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
@@ -235,15 +235,16 @@ def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
     return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1
 
 
-def _constant(graph: ir.Graph, name: str, tensor: torch.Tensor) -> ir.Value:
-    array = np.ascontiguousarray(tensor.numpy())
-    name = _free(graph, name)
+def new_constant(graph: ir.Graph, name: str, values: torch.Tensor | Array) -> ir.Value:
+    """Add a constant to a graph, under a name of its own; return its value."""
+    array = np.ascontiguousarray(values)
+    name = free_name(graph, name)
     value = ir.val(name, const_value=ir.tensor(array, name=name))
     graph.register_initializer(value)
     return value
 
 
-def _free(graph: ir.Graph, name: str) -> str:
+def free_name(graph: ir.Graph, name: str) -> str:
     """Return a name that no value of the graph has yet."""
     taken = graph.initializers
     produced = {output.name for node in graph for output in node.outputs}

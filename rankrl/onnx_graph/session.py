@@ -17,7 +17,7 @@ from torch import nn
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
 from decomposition.fitting import CHOOSING
 from rankrl.files import atomic_path
-from rankrl.onnx_graph.budget import OnnxLatencyBudget
+from rankrl.onnx_graph.budget import OnnxLatencyBudget, time_beside
 from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.inputs import add_to_digest
@@ -82,7 +82,7 @@ class OnnxSearchSession(SearchSession):
         return single_node_divergences(evaluator.graph, scoring)
 
     def _problem(self, sites: Sequence[CandidateSet], library: FitLibrary | None = None) -> SearchProblem:
-        fractions = {**self.options.further, "params": self.options.kept_params}
+        fractions = self.given.fractions({**self.options.further, "params": self.options.kept_params})
         specs = [site.spec for site in self.given.sites]
         return SearchProblem.from_costs(
             specs, sites, self.input_shape, self.given.totals, fractions, library=library
@@ -90,6 +90,9 @@ class OnnxSearchSession(SearchSession):
 
     def _latency_budget(self, sites: Sequence[CandidateSet], fraction: float) -> LatencyBudget:
         given, options = self.given, self.options
+        beside = 1.0
+        if given.network is not given.original:
+            beside = time_beside(given.original, given.network, self.feed, options.timing)
         return OnnxLatencyBudget(
             given.network,
             given.sites,
@@ -99,7 +102,8 @@ class OnnxSearchSession(SearchSession):
             fraction,
             options.timing,
             self.feed,
-            options.further,
+            given.fractions(options.further),
+            beside,
         )
 
 

@@ -35,6 +35,7 @@ from rankrl.workflow.run_folder import RunFolder, cache_folder
 
 INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
+_LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
 _SELECTOR = "greedy"
 _WIDTH = 160
 
@@ -144,6 +145,10 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
             f"{spec.macs:,}",
             f"{spec.macs / max(1, totals['macs']):.1%}",
             spec.refusal or "",
+        )
+    for site in given.looked_up:
+        table.add_row(
+            site.name, site.op_type, "x".join(map(str, site.spec.weight_shape)), *[""] * 4, _LOOKED_UP
         )
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width

@@ -116,7 +116,13 @@ class LatencyBudget:
         options: How time is measured.
         preprocessing: What an exported network that preprocesses does to its images.
         further: Fractions of other costs that have to be kept as well, by measure.
+
+    Attributes:
+        beside: What messages multiply fractions by: the time of the network / that of what a user calls the
+            original.
     """
+
+    beside = 1.0
 
     def __init__(
         self,
@@ -134,6 +140,11 @@ class LatencyBudget:
         self.further = {name: kept for name, kept in (further or {}).items() if kept is not None}
         self.inside = preprocessing if options.preprocess else None
         self._scratch = tempfile.TemporaryDirectory()
+
+    @property
+    def asked(self) -> float:
+        """The fraction as a user gave it."""
+        return round(self.beside * self.fraction, 6)
 
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
@@ -191,7 +202,8 @@ class LatencyBudget:
                 chosen = [site.candidates[j] for site, j in choices]
                 later.append(Trial.of(table, self.sites, chosen, tried[plan.layers]))
             kept = tried[plan.layers]
-            log.info("latency: %.3f asked, %.3f expected, %.3f measured", self.fraction, wanted, kept)
+            shown = (self.beside * each for each in (self.fraction, wanted, kept))
+            log.info("latency: %.3f asked, %.3f expected, %.3f measured", *shown)
             loss = sum(float(site.losses[j]) for site, j in choices)
             found.append(_Tried(kept, loss, wanted, fitted))
             at_an_end = wanted == 1 if kept <= self.fraction else not new and wanted <= least * _ROUNDING
@@ -203,9 +215,9 @@ class LatencyBudget:
             keeping = [fastest]
         if not keeping:
             raise DecompositionError(
-                f"budget.latency={self.fraction} cannot be reached: the fastest plan takes "
-                f"{fastest.kept:.3f} of the dense network's time ({table.conditions}). Ask for that, or try "
-                "another format"
+                f"budget.latency={self.asked} cannot be reached: the fastest plan takes "
+                f"{self.beside * fastest.kept:.3f} of the dense network's time ({table.conditions}). Ask for "
+                "that, or try another format"
             )
         best = min(keeping, key=lambda each: each.loss)
         return best.wanted, best.table
@@ -290,9 +302,10 @@ class LatencyBudget:
             return TimedPlans(found)
         return TimedPlans(
             [nearest],
-            f"budget.latency={self.fraction} is missed: of the {counted(len(tried), 'best plan')} none is "
-            f"that fast when it is exported. The fastest was taken; it keeps {least:.3f} of the dense "
-            "network's time. Ask for a little less, measure on a quiet machine, or raise search.episodes",
+            f"budget.latency={self.asked} is missed: of the {counted(len(tried), 'best plan')} none is "
+            f"that fast when it is exported. The fastest was taken; it keeps {self.beside * least:.3f} of "
+            "the dense network's time. Ask for a little less, measure on a quiet machine, or raise "
+            "search.episodes",
         )
 
     def _path(self, table: LatencyTable, kind: str, *further: Any) -> Path | None:
