@@ -36,6 +36,7 @@ from .registry import Registry
 from .rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
 from .saving import load_compressed, save_compressed
 from .sensitivity import collect_sensitivities
+from .transposed import PlainTransposed, plain_transposed
 from .vbmf import MatrixRank, matrix_rank
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "MatrixRank",
     "Operation",
     "PlainAttention",
+    "PlainTransposed",
     "PlanError",
     "Positional",
     "Quantise",
@@ -104,6 +106,7 @@ __all__ = [
     "matrix_rank",
     "plain_attention",
     "plain_layers",
+    "plain_transposed",
     "plan_by_heuristic",
     "plan_from_choices",
     "reestimate_batch_norm",

@@ -15,6 +15,7 @@ from decomposition import (
     count_macs,
     count_parameters,
     plain_attention,
+    plain_transposed,
     save_compressed,
 )
 from decomposition.inputs import CalibrationInputs, count_inputs, input_shape_of, mapped, split
@@ -124,7 +125,8 @@ def compress(
 
     Args:
         model: The trained network, any module, on any device; it is left untouched. `nn.MultiheadAttention`
-            inside gets linear layers for its projections (`decomposition.plain_attention`).
+            inside gets linear layers for its projections (`decomposition.plain_attention`), and transposed
+            convolutions get 1x1 convolutions for their products (`decomposition.plain_transposed`).
         data: Inputs to fit to, a few hundred to some thousands, read into memory: one batch (a tensor, a
             tuple of tensors that the forward takes in order, or a dict of those it takes by name), or batches
             of such, such as a data loader. Batches may be pairs of inputs and labels.
@@ -223,7 +225,7 @@ def compress(
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
     check_writable(run.path, "folder")
-    dense = plain_attention(model).eval()
+    dense = plain_transposed(plain_attention(model)).eval()
     fitted, held = _samples(data, heldout, dense, seed)
     if recipe is not None:
         check_loss(fitted.labels, loss)
