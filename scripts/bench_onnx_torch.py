@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, rows: ResultRows) -> None:
     """Measure what is missing in the rows."""
     model, data = load_network(options.checkpoint), load_dataset("cifar10")
     test: TestImages = data.test
-    for seed, weighed, how in product(range(options.seeds), (True, False), (TORCH, FILE)):
+    for weighed, seed, how in product((True, False), range(options.seeds), (TORCH, FILE)):
         key = {"network": how, "outputs weighed": weighed, "draw": seed}
         if rows.find(key) is not None:
             continue
