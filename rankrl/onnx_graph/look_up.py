@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
 from rankrl.onnx_graph.network import Array, GraphSession, OnnxNetwork, part_of
 from rankrl.onnx_graph.rewrite import free_name, new_constant, without_unused
@@ -49,7 +50,10 @@ def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
         network: The network; left as it was.
     """
     model = network.graph_model()
-    products = [node for node in model.graph if node.op_type == "MatMul"]
+    products = [node for node in model.graph if node.op_type == "MatMul" and _one_hot(node.inputs[0])]
+    if not products:
+        return network
+    passes.ShapeInferencePass()(model)
     replaced = [_replace(model, product, network.source) for product in products]
     if not any(replaced):
         return network
@@ -61,10 +65,13 @@ def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
     code, weight = _one_hot(product.inputs[0]), constant(product.inputs[1])
     if code is None or weight is None or weight.dtype != np.float32:
         return False
-    if weight.ndim != 2 or len(weight) != code.classes:
+    axes = product.outputs[0].shape
+    if weight.ndim != 2 or len(weight) != code.classes or axes is None or code.index.shape is None:
+        return False
+    if len(code.index.shape) != len(axes):
         return False
     graph, name = model.graph, f"{product.name}/look_up"
-    old = _function_of_row(graph, product.outputs[0], weight.shape[1])
+    old = _function_of_row(graph, product.outputs[0], weight.shape[1], len(axes))
     none = np.zeros((1, weight.shape[1]), np.float32)
     table = _mapped(model, product.outputs[0], old, np.concatenate([weight, none]), source)
     # The last row is that of no class: a larger index is cut to it, a negative one counts from behind.
@@ -104,7 +111,7 @@ def _one_hot(value: ir.Value | None) -> _OneHot | None:
     return None
 
 
-def _function_of_row(graph: ir.Graph, product: ir.Value, width: int) -> ir.Value:
+def _function_of_row(graph: ir.Graph, product: ir.Value, width: int, axes: int) -> ir.Value:
     """Return the last value that the elements of a product alone determine, one by one.
 
     What lies between is used for nothing else.
@@ -113,7 +120,7 @@ def _function_of_row(graph: ir.Graph, product: ir.Value, width: int) -> ir.Value
     for node in graph:
         others = [each for each in node.inputs if each is not None and each not in sources]
         inside = {each for each in node.inputs if each is not None and each in sources}
-        if inside and node.op_type in _ELEMENTWISE and all(_along_row(each, width) for each in others):
+        if inside and node.op_type in _ELEMENTWISE and all(_along_row(each, width, axes) for each in others):
             sources[node.outputs[0]] = inside.union(*(sources[each] for each in inside))
     for value, within in reversed(sources.items()):
         if all(_only_within(each, within | {value}) for each in within):
@@ -121,9 +128,12 @@ def _function_of_row(graph: ir.Graph, product: ir.Value, width: int) -> ir.Value
     return product
 
 
-def _along_row(value: ir.Value, width: int) -> bool:
+def _along_row(value: ir.Value, width: int, axes: int) -> bool:
+    """Tell whether a value is one constant, or one for each element of a row, that adds no axes."""
     array = constant(value)
-    return array is not None and array.size in (1, width) and array.shape[-1:] in ((), (1,), (width,))
+    if array is None or array.ndim > axes:
+        return False
+    return array.size == 1 or (array.size == width and array.shape[-1] == width)
 
 
 def _only_within(value: ir.Value, values: set[ir.Value]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -88,6 +89,11 @@ BEHIND: dict[str, tuple[onnx.NodeProto, ...]] = {
 }
 
 
+def outputs(model: onnx.ModelProto, tokens: Array) -> list[Array]:
+    found: Any = ReferenceEvaluator(model).run(None, {"tokens": tokens})
+    return [np.asarray(each) for each in found]
+
+
 def operators(model: onnx.ModelProto) -> list[str]:
     return [each.op_type for each in model.graph.node]
 
@@ -102,7 +108,7 @@ def test_computes_the_same(behind: str, opset: int, tmp_path: Path) -> None:
     assert "Gather" in operators(found)
     assert "Equal" not in operators(found)
     tokens = np.arange(-3, 12).reshape(3, POSITIONS)
-    expected, new = (ReferenceEvaluator(each).run(None, {"tokens": tokens})[0] for each in (model, found))
+    expected, new = (outputs(each, tokens)[0] for each in (model, found))
     np.testing.assert_allclose(new, expected, atol=1e-6)
 
 
@@ -121,9 +127,7 @@ def test_keeps_values_that_are_outputs(tmp_path: Path) -> None:
     model = coded(node("Relu", "embedded", to="r"), node("Tanh", "r", to="y"), ends=("y", "r"))
     found = with_look_ups(network_of(model, tmp_path)).model
     tokens = np.arange(10).reshape(2, POSITIONS)
-    for new, expected in zip(
-        *(ReferenceEvaluator(m).run(None, {"tokens": tokens}) for m in (found, model)), strict=True
-    ):
+    for new, expected in zip(outputs(found, tokens), outputs(model, tokens), strict=True):
         np.testing.assert_allclose(new, expected, atol=1e-6)
 
 
@@ -137,7 +141,7 @@ def test_indices_of_every_type(kind: int, data: st.DataObject, tmp_path: Path) -
     tokens = np.array(data.draw(st.lists(whole, min_size=POSITIONS, max_size=POSITIONS)), dtype)[None]
     model = coded(*BEHIND["a bias"], kind=kind)
     found = with_look_ups(network_of(model, tmp_path)).model
-    expected, new = (ReferenceEvaluator(each).run(None, {"tokens": tokens})[0] for each in (model, found))
+    expected, new = (outputs(each, tokens)[0] for each in (model, found))
     np.testing.assert_allclose(new, expected, atol=1e-6)
 
 
@@ -155,6 +159,48 @@ def test_comparison_of_numbers_stays(tmp_path: Path) -> None:
     """1.5 is no class, and must not be cut to one."""
     network = network_of(coded(*BEHIND["a bias"], kind=TensorProto.FLOAT), tmp_path)
     assert with_look_ups(network) is network
+
+
+def flat(*behind: onnx.NodeProto, classes: tuple[int, ...], axes: int) -> onnx.ModelProto:
+    """Indices (N, 1) and a product (N, 4), or one with more axes where the classes have them."""
+    random = generator()
+    constants = {
+        "classes": np.arange(CLASSES).reshape(classes),
+        "embedding": random.standard_normal((CLASSES, WIDTH)).astype(np.float32),
+        "bias": random.standard_normal((1, 1, WIDTH)).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Equal", ["tokens", "classes"], ["same"]),
+        helper.make_node("Cast", ["same"], ["code"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["code", "embedding"], ["embedded"], name="embed"),
+        *behind,
+    ]
+    used = {name for each in nodes for name in each.input}
+    return model_of(
+        nodes,
+        {name: value for name, value in constants.items() if name in used},
+        {"tokens": ["N", 1]},
+        {"y": [None] * axes},
+        types=INTEGERS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (flat(node("Relu", "embedded", to="y"), classes=(CLASSES,), axes=2), ["Gather"]),
+        (flat(node("Add", "embedded", "bias", to="y"), classes=(CLASSES,), axes=3), ["Gather", "Add"]),
+        (flat(node("Relu", "embedded", to="y"), classes=(1, 1, CLASSES), axes=3), ["MatMul", "Relu"]),
+    ],
+    ids=["alike", "a constant with more axes", "classes with more axes"],
+)
+def test_axes_stay(model: onnx.ModelProto, found: list[str], tmp_path: Path) -> None:
+    rewritten = with_look_ups(network_of(model, tmp_path)).model
+    assert operators(rewritten)[-len(found) :] == found
+    tokens = np.arange(-2, 9)[:, None]
+    expected, new = (outputs(each, tokens)[0] for each in (model, rewritten))
+    np.testing.assert_allclose(new, expected, atol=1e-6)
+    assert new.shape == expected.shape
 
 
 class Embedding(torch.nn.Module):
