@@ -145,7 +145,7 @@ def main() -> None:
     text = f"`{command}`\n\n{hardware_line()}\n\n{table(rows)}"
     print(text)
     if options.output:
-        write_section(options.output, "bench_onnx_torch", "An ONNX file without labels", text)
+        write_section(options.output, "bench_onnx_torch", "An ONNX file beside PyTorch", text)
 
 
 if __name__ == "__main__":

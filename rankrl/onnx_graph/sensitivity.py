@@ -27,11 +27,13 @@ from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, part_of
 from rankrl.onnx_graph.sites import Site
 
-PASSES = 2048
-"""Inputs that are sent through what lies behind a node, all channels together, about."""
-METHOD = 1
+PASSES = (2048, 8192)
+"""Inputs that are sent through what lies behind a node, all channels together: fewest and most."""
+_MACS = 4e11
+"""Multiply-accumulates of these passes, about, which decide between them."""
+METHOD = 2
 """Raised when the same network and inputs get other matrices than before; part of the names of kept ones."""
-_FEWEST, _MOST = 4, 64
+_FEWEST, _MOST = 4, 256
 _STEP = 0.05
 """The step h as a share of the root mean square of the node's output: of the size of what a fit changes."""
 _ELEMENTS = 2**22
@@ -43,7 +45,7 @@ def collect_sensitivities(
     sites: Sequence[Site],
     batches: Sequence[Feed],
     *,
-    passes: int = PASSES,
+    passes: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -54,7 +56,7 @@ def collect_sensitivities(
         sites: The nodes, without a refusal.
         batches: Calibration inputs; the first ones are used.
         passes: Inputs that are sent through what lies behind a node, all its channels together, about; never
-            fewer than four for each channel.
+            fewer than four for each channel. As many as suit the network when omitted (`passes_for`).
         seed: Seed of the signs.
         progress: Called with each node's name when it is measured.
 
@@ -62,6 +64,7 @@ def collect_sensitivities(
         G (out, out), float64, by name, shrunk towards the identity as far as few inputs leave it open.
         Nodes to which the outputs do not react are left out.
     """
+    passes = passes_for(sum(site.spec.macs for site in sites)) if passes is None else passes
     generator = np.random.default_rng(seed)
     model, scales = network.graph_model(), _output_scales(network, batches)
     found: dict[str, torch.Tensor] = {}
@@ -76,6 +79,18 @@ def collect_sensitivities(
         if progress is not None:
             progress(site.name)
     return found
+
+
+def passes_for(macs: int) -> int:
+    """Return how many inputs are sent through what lies behind each node of a network.
+
+    Few inputs leave much of a matrix open: ResNet-20 in Tucker at a quarter of its parameters keeps 80.9 %
+    with the fewest and 81.6 % with the most (three draws), and 81.8 % with gradients.
+
+    Args:
+        macs: Multiply-accumulates of the nodes for one input.
+    """
+    return int(min(PASSES[1], max(PASSES[0], _MACS / max(1, macs))))
 
 
 def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:

@@ -24,7 +24,7 @@ from rankrl.onnx_graph.inputs import add_to_digest
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED
 from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, single_node_divergences
-from rankrl.onnx_graph.sensitivity import METHOD, PASSES, collect_sensitivities
+from rankrl.onnx_graph.sensitivity import METHOD, collect_sensitivities
 from rankrl.onnx_graph.sites import SiteModules
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.progress import progress_bar
@@ -176,7 +176,7 @@ def measured_sensitivities(
 def _measured_key(given: GivenFile, seed: int) -> str:
     """Hash everything that measured sensitivities depend on."""
     names = [node.name for site in given.usable for node in site.nodes]
-    digest = hashlib.sha256(repr((METHOD, PASSES, seed, names)).encode())
+    digest = hashlib.sha256(repr((METHOD, seed, names)).encode())
     digest.update(given.network.model.SerializeToString())
     add_to_digest(digest, given.split.calibration)
     return digest.hexdigest()[:32]

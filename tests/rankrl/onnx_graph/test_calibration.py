@@ -137,3 +137,8 @@ def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytes
         torch.testing.assert_close(
             whole(found[name].covariance), whole(moments.covariance), rtol=1e-3, atol=1e-4
         )
+
+
+@pytest.mark.parametrize(("macs", "passes"), [(0, 8192), (10**7, 8192), (10**8, 4000), (4 * 10**9, 2048)])
+def test_smaller_networks_are_perturbed_more_often(macs: int, passes: int) -> None:
+    assert sensitivity.passes_for(macs) == passes
