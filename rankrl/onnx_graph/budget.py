@@ -150,7 +150,7 @@ class OnnxLatencyBudget(LatencyBudget):
             whole = self._time(path)
             in_integers = None
             if integers:
-                rounded = {site.name for site in self.found if site.name in modules and not site.spread}
+                rounded = {site.name for site in self.sites if any(each.integer for each in site.candidates)}
                 weights = [node.input[1] for node in self.network.model.graph.node if node.name in rounded]
                 quantise_onnx(path, path, [self.feed], weights=weights, partly=True)
                 in_integers = self._time(path)

@@ -55,8 +55,9 @@ def collect_sensitivities(
         network: The network.
         sites: The nodes, without a refusal.
         batches: Calibration inputs; the first ones are used.
-        passes: Inputs that are sent through what lies behind a node, all its channels together, about; never
-            fewer than four for each channel. As many as suit the network when omitted (`passes_for`).
+        passes: Inputs that are sent through what lies behind a node and those that share its weight, all
+            channels together, about; never fewer than four for each channel. As many as suit the network when
+            omitted (`passes_for`).
         seed: Seed of the signs.
         progress: Called with each node's name when it is measured.
 
@@ -69,7 +70,7 @@ def collect_sensitivities(
     model, scales = network.graph_model(), _output_scales(network, batches)
     found: dict[str, torch.Tensor] = {}
     for site in sites:
-        count = min(_MOST, max(_FEWEST, passes // site.channels))
+        count = min(_MOST, max(_FEWEST, passes // (site.channels * len(site.nodes))))
         some = _first(batches, count, network.fixed_batch)
         measured = [_measured(network, model, node, some, scales, generator) for node in site.nodes]
         matrices = [each for each in measured if each is not None]

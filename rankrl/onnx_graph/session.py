@@ -16,11 +16,13 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
 from decomposition.fitting import CHOOSING
+from decomposition.operations.quantise import PRECISIONS
 from rankrl.files import atomic_path
 from rankrl.onnx_graph.budget import OnnxLatencyBudget, time_beside
 from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.inputs import add_to_digest
+from rankrl.onnx_graph.integers import without_integers
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED
 from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, single_node_divergences
@@ -132,6 +134,7 @@ def fit_library(
     sensitivities = (
         measured_sensitivities(given, folder=folder, seed=seed) if candidates.weigh_outputs else {}
     )
+    computing = any(each.integer for name in candidates.precisions for each in PRECISIONS.get(name, ()))
     return FitLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],
@@ -139,7 +142,11 @@ def fit_library(
         moments=moments,
         sensitivities=sensitivities,
         precisions=candidates.precisions,
-        unrounded=[site.name for site in usable if site.spread],
+        unrounded=(
+            without_integers(given.network, usable, batches[0])
+            if computing
+            else [site.name for site in usable if site.spread]
+        ),
         multiple=candidates.multiple,
         options=options,
         folder=folder,
