@@ -108,7 +108,8 @@ class OnnxLatencyBudget(LatencyBudget):
         beside: float = 1.0,
     ) -> None:
         shape = input_shape(network, feed)
-        super().__init__(nn.Identity(), sites, shape, min(1.0, fraction / beside), options, further=further)
+        fraction = fraction if fraction > 1 else min(1.0, fraction / beside)
+        super().__init__(nn.Identity(), sites, shape, fraction, options, further=further)
         self.beside = beside
         self.network, self.found, self.library = network, list(found), library
         self.totals, self.feed = dict(totals), feed

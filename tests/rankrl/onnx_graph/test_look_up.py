@@ -17,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
+from rankrl.errors import RankrlError
 from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.look_up import with_look_ups
 
@@ -233,3 +234,11 @@ def test_compresses_with_look_ups(tmp_path: Path) -> None:
     assert "Gather" in operators(onnx.load(tmp_path / "small.onnx"))
     again = rankrl.apply_onnx_plan(path, tokens.numpy(), tmp_path / "again.onnx", found.plan)
     assert again.after["macs"] == found.after["macs"]
+
+
+@pytest.mark.parametrize("budget", [{"params": 1.5}, {"latency": 1.5}, {"macs": 0}])
+def test_budgets_out_of_range_are_refused_here_too(budget: dict[str, Any], tmp_path: Path) -> None:
+    onnx.save(coded(*BEHIND["a bias"]), tmp_path / "net.onnx")
+    tokens = np.arange(200).reshape(40, POSITIONS) % CLASSES
+    with pytest.raises(RankrlError, match=r"1\.5|0"):
+        rankrl.compress_onnx(tmp_path / "net.onnx", tokens, tmp_path / "small.onnx", **budget)
