@@ -26,9 +26,10 @@ from torch import nn
 
 from decomposition import apply_plan, count_parameters, plan_by_heuristic
 from rankrl import compress_onnx
-from rankrl.data import TestImages, load_dataset
+from rankrl.data import load_dataset
 from rankrl.export import export_network
 from rankrl.onnx_graph import OnnxNetwork
+from rankrl.onnx_graph.budget import network_costs
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy
@@ -71,8 +72,7 @@ def as_file(
     shape = tuple(images.shape[1:])
     dense, small = folder / "dense.onnx", folder / "small.onnx"
     export_network(model, dense, shape, [images[:64].numpy()])
-    whole = sum(int(np.prod(each.dims)) for each in OnnxNetwork.load(dense).model.graph.initializer)
-    params = kept * count_parameters(model) / whole
+    params = kept * count_parameters(model) / network_costs(OnnxNetwork.load(dense), [])["params"]
     found = compress_onnx(
         dense,
         images.numpy(),
@@ -88,7 +88,6 @@ def as_file(
 def measure(options: argparse.Namespace, rows: ResultRows) -> None:
     """Measure what is missing in the rows."""
     model, data = load_network(options.checkpoint), load_dataset("cifar10")
-    test: TestImages = data.test
     for weighed, seed, how in product((True, False), range(options.seeds), (TORCH, FILE)):
         key = {"network": how, "outputs weighed": weighed, "draw": seed}
         if rows.find(key) is not None:
@@ -103,7 +102,7 @@ def measure(options: argparse.Namespace, rows: ResultRows) -> None:
             else:
                 small, params = as_file(model, images, options.kept, weighed, Path(folder))
             seconds = time.process_time() - begun
-            accuracy = 100 * report_accuracy(small, test, mean=data.mean, std=data.std)
+            accuracy = 100 * report_accuracy(small, data.test, mean=data.mean, std=data.std)
         rows.add(key, {"parameters": params, "accuracy": f"{accuracy:.2f}", "seconds": f"{seconds:.0f}"})
         print(f"{key}: {accuracy:.2f} %, {params:,} parameters", file=sys.stderr, flush=True)
 

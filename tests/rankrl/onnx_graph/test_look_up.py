@@ -25,6 +25,15 @@ CLASSES, WIDTH, POSITIONS = 7, 4, 5
 INTEGERS = {"tokens": TensorProto.INT64}
 
 
+def embedded(index: str) -> list[onnx.NodeProto]:
+    """Compare an index with the `classes` and multiply with the `embedding`."""
+    return [
+        helper.make_node("Equal", [index, "classes"], ["same"]),
+        helper.make_node("Cast", ["same"], ["code"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["code", "embedding"], ["embedded"], name="embed"),
+    ]
+
+
 def coded(
     *behind: onnx.NodeProto,
     ends: tuple[str, ...] = ("y",),
@@ -46,9 +55,7 @@ def coded(
     }
     nodes = [
         helper.make_node("Unsqueeze", ["tokens", "last"], ["column"]),
-        helper.make_node("Equal", ["column", "classes"], ["same"]),
-        helper.make_node("Cast", ["same"], ["code"], to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["code", "embedding"], ["embedded"], name="embed"),
+        *embedded("column"),
         *behind,
     ]
     used = {name for node in nodes for name in node.input}
@@ -171,9 +178,7 @@ def flat(*behind: onnx.NodeProto, classes: tuple[int, ...], axes: int) -> onnx.M
         "bias": random.standard_normal((1, 1, WIDTH)).astype(np.float32),
     }
     nodes = [
-        helper.make_node("Equal", ["tokens", "classes"], ["same"]),
-        helper.make_node("Cast", ["same"], ["code"], to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["code", "embedding"], ["embedded"], name="embed"),
+        *embedded("tokens"),
         *behind,
     ]
     used = {name for each in nodes for name in each.input}
