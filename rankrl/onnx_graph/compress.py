@@ -23,6 +23,7 @@ from rankrl.onnx_graph.given import GivenFile, Inputs
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT, batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork, open_session
+from rankrl.onnx_graph.positions import METADATA, faster_positions, from_metadata, to_metadata
 from rankrl.onnx_graph.refit import CompressedGraph, check_plan, refitted_graph
 from rankrl.onnx_graph.rewrite import check_formats, writable_formats
 from rankrl.onnx_graph.scoring import FileTerm, OnnxScoring, SessionScore
@@ -263,6 +264,10 @@ def compress_file(
         seed=seed,
     )
     split, feed, finishing = given.split, *_timed(given, finishing)
+    if search.latency is not None and not any(search.further.values()):
+        given = given.with_several_positions(
+            faster_positions(given.network, given.sites, feed, finishing.timing)
+        )
     library = fit_library(given, candidates, options=options, folder=_fits(cache), seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
 
@@ -326,6 +331,8 @@ def apply_onnx_plan(
     """
     _check_target(target, path)
     given = GivenFile.read(path, inputs, images=images, heldout=heldout, seed=seed)
+    several = plan.metadata.get(METADATA, {})
+    given = given.with_several_positions(from_metadata(several, given.network, given.sites))
     check_plan(plan, given.sites, given.network.source)
     timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
     finishing = Finishing(score, timing, weigh_outputs, final_options, seed)
@@ -397,6 +404,8 @@ def _finished(
     """Carry out a plan, write the file and compare it with the original."""
     network, split, score = given.original, given.split, finishing.score
     batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
+    if given.several:
+        plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(given.several)})
     graph = _refitted(given, plan, batches, sensitivities, finishing)
     verified = check_contracted(graph, split.heldout[:2], network.source)
     write_graph(graph, target, batches, {"plan": plan.to_json()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
 from rankrl.onnx_graph.look_up import with_look_ups
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
+from rankrl.onnx_graph.positions import Chosen, with_several_positions
 from rankrl.onnx_graph.sites import Site, find_sites
 
 Inputs = Mapping[str, Array] | Array | Iterable[Feed] | str | Path
@@ -27,10 +28,12 @@ class GivenFile:
 
     Attributes:
         original: The network as the file has it.
-        network: The network that is compressed: the original with look-ups for products with one-hot codes.
+        network: The network that is compressed: the original with look-ups for products with one-hot codes,
+            perhaps with convolutions that compute several positions at once.
         split: The inputs.
         sites: Its nodes.
         totals: What it costs (`network_costs`).
+        several: Which convolutions compute several positions at once.
     """
 
     original: OnnxNetwork
@@ -38,6 +41,7 @@ class GivenFile:
     split: SplitInputs
     sites: tuple[Site, ...]
     totals: Mapping[str, int]
+    several: Chosen = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -78,6 +82,24 @@ class GivenFile:
         specs = skipping([site.spec for site in found], skip, only)
         sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
         return cls(original, network, split, tuple(sites), network_costs(network, sites))
+
+    def with_several_positions(self, chosen: Chosen) -> GivenFile:
+        """Return the same file with convolutions that compute several positions at once.
+
+        Args:
+            chosen: Which ones, and how.
+        """
+        if not chosen:
+            return self
+        network = with_several_positions(self.network, self.sites, chosen)
+        refusals = {site.name: site.spec.refusal for site in self.sites}
+        sites = [
+            replace(site, spec=replace(site.spec, refusal=refusals[site.name]))
+            for site in find_sites(network, self.split.calibration[0])
+        ]
+        return replace(
+            self, network=network, sites=tuple(sites), totals=network_costs(network, sites), several=chosen
+        )
 
     @property
     def usable(self) -> list[Site]:
