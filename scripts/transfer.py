@@ -6,7 +6,8 @@
 For each task MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION the policy's plan, which cost no evaluation,
 and greedy's are scored on held-out images, augmented, that came after those on which policies are trained;
 the difference has its standard error over batches of images. With `--refit` both plans are applied, layer by
-layer, and the networks scored on the same images. A task that the policy's card names is refused.
+layer, and the networks scored on the same images; with `--finetune EPOCHS` both are then fine-tuned by the
+recipe of `finetune=full`, and their last epochs tested. A task that the policy's card names is refused.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from bench_finetuning import FULL
 from torch import Tensor, nn
 
 from decomposition import apply_plan
@@ -33,7 +35,7 @@ from rankrl.pretraining.episodes import task_of
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
-from rankrl.training import predict_logits
+from rankrl.training import predict_logits, report_accuracy, train
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibrated_library
@@ -80,6 +82,7 @@ class Row:
         gain: What the policy's plan scores more.
         error: Standard error of the gain over batches of images.
         refit: Accuracies of both plans after the sequential refit, greedy's first; None without.
+        finetuned: Test accuracies of both after fine-tuning; None without.
     """
 
     task: PolicyTask
@@ -88,6 +91,7 @@ class Row:
     gain: float
     error: float
     refit: tuple[float, float] | None
+    finetuned: tuple[float, float] | None = None
 
 
 def what_is_new(policy: PolicyFile, task: PolicyTask) -> str:
@@ -164,10 +168,10 @@ class Prepared:
         )
 
 
-def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: int) -> Row:
+def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: int, finetune: int = 0) -> Row:
     """Score greedy's and the policy's plan for a task."""
     prepared = Prepared.of(asked, seed=seed)
-    data, model, inputs, problem = prepared.data, prepared.model, prepared.inputs, prepared.problem
+    data, problem = prepared.data, prepared.problem
     task = task_of(problem, model=asked.model, dataset=asked.dataset)
     new = what_is_new(read_policy(policy_file), task)
     images = data.heldout.subset(torch.arange(skip, len(data.heldout)))
@@ -176,10 +180,14 @@ def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: i
     plans: list[Choices] = [tuple(problem.preset.tolist()), selector.propose()[0].choices]
     right = [scored(evaluator, choices) for choices in plans]
     difference = right[1] - right[0]
-    refitted = None
-    if refit:
-        scores = [refit_accuracy(model, problem, choices, inputs, data, images, seed) for choices in plans]
-        refitted = scores[0], scores[1]
+    refitted = finetuned = None
+    if refit or finetune:
+        networks = [
+            apply_plan(prepared.model, problem.plan(each, "transfer"), prepared.inputs) for each in plans
+        ]
+        refitted = _both([augmented_accuracy(network, data, images) for network in networks])
+    if finetune:
+        finetuned = _both([finetuned_accuracy(each, prepared, finetune, seed) for each in networks])
     return Row(
         task,
         new,
@@ -187,34 +195,40 @@ def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: i
         float(difference.mean()),
         float(difference.std(ddof=1) / len(difference) ** 0.5),
         refitted,
+        finetuned,
     )
 
 
-def refit_accuracy(
-    model: nn.Module,
-    problem: SearchProblem,
-    choices: Choices,
-    inputs: Tensor,
-    data: ImageData,
-    images: Images,
-    seed: int,
-) -> float:
-    """Return the accuracy of a plan's network after the sequential refit, on the images, augmented."""
-    network = apply_plan(model, problem.plan(choices, "transfer"), inputs)
+def augmented_accuracy(network: nn.Module, data: ImageData, images: Images) -> float:
+    """Return the accuracy of a network on images, augmented."""
     shown = augmented_copy(images, data.augmentation, 0)
     logits = predict_logits(network, shown, mean=data.mean, std=data.std)
     return float((logits.argmax(1).cpu() == shown.y).float().mean())
 
 
+def finetuned_accuracy(network: nn.Module, prepared: Prepared, epochs: int, seed: int) -> float:
+    """Return the accuracy of a network on the test set after fine-tuning, of its last epoch."""
+    data = prepared.data
+    train(network, data, replace(FULL, epochs=epochs, seed=seed), teacher=prepared.model)
+    return report_accuracy(network, data.test, mean=data.mean, std=data.std)
+
+
+def _both(values: Sequence[float]) -> tuple[float, float]:
+    greedy, policy = values
+    return greedy, policy
+
+
 def report(rows: Sequence[Row], policy: PolicyFile) -> str:
     """Return the table, and what the policy was trained on."""
-    with_refit = any(row.refit is not None for row in rows)
-    head = ["task", "new to the policy", "greedy", "policy", "gain"] + [
-        "refit: greedy",
-        "policy",
-    ] * with_refit
+    further = {
+        "refit": [row.refit for row in rows],
+        "fine-tuned, test": [row.finetuned for row in rows],
+    }
+    shown = {name: pairs for name, pairs in further.items() if any(pairs)}
+    head = ["task", "new to the policy", "greedy", "policy", "gain"]
+    head += [column for name in shown for column in (f"{name}: greedy", "policy")]
     lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(head) - 2)}"]
-    for row in rows:
+    for number, row in enumerate(rows):
         cells = [
             str(row.task),
             row.new,
@@ -222,8 +236,8 @@ def report(rows: Sequence[Row], policy: PolicyFile) -> str:
             f"{row.greedy + row.gain:.3f}",
             f"{row.gain:+.3f} ± {row.error:.3f}",
         ]
-        if with_refit:
-            cells += ["–", "–"] if row.refit is None else [f"{each:.3f}" for each in row.refit]
+        for pairs in shown.values():
+            cells += [f"{each:.4f}" for each in pairs[number] or ()] or ["–", "–"]
         lines.append(f"| {' | '.join(cells)} |")
     gains = np.array([row.gain for row in rows])
     lines += ["", f"Mean gain {gains.mean():+.4f}; better on {int((gains > 0).sum())} of {len(rows)} tasks."]
@@ -240,6 +254,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", type=Asked.parse, required=True)
     parser.add_argument("--skip", type=int, default=2000, help="held-out images that trained the policy")
     parser.add_argument("--refit", action="store_true", help="apply the plans too")
+    parser.add_argument("--finetune", type=int, default=0, help="epochs of fine-tuning after that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     return parser.parse_args(arguments)
@@ -252,7 +267,14 @@ def main() -> None:
     try:
         for asked in options.tasks:
             rows.append(
-                measured(asked, options.policy, skip=options.skip, refit=options.refit, seed=options.seed)
+                measured(
+                    asked,
+                    options.policy,
+                    skip=options.skip,
+                    refit=options.refit,
+                    seed=options.seed,
+                    finetune=options.finetune,
+                )
             )
             print(rows[-1], file=sys.stderr, flush=True)
         policy = read_policy(options.policy)

@@ -59,11 +59,13 @@ def test_tasks_are_read_from_six_parts() -> None:
 def test_the_table_names_what_the_policy_was_trained_on(policy) -> None:
     rows = [
         script.Row(replace(KNOWN, network="b"), "network", 0.7, 0.02, 0.004, None),
-        script.Row(replace(KNOWN, network="c"), "network", 0.5, -0.01, 0.006, (0.6, 0.61)),
+        script.Row(replace(KNOWN, network="c"), "network", 0.5, -0.01, 0.006, (0.6, 0.61), (0.7, 0.72)),
     ]
     text = script.report(rows, policy)
     assert "Mean gain +0.0050; better on 1 of 2 tasks." in text
-    assert "| 0.700 | 0.720 | +0.020 ± 0.004 | – | – |" in text
+    assert "| 0.700 | 0.720 | +0.020 ± 0.004 | – | – | – | – |" in text
+    assert "| -0.010 ± 0.006 | 0.6000 | 0.6100 | 0.7000 | 0.7200 |" in text
+    assert "refit" not in script.report(rows[:1], policy).splitlines()[0]
     assert "trained on 1 tasks: resnet20 on cifar10, tucker, 0.25 of params" in text
 
 
@@ -77,8 +79,9 @@ def test_a_whole_task_is_measured(policy, tmp_path: Path, monkeypatch) -> None:
     save_checkpoint(model, tmp_path / "conv4.safetensors")
     policy.save(tmp_path / "policy.safetensors")
     asked = script.Asked("conv4", tmp_path / "conv4.safetensors", "digits", "tucker", "params", 0.2)
-    row = script.measured(asked, tmp_path / "policy.safetensors", skip=0, refit=True, seed=0)
+    row = script.measured(asked, tmp_path / "policy.safetensors", skip=0, refit=True, seed=0, finetune=1)
     assert row.new == "network, dataset, budget"
     assert 0 <= row.greedy <= 1
     assert row.refit is not None
-    assert np.isfinite([row.gain, row.error, *row.refit]).all()
+    assert row.finetuned is not None
+    assert np.isfinite([row.gain, row.error, *row.refit, *row.finetuned]).all()
