@@ -352,6 +352,11 @@ def _few_threads(columns: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _spread(core: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of a core's entries; the size of a single one, such as Tucker's 1 x 1."""
+    return core.std() if core.numel() > 1 else core.abs().squeeze()
+
+
 def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> list[Cores]:
     algebraic = problem.start(ranks)
     generator = torch.Generator().manual_seed(options.seed)
@@ -359,7 +364,7 @@ def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -
     noise = 1e-3 if any(bool((core.flatten(1) == 0).any()) for core in algebraic) else 0.0
     starts = [
         [
-            core + noise * core.std() * torch.randn(core.shape, generator=generator, dtype=core.dtype)
+            core + noise * _spread(core) * torch.randn(core.shape, generator=generator, dtype=core.dtype)
             for core in algebraic
         ]
         if noise

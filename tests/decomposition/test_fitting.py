@@ -244,6 +244,15 @@ def test_a_weight_of_lower_rank_than_asked_for_is_met(name: str, modes: WeightMo
     assert all(bool(torch.isfinite(core).all()) for core in fit.cores)
 
 
+@pytest.mark.parametrize("modes", [WeightModes((8,), (1,), 9), WeightModes((1,), (8,), 6, (2, 3))], ids=str)
+@pytest.mark.parametrize("name", list_formats())
+def test_a_single_channel_and_a_weight_of_lower_rank(name: str, modes: WeightModes) -> None:
+    """A core of one element has no standard deviation by which to draw a start."""
+    weight = normal(modes.out_channels, 1, 1) * normal(1, modes.in_channels, 1) * normal(1, 1, modes.kernel)
+    fit = fit_weight(get_format(name), weight, modes, middle_ranks(get_format(name), modes))
+    assert fit.error < 1e-5
+
+
 def border_rank_tensor() -> torch.Tensor:
     """a a b + a b a + b a a: of rank 3, but approached by rank 2 with terms that grow without bound."""
     a, b = torch.eye(9, dtype=torch.float64)[:2]
