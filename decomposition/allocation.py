@@ -220,7 +220,7 @@ class Budget:
                 raise DecompositionError(
                     f"budget.{each.measure}={each.fraction} cannot be reached: with the cheapest ranks "
                     f"everywhere {least * each.total:.10g} of {each.total:.10g} {each.measure} remain "
-                    f"({each.fixed:.10g} where nothing can be decomposed); the least is "
+                    f"({each.fixed:.10g} of them in what stays as it is); the least is "
                     f"{np.ceil(least * 1e4) / 1e4:.4f}"
                 )
         if self.also is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,14 @@ import torch
 
 from decomposition import CompressionPlan, FitOptions, list_heuristics
 from decomposition.fitting import CHOOSING
+from decomposition.layer_plan import LayerPlan
 from decomposition.operations.base import FINAL
+from decomposition.plan import fingerprint
 from rankrl.agreement import agreement_score
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
-from rankrl.onnx_graph.budget import compared_with_original, plan_costs
+from rankrl.onnx_graph.budget import compared_with_original, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
 from rankrl.onnx_graph.image_files import ImagePreprocessing
@@ -36,6 +39,8 @@ from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.session import CandidateOptions, SearchOptions
 
+log = logging.getLogger(__name__)
+
 TIMED_BATCH = 16
 """Inputs of a timed pass, unless another number is given."""
 
@@ -48,12 +53,18 @@ class OnnxCompression(Compression):
     the outputs.
 
     Attributes:
-        sites: The nodes.
-        search: The record of the search for the plan; None where a plan was applied.
+        sites: The nodes that the plan is for.
+        originals: The nodes of the original.
+        rewritten: What became of nodes before anything was compressed, by their names.
+        heldout: How many inputs it was compared on.
+        search: The record of the search for the plan; None where there was none.
     """
 
-    sites: tuple[Site, ...]
-    search: SearchResult | None = None
+    sites: tuple[Site, ...] = field(repr=False)
+    originals: tuple[Site, ...] = field(repr=False)
+    rewritten: Mapping[str, str]
+    heldout: int
+    search: SearchResult | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -268,6 +279,8 @@ def compress_file(
         given = given.with_several_positions(
             faster_positions(given.network, given.sites, feed, finishing.timing)
         )
+        if _fast_enough(given, search.latency, feed, finishing.timing):
+            return _finished(given, _as_it_is(given), Path(target), {}, finishing, feed)
     library = fit_library(given, candidates, options=options, folder=_fits(cache), seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
 
@@ -372,6 +385,24 @@ def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
     return feed, replace(finishing, timing=replace(finishing.timing, batch=batch_size(feed)))
 
 
+def _fast_enough(given: GivenFile, fraction: float, feed: Feed, timing: LatencyOptions) -> bool:
+    """Tell whether what was rewritten keeps a budget in time by itself, without any loss."""
+    if given.network is given.original or not 0 < fraction <= 1:
+        return False
+    kept = time_beside(given.original, given.network, feed, timing)
+    if kept > fraction:
+        return False
+    log.info("rewritten alone, it takes %.3f of its time, so that nothing has to be compressed", kept)
+    return True
+
+
+def _as_it_is(given: GivenFile) -> CompressionPlan:
+    """Return the plan that leaves every node as it is."""
+    reason = "the budget is kept without"
+    layers = tuple(LayerPlan(site.name, reason=site.spec.refusal or reason) for site in given.sites)
+    return CompressionPlan(layers, fingerprint([site.spec for site in given.sites]), given.shape, "rewriting")
+
+
 def _refitted(
     given: GivenFile,
     plan: CompressionPlan,
@@ -420,6 +451,9 @@ def _finished(
         path=target,
         plan=plan,
         sites=given.sites,
+        originals=tuple(given.original_sites),
+        rewritten=given.rewritten,
+        heldout=sum(batch_size(each) for each in split.heldout),
         before={**given.original_totals, "file_bytes": network.model.ByteSize()},
         after={**plan_costs(given.totals, given.sites, plan), "file_bytes": target.stat().st_size},
         outputs=tuple(outputs),

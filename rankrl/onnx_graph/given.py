@@ -130,6 +130,12 @@ class GivenFile:
         left = {site.name for site in self.sites}
         return [site for site in self.original_sites if site.name not in left]
 
+    @property
+    def rewritten(self) -> dict[str, str]:
+        """What became of nodes before anything was compressed, by their names."""
+        found = {site.name: "a look-up" for site in self.looked_up}
+        return found | {name: f"{each.positions} positions at once" for name, each in self.several.items()}
+
     @cached_property
     def original_totals(self) -> dict[str, int]:
         """What the network costs as the file has it."""

@@ -207,8 +207,8 @@ def _fitting(value: Array, wanted: GraphInput, network: OnnxNetwork) -> Array:
     takes = f"{network.source} takes {wanted}"
     if value.ndim == 0 or value.ndim != len(wanted.shape):
         raise OnnxGraphError(
-            f"the input {wanted.name!r} has {value.ndim} axes (shape {value.shape}), but {takes}: give "
-            f"arrays of {len(wanted.shape)} axes, the first one counting the inputs"
+            f"the input {wanted.name!r} has the shape {value.shape}, but {takes}: give as many axes as "
+            f"that ({len(wanted.shape)}), the first one counting the inputs"
         )
     for axis, (size, other) in enumerate(zip(wanted.shape[1:], value.shape[1:], strict=True), start=1):
         if size not in (None, other):

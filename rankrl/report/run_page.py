@@ -108,11 +108,22 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     columns, rows = comparison_rows(metrics)
     caption = "Accuracy is measured on the test set, which nothing was chosen by."
-    if number(metrics, "compressed", "agreement") is not None:
+    if _of_file(metrics):
         caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
     return text_table(caption, columns, rows)
+
+
+_SCORED = {
+    False: "on held-out images before fine-tuning",
+    True: "(1 − relative error of the outputs, unless another score was chosen) before the refit",
+}
+
+
+def _of_file(metrics: Mapping[str, Any]) -> bool:
+    """Tell whether the network was compared with its original, without labels."""
+    return number(metrics, "compressed", "agreement") is not None
 
 
 def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
@@ -121,7 +132,8 @@ def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def _search(report: RunReport) -> Drawing | None:
-    if not report.episodes:
+    ruled = len(report.episodes) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
+    if not report.episodes or ruled:
         return None
     best = max(report.episodes, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
@@ -129,7 +141,7 @@ def _search(report: RunReport) -> Drawing | None:
     caption = (
         f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
-        f"{format_accuracy(best.accuracy)} on held-out images before fine-tuning, with "
+        f"{format_accuracy(best.accuracy)} {_SCORED[_of_file(report.metrics)]}, with "
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
         f"{heldout_note(report.metrics)}"
     )
@@ -195,7 +207,10 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
         for row in layers
     ]
     text_columns = (0, len(columns) - 1) if reasoned else (0,)
-    return text_table("Every layer, before and after.", columns, rows, text_columns=text_columns)
+    caption = "Every layer, before and after."
+    if any(row.error and not row.ranks and not row.precision for row in layers):
+        caption += " The error of a layer that is left dense is what those in front of it hand on."
+    return text_table(caption, columns, rows, text_columns=text_columns)
 
 
 def _ranks(row: LayerRow, *, mixed: bool) -> str:

@@ -96,9 +96,11 @@ def conclusion(metrics: Mapping[str, Any]) -> str:
     if not costs:
         return ""
     needs = f"{', '.join(costs[:-1])} and {costs[-1]}" if len(costs) > 1 else costs[0]
-    quality = (
-        f" for a {kept[0].name.lower()} of {kept[0].note.replace(' of ', ' instead of ')}" if kept else ""
-    )
+    quality = ""
+    if kept:
+        name = kept[0].name.lower()
+        article = "an" if name[0] in "aeiou" else "a"
+        quality = f" for {article} {name} of {kept[0].note.replace(' of ', ' instead of ')}"
     return f"The compressed network needs {needs}{quality}."
 
 

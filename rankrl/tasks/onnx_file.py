@@ -29,6 +29,7 @@ from rankrl.onnx_graph import (
 from rankrl.plan_search.run import search_numbers
 from rankrl.report import LayerRow
 from rankrl.tasks import steps
+from rankrl.wording import counted
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_row
 from rankrl.workflow.run_folder import RunFolder, cache_folder
@@ -37,6 +38,8 @@ INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
 _LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
 _SELECTOR = "greedy"
+_LITTLE = 0.5
+"""Agreement with the original below which hardly anyone would use a network."""
 _WIDTH = 160
 
 
@@ -83,7 +86,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     if missed is not None:
         folder.miss(missed)
     format_name = "auto" if formats is None or len(formats) > 1 else config.decomposition.format
-    further: dict[str, Any] = {"decomposition": format_name, "selector": selector}
+    further: dict[str, Any] = {"decomposition": format_name, "selector": selector, "budget": _budget(config)}
     if result.search is not None and selector not in list_heuristics():
         further["search"] = search_numbers(result.search)
     _report(config, folder, result, images, further)
@@ -172,6 +175,11 @@ def _finishing(config: AppConfig) -> Finishing:
     )
 
 
+def _budget(config: AppConfig) -> dict[str, float]:
+    """Return the fractions that may be kept, by their measures."""
+    return {name: value for name, value in asdict(config.budget).items() if value is not None}
+
+
 def _report(
     config: AppConfig,
     folder: RunFolder,
@@ -188,7 +196,16 @@ def _report(
         **further,
         "seed": config.seed,
         **summary(result),
+        "rewritten": dict(result.rewritten),
+        "heldout_inputs": result.heldout,
     }
+    if metrics["compressed"]["agreement"] < _LITTLE:
+        folder.warn(
+            f"the outputs agree with the original's on {metrics['compressed']['agreement']:.0%} of "
+            f"{result.heldout} held-out inputs only: ask for a larger budget, or give more inputs".replace(
+                "%", " %"
+            )
+        )
     Console().print(_outputs(result))
     steps.finish(folder, metrics, seed=config.seed, layers=_rows(result))
 
@@ -273,7 +290,7 @@ def _term(config: AppConfig) -> dict[str, Any]:
 
 def _outputs(result: OnnxCompression) -> Table:
     """Return the table of outputs."""
-    table = Table(title="Agreement with the original on held-out inputs")
+    table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
     table.add_column("output", overflow="fold")
     table.add_column("same class", justify="right")
     table.add_column("relative error", justify="right")
@@ -284,8 +301,13 @@ def _outputs(result: OnnxCompression) -> Table:
 
 def _rows(result: OnnxCompression) -> list[LayerRow]:
     specs = {site.name: site.spec for site in result.sites if site.spec.params}
-    return [
-        layer_row(layer, specs[layer.name], specs[layer.name], error=result.errors.get(layer.name))
+    before = {site.name: site.spec for site in result.originals}
+    rows = [
+        layer_row(layer, before[layer.name], specs[layer.name], error=result.errors.get(layer.name))
         for layer in result.plan
         if layer.name in specs
+    ]
+    return [
+        replace(row, reason=f"computes {result.rewritten[row.name]}") if row.name in result.rewritten else row
+        for row in rows
     ]

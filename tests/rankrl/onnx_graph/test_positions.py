@@ -261,6 +261,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankrl.onnx_graph.compress.faster_positions", lambda *_: found)
         patch.setattr("rankrl.onnx_graph.session.time_beside", lambda *_: 0.8)
+        patch.setattr("rankrl.onnx_graph.compress.time_beside", lambda *_: 1.1)
         patch.setattr("rankrl.onnx_graph.budget.OnnxLatencyBudget.measured", lambda *_: 0.7)
         return rankrl.compress_onnx(
             folder / "net.onnx",
@@ -287,6 +288,23 @@ def test_plans_say_what_was_rewritten(compressed: rankrl.OnnxCompression) -> Non
     assert "Transpose" in operators(models[1])
     x = np.load(folder / "x.npy")
     np.testing.assert_allclose(*(outputs(model, x)[0] for model in models), atol=1e-5)
+
+
+def test_nothing_more_is_done_where_that_is_fast_enough(
+    monkeypatch: pytest.MonkeyPatch, compressed: rankrl.OnnxCompression, tmp_path: Path
+) -> None:
+    found = {"first": SeveralPositions(1, 4)}
+    monkeypatch.setattr("rankrl.onnx_graph.compress.faster_positions", lambda *_: found)
+    monkeypatch.setattr("rankrl.onnx_graph.compress.time_beside", lambda *_: 0.55)
+    monkeypatch.setattr("rankrl.onnx_graph.compress.fit_library", lambda *_, **__: pytest.fail("fitted"))
+    path, x = compressed.path.parent / "net.onnx", compressed.path.parent / "x.npy"
+    kept = rankrl.compress_onnx(path, x, tmp_path / "small.onnx", latency=0.6, timing=OPTIONS, multiple=1)
+    assert kept.score == pytest.approx(1, abs=1e-5)
+    assert kept.rewritten == {"first": "4 positions at once"}
+    assert set(kept.untouched.values()) == {"the budget is kept without"}
+    again = rankrl.apply_onnx_plan(path, x, tmp_path / "again.onnx", kept.plan, timing=OPTIONS)
+    assert again.rewritten == kept.rewritten
+    assert "weight" not in repr(kept)
 
 
 @pytest.mark.parametrize(
