@@ -15,7 +15,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -282,10 +282,13 @@ def _fastest(
     network: OnnxNetwork, site: Site, ways: Sequence[SeveralPositions], batch: int, options: LatencyOptions
 ) -> SeveralPositions | None:
     """Time a node, with all that share its weight, in several ways; return the fastest or None as it is."""
-    graphs = [network, *(with_several_positions(network, [site], {site.name: way}) for way in ways)]
-    times = np.zeros(len(graphs))
-    generator = np.random.default_rng(0)
+    times = np.zeros(1 + len(ways))
+    generator, model = np.random.default_rng(0), network.graph_model()
     for node in site.nodes:
+        part = part_of(model, [node.input_name], [node.output_name])
+        _free_batch(part)
+        alone, node_alone = OnnxNetwork(ir.to_proto(part), network.source), replace(node, twins=())
+        graphs = [alone, *(with_several_positions(alone, [node_alone], {node.name: way}) for way in ways)]
         pieces, spatial = node.spec.input_sizes[0], len(node.spec.kernel_size)
         shape = (batch * math.prod(pieces[:-spatial]), node.spec.in_channels, *pieces[-spatial:])
         x = {node.input_name: generator.standard_normal(shape, dtype=np.float32)}
@@ -293,9 +296,7 @@ def _fastest(
             files = []
             for number, graph in enumerate(graphs):
                 files.append(Path(scratch) / f"{number}.onnx")
-                alone = part_of(graph.graph_model(), [node.input_name], [node.output_name])
-                _free_batch(alone)
-                onnx.save(ir.to_proto(alone), files[-1])
+                onnx.save(graph.model, files[-1])
             timed = time_in_turns(
                 [(DEFAULT_RUNTIME, file) for file in files],
                 batch=batch,
