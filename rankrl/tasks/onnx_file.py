@@ -199,12 +199,11 @@ def _report(
         "rewritten": dict(result.rewritten),
         "heldout_inputs": result.heldout,
     }
-    if metrics["compressed"]["agreement"] < _LITTLE:
+    agreement = metrics["compressed"]["agreement"]
+    if agreement < _LITTLE:
         folder.warn(
-            f"the outputs agree with the original's on {metrics['compressed']['agreement']:.0%} of "
-            f"{result.heldout} held-out inputs only: ask for a larger budget, or give more inputs".replace(
-                "%", " %"
-            )
+            f"the agreement with the original is {agreement:.2f}, of 1, on "
+            f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
         )
     Console().print(_outputs(result))
     steps.finish(folder, metrics, seed=config.seed, layers=_rows(result))

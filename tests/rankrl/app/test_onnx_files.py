@@ -51,13 +51,24 @@ def test_a_file_becomes_a_smaller_one(
     metrics = read_json(Path("run/metrics.json"))
     assert metrics["ratios"]["params"] >= 1 / 0.7
     assert metrics["compressed"]["agreement"] > 0.5
+    assert metrics["warnings"] == []
+    assert (metrics["budget"], metrics["heldout_inputs"], metrics["rewritten"]) == ({"params": 0.7}, 12, {})
     assert [layer.name for layer in CompressionPlan.load("run/plan.json")] == ["first", "second", "last"]
     assert Path("net.onnx").read_bytes() == before
     assert onnx.load("run/model.onnx").graph.output[0].name == "y"
     assert "second" in Path("run/report.html").read_text()
     shown = capsys.readouterr().out
-    assert "Agreement" in shown
+    assert "Agreement with the original on 12 held-out inputs" in " ".join(shown.split())
+    assert "for an agreement of" in " ".join(shown.split())
     assert "fewer" in shown
+    assert "held-out images" not in Path("run/report.html").read_text()
+
+
+def test_a_ruined_network_is_warned_of(rankrl: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankrl.tasks.onnx_file._LITTLE", 1.1)
+    rankrl(*FILES, *LITTLE, "budget.params=0.7")
+    (warning,) = read_json(Path("run/metrics.json"))["warnings"]
+    assert "of 1, on 12 held-out inputs: ask for a larger budget" in warning
 
 
 def test_inspect_lists_the_nodes(rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
