@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -27,6 +28,8 @@ from rankrl.onnx_graph.sites import Site
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+
+_Value = TypeVar("_Value")
 
 
 def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
@@ -108,8 +111,7 @@ class OnnxLatencyBudget(LatencyBudget):
         beside: float = 1.0,
     ) -> None:
         shape = input_shape(network, feed)
-        fraction = fraction if fraction > 1 else min(1.0, fraction / beside)
-        super().__init__(nn.Identity(), sites, shape, fraction, options, further=further)
+        super().__init__(nn.Identity(), sites, shape, min(1.0, fraction / beside), options, further=further)
         self.beside = beside
         self.network, self.found, self.library = network, list(found), library
         self.totals, self.feed = dict(totals), feed
@@ -187,19 +189,47 @@ def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options
         feed: A batch of real inputs.
         options: How time is measured; what is found is kept in the folder.
     """
-    digest = hashlib.sha256(measuring_conditions(batch_size(feed), options.threads).encode())
-    for each in (original, network):
+
+    def measured() -> float:
+        with tempfile.TemporaryDirectory() as scratch:
+            rewritten = Path(scratch) / "rewritten.onnx"
+            onnx.save(network.model, rewritten)
+            return 1 / compared_with_original(original, rewritten, feed, options).ratio
+
+    return kept_measurement([original, network], feed, options, "rewritten", measured)
+
+
+def kept_measurement(
+    networks: Sequence[OnnxNetwork],
+    feed: Feed,
+    options: LatencyOptions,
+    kind: str,
+    measured: Callable[[], _Value],
+    *,
+    further: str = "",
+) -> _Value:
+    """Return what was measured of some networks on this machine, kept in the folder of the options.
+
+    Args:
+        networks: The networks.
+        feed: The batch that is timed.
+        options: How time is measured; without a folder nothing is kept.
+        kind: What is measured, for the name of the file.
+        measured: Measures it: a value that JSON holds.
+        further: What it depends on besides.
+    """
+    if options.folder is None:
+        return measured()
+    digest = hashlib.sha256((measuring_conditions(batch_size(feed), options.threads) + further).encode())
+    for each in networks:
         digest.update(each.model.SerializeToString())
-    path = None if options.folder is None else options.folder / f"{digest.hexdigest()[:24]}-rewritten.json"
-    if path is not None and path.exists():
-        return float(json.loads(path.read_text(encoding="utf-8")))
-    with tempfile.TemporaryDirectory() as scratch:
-        rewritten = Path(scratch) / "rewritten.onnx"
-        onnx.save(network.model, rewritten)
-        found = 1 / compared_with_original(original, rewritten, feed, options).ratio
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
+    path = options.folder / f"{digest.hexdigest()[:24]}-{kind}.json"
+    if path.exists():
+        found: _Value = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    found = measured()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, found)
     return found
 
 

@@ -275,12 +275,17 @@ def compress_file(
         seed=seed,
     )
     split, feed, finishing = given.split, *_timed(given, finishing)
-    if search.latency is not None and not any(search.further.values()):
-        given = given.with_several_positions(
-            faster_positions(given.network, given.sites, feed, finishing.timing)
-        )
-        if _fast_enough(given, search.latency, feed, finishing.timing):
-            return _finished(given, _as_it_is(given), Path(target), {}, finishing, feed)
+    beside, timing = 1.0, finishing.timing
+    if search.latency is not None:
+        in_time_alone = not any(search.further.values())
+        if in_time_alone:
+            faster = faster_positions(given.network, given.sites, feed, timing)
+            given = given.with_several_positions(faster)
+        if given.network is not given.original:
+            beside = time_beside(given.original, given.network, feed, timing)
+            if in_time_alone and beside <= search.latency:
+                log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", beside)
+                return _finished(given, _as_it_is(given), Path(target), {}, finishing, feed)
     library = fit_library(given, candidates, options=options, folder=_fits(cache), seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
 
@@ -291,9 +296,15 @@ def compress_file(
 
         # A rule's plan is one, so that no input chooses it.
         scoring = OnnxScoring(given.network, given.sites, split.scored or split.heldout, score, term)
-        search = replace(search, timing=finishing.timing)
         session = OnnxSearchSession(
-            given, library, scoring, search, candidates=candidates.candidates, feed=feed, apply=applied
+            given,
+            library,
+            scoring,
+            replace(search, timing=timing),
+            candidates=candidates.candidates,
+            feed=feed,
+            apply=applied,
+            beside=beside,
         )
         with session:
             found = session.search(
@@ -383,17 +394,6 @@ def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
     """Return the batch that is timed, and its size where times are asked for."""
     feed = given.feed(finishing.timing.batch)
     return feed, replace(finishing, timing=replace(finishing.timing, batch=batch_size(feed)))
-
-
-def _fast_enough(given: GivenFile, fraction: float, feed: Feed, timing: LatencyOptions) -> bool:
-    """Tell whether what was rewritten keeps a budget in time by itself, without any loss."""
-    if given.network is given.original or not 0 < fraction <= 1:
-        return False
-    kept = time_beside(given.original, given.network, feed, timing)
-    if kept > fraction:
-        return False
-    log.info("rewritten alone, it takes %.3f of its time, so that nothing has to be compressed", kept)
-    return True
 
 
 def _as_it_is(given: GivenFile) -> CompressionPlan:

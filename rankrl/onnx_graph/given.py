@@ -148,10 +148,8 @@ class GivenFile:
             kept: Fractions of parameters, multiply-accumulates and bytes, by `params`, `macs` and `bytes`.
         """
         ratios = {name: self.original_totals[name] / max(1, self.totals[name]) for name in self.totals}
-        # One above 1 is refused later, as it was given.
         return {
-            name: value if value is None or value > 1 else min(1.0, value * ratios[name])
-            for name, value in kept.items()
+            name: None if value is None else min(1.0, value * ratios[name]) for name, value in kept.items()
         }
 
     @property

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from rankrl.onnx_graph.network import Array, GraphSession, OnnxNetwork, part_of
-from rankrl.onnx_graph.rewrite import free_name, new_constant, without_unused
+from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx_graph.sites import constant
 
 # fmt: off
@@ -86,11 +86,9 @@ def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
     nodes.append(ir.node("Gather", [rows, nodes[-1].outputs[0]], {"axis": 0}, name=name))
     for node in nodes:
         node.outputs[0].name = free_name(graph, f"{node.name}_output")
-    last, new = old.producer(), nodes[-1].outputs[0]
+    last = old.producer()
     assert last is not None
-    known = old.name, old.type, old.shape
-    ir.convenience.replace_nodes_and_values(graph, last, [last], nodes, [old], [new])
-    new.name, new.type, new.shape = known
+    put_in_place(graph, last, nodes)
     return True
 
 

@@ -9,8 +9,6 @@ is faster all the same where the kernel is long or the channels are few. No outp
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import tempfile
@@ -26,14 +24,12 @@ import onnx_ir as ir
 
 from decomposition.errors import PlanError
 from rankrl.export.latency import is_unchanged, time_in_turns
-from rankrl.export.layer_latency import measuring_conditions
 from rankrl.export.rank_step import STEPS, fast_multiple
 from rankrl.export.runtimes import DEFAULT_RUNTIME
-from rankrl.files import write_json
-from rankrl.onnx_graph.budget import time_beside
+from rankrl.onnx_graph.budget import kept_measurement, time_beside
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, part_of
-from rankrl.onnx_graph.rewrite import free_name, new_constant, without_unused
+from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx_graph.sites import Site
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyOptions
@@ -121,10 +117,21 @@ def faster_positions(
     if not _ways(network, sites, max(STEPS)):
         return {}
     ways = _ways(network, sites, fast_multiple(options.folder))
-    path = None if options.folder is None else options.folder / f"{_key(network, sites, feed, options)}.json"
-    if path is not None and path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {name: SeveralPositions(**each) for name, each in known.items()}
+
+    def measured() -> dict[str, dict[str, int]]:
+        return to_metadata(_measured(network, sites, ways, feed, options))
+
+    found = kept_measurement([network], feed, options, "positions", measured, further=repr(list(ways)))
+    return {name: SeveralPositions(**each) for name, each in found.items()}
+
+
+def _measured(
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    ways: Mapping[str, Sequence[SeveralPositions]],
+    feed: Feed,
+    options: LatencyOptions,
+) -> dict[str, SeveralPositions]:
     chosen: dict[str, SeveralPositions] = {}
     with progress_bar("time positions", total=len(ways)) as bar:
         for site in sites:
@@ -136,10 +143,7 @@ def faster_positions(
         beside = time_beside(network, with_several_positions(network, sites, chosen), feed, options)
         log.info("with them the network takes %.2f of its time", beside)
         if beside > 1 or is_unchanged(beside):
-            chosen = {}
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, to_metadata(chosen))
+            return {}
     return chosen
 
 
@@ -209,7 +213,7 @@ def _replace(
         constants: Those of nodes before that share the weight, to which its own are added.
     """
     node = next(each for each in graph if each.name == node_site.name)
-    x, old = node.inputs[0], node.outputs[0]
+    x = node.inputs[0]
     assert x is not None
     axis, count, spec = way.axis, way.positions, node_site.spec
     stride, sizes = spec.stride[axis], _sizes(node_site)
@@ -219,7 +223,7 @@ def _replace(
     # Nodes with one weight may have strides of their own.
     for kind, array in ((f"weight_{stride}", weight), ("bias", _bias(site).repeat(count))):
         if kind not in constants:
-            constants[kind] = new_constant(graph, f"{name}_{kind.partition('_')[0]}", array)
+            constants[kind] = new_constant(graph, f"{name}_{kind}", array)
     pads = node_site.widths(spec.input_sizes[0][-len(sizes) :])
     pads[axis] = (pads[axis][0], pads[axis][1] + missing * stride)
     attributes: dict[str, Any] = {
@@ -249,25 +253,17 @@ def _replace(
         nodes.append(ir.node(op_type, [x, *further], given, name=own))
         x = nodes[-1].outputs[0]
         x.name, x.type = free_name(graph, f"{own}_output"), ir.TensorType(ir.DataType.FLOAT)
-    known = old.name, old.type, old.shape
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [x])
-    x.name, x.type, x.shape = known
+    put_in_place(graph, node, nodes)
 
 
 def _copied(site: Site, stride: int, way: SeveralPositions) -> Array:
     """Return a weight with a copy of every kernel for each position, moved by the stride."""
-    weight = site.weight.numpy()
-    axis, count = 3 + way.axis, way.positions
-    sizes = [*weight.shape[:1], count, *weight.shape[1:]]
-    length = sizes[axis]
-    sizes[axis] = length + (count - 1) * stride
-    copies = np.zeros(sizes, np.float32)
-    for position in range(count):
-        place: list[Any] = [slice(None)] * len(sizes)
-        place[1], place[axis] = position, slice(position * stride, position * stride + length)
-        del place[1]
-        copies[:, position][tuple(place)] = weight
-    return copies.reshape(-1, *sizes[2:])
+    weight = np.moveaxis(site.weight.numpy(), 2 + way.axis, -1)
+    outputs, *others, length = weight.shape
+    copies = np.zeros((outputs, way.positions, *others, length + (way.positions - 1) * stride), np.float32)
+    for position in range(way.positions):
+        copies[:, position, ..., position * stride : position * stride + length] = weight
+    return np.moveaxis(copies.reshape(-1, *copies.shape[2:]), -1, 2 + way.axis)
 
 
 def _bias(site: Site) -> Array:
@@ -322,12 +318,3 @@ def _free_batch(model: ir.Model) -> None:
     """Let the ends of a graph take and give float32 of any size."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
-
-
-def _key(network: OnnxNetwork, sites: Sequence[Site], feed: Feed, options: LatencyOptions) -> str:
-    """Hash everything that the choice depends on."""
-    names = [site.name for site in sites if site.spec.refusal is None]
-    conditions = measuring_conditions(batch_size(feed), options.threads)
-    digest = hashlib.sha256(repr((METADATA, conditions, names)).encode())
-    digest.update(network.model.SerializeToString())
-    return f"{digest.hexdigest()[:24]}-positions"

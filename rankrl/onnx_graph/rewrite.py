@@ -92,9 +92,7 @@ def _replace_one(
         written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}", spreading)
         x = written.outputs[0]
         nodes.append(written)
-    new = nodes[-1].outputs[0]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [new])
-    new.name, new.type, new.shape = site.output_name, old.type, old.shape
+    put_in_place(graph, node, nodes)
 
 
 @dataclass(frozen=True)
@@ -149,6 +147,14 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     for user, index in users:
         user.replace_input_with(index, mean)
     return OpenConstants(str(weight.name), turned, str(mean.name), known, sign)
+
+
+def put_in_place(graph: ir.Graph, node: ir.Node, nodes: Sequence[ir.Node]) -> None:
+    """Put nodes in a row in the place of one; the output of the last becomes what that node's output was."""
+    old, new = node.outputs[0], nodes[-1].outputs[0]
+    known = old.name, old.type, old.shape
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [new])
+    new.name, new.type, new.shape = known
 
 
 def without_unused(model: ir.Model) -> ir.Model:

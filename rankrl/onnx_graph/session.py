@@ -18,7 +18,7 @@ from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
 from decomposition.fitting import CHOOSING
 from decomposition.operations.quantise import PRECISIONS
 from rankrl.files import atomic_path
-from rankrl.onnx_graph.budget import OnnxLatencyBudget, time_beside
+from rankrl.onnx_graph.budget import OnnxLatencyBudget
 from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.inputs import add_to_digest
@@ -47,6 +47,7 @@ class OnnxSearchSession(SearchSession):
         candidates: Candidate ranks a node and format at most.
         feed: The batch that is timed.
         apply: From a plan to the compressed network, for finalists.
+        beside: Time of the network / that of the original, where that is another one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class OnnxSearchSession(SearchSession):
         candidates: int,
         feed: Feed,
         apply: Callable[[CompressionPlan], OnnxNetwork],
+        beside: float = 1.0,
     ) -> None:
         super().__init__(
             nn.Identity(),  # there is no module
@@ -69,7 +71,7 @@ class OnnxSearchSession(SearchSession):
             input_shape=given.shape,
             apply=apply,
         )
-        self.given, self.feed = given, feed
+        self.given, self.feed, self.beside = given, feed, beside
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -92,9 +94,6 @@ class OnnxSearchSession(SearchSession):
 
     def _latency_budget(self, sites: Sequence[CandidateSet], fraction: float) -> LatencyBudget:
         given, options = self.given, self.options
-        beside = 1.0
-        if given.network is not given.original:
-            beside = time_beside(given.original, given.network, self.feed, options.timing)
         return OnnxLatencyBudget(
             given.network,
             given.sites,
@@ -105,7 +104,7 @@ class OnnxSearchSession(SearchSession):
             options.timing,
             self.feed,
             given.fractions(options.further),
-            beside,
+            self.beside,
         )
 
 

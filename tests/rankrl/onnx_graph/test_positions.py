@@ -260,7 +260,6 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
     np.save(folder / "x.npy", x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankrl.onnx_graph.compress.faster_positions", lambda *_: found)
-        patch.setattr("rankrl.onnx_graph.session.time_beside", lambda *_: 0.8)
         patch.setattr("rankrl.onnx_graph.compress.time_beside", lambda *_: 1.1)
         patch.setattr("rankrl.onnx_graph.budget.OnnxLatencyBudget.measured", lambda *_: 0.7)
         return rankrl.compress_onnx(
