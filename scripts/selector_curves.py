@@ -7,7 +7,9 @@
 The task is MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION, an entry a selector with its options. Every
 search scores its plans on the first held-out images (`--images`, `--term`). The best plan after so many
 evaluations is then judged by its accuracy on the last held-out images (`--judged`), so that a plan which was
-lucky in the search gains nothing by it. Searches and judgements are kept in the folder: a killed run goes
+lucky in the search gains nothing by it. With `--refit` the plan that each search ends with is applied, layer
+by layer, and judged by the same images; with `--finetune EPOCHS` it is then fine-tuned by the recipe of
+`finetune=full`, and its last epoch tested. Searches and judgements are kept in the folder: a killed run goes
 on, and more entries or seeds are added to those that are there. A policy that knows the task is refused.
 """
 
@@ -19,7 +21,7 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -30,9 +32,12 @@ import yaml
 from matplotlib.figure import Figure
 from result_rows import ResultRows
 from scipy.stats import t as student
-from transfer import Asked, Prepared
+from torch import nn
+from transfer import Asked, Prepared, augmented_accuracy, finetuned_accuracy
 
+from decomposition import apply_plan
 from rankrl.agents.policy_file import read_policy
+from rankrl.data import Images
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
 from rankrl.plan_search.divergence import single_layer_divergences
@@ -53,6 +58,7 @@ AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _DASHES = ((0, (1, 1.5)), (0, (5, 2)), (0, (5, 2, 1, 2)))
 DENSE, GREEDY = "the dense network", "greedy's plan"
+REFIT, TUNED = "refitted", "fine-tuned, test"
 
 
 @dataclass(frozen=True)
@@ -86,11 +92,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Curve:
-    """A search: the accuracy, on the judging images, of its best plan after so many evaluations."""
+    """A search.
+
+    Attributes:
+        entry: What searched.
+        seed: Its seed.
+        judged: Accuracy, on the judging images, of its best plan after so many evaluations.
+        applied: What became of the plan that it ended with, by what was done: accuracies.
+    """
 
     entry: str
     seed: int
     judged: Mapping[int, float]
+    applied: Mapping[str, float] = field(default_factory=dict)
 
     def at(self, evaluations: int) -> float:
         """Return the accuracy after so many evaluations; a search that ended keeps what it had."""
@@ -135,7 +149,9 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
         read_policy(policy).card.check_held_out(task)
     evaluator = prepared.evaluator(heldout.first(options.images), EvaluatorOptions(term=options.term))
     problem = replace(problem, divergences=partial(single_layer_divergences, evaluator))
-    judge = prepared.evaluator(heldout.subset(torch.arange(len(heldout) - options.judged, len(heldout))))
+    judging = heldout.subset(torch.arange(len(heldout) - options.judged, len(heldout)))
+    judge = prepared.evaluator(judging)
+    ends = Ends(prepared, judging, options)
     kept = ResultRows(options.folder / f"judged-{options.judged}.csv", ("plan",), ("accuracy",))
 
     def judged(plan: Choices) -> float:
@@ -159,20 +175,69 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
             continue
         folder = options.folder / f"{re.sub('[^a-z0-9_.]+', '-', entry.text)}-{seed}"
         rows = search(problem, evaluator, entry, seed=seed, episodes=options.episodes, folder=folder)
-        curve = Curve(entry.text, seed, {n: judged(plan) for n, plan in best_plans(rows).items()})
-        print(f"{entry.text}, seed {seed}: {curve.judged}", file=sys.stderr, flush=True)
+        plans = best_plans(rows)
+        curve = Curve(
+            entry.text,
+            seed,
+            {after: judged(plan) for after, plan in plans.items()},
+            ends.of(plans[len(rows)]),
+        )
+        print(f"{entry.text}, seed {seed}: {curve.judged} {curve.applied}", file=sys.stderr, flush=True)
         curves.append(curve)
     return curves, references
+
+
+class Ends:
+    """What becomes of the plans that searches end with, each plan once; kept in the folder.
+
+    Args:
+        prepared: The task.
+        judging: Images that judge an applied plan.
+        options: Which of it is asked for, and where it is kept.
+    """
+
+    def __init__(self, prepared: Prepared, judging: Images, options: argparse.Namespace) -> None:
+        data = prepared.data
+        if options.train_images is not None:
+            data = replace(data, train=data.train.first(options.train_images))
+        self._prepared, self._judging = replace(prepared, data=data), judging
+        self._refit, self._epochs = options.refit or options.finetune > 0, options.finetune
+        self._kept = ResultRows(
+            options.folder / f"applied-{options.judged}.csv", ("plan", "epochs", "images"), (REFIT, TUNED)
+        )
+
+    def of(self, plan: Choices) -> dict[str, float]:
+        """Return the accuracies of a plan, by what was done, as far as they are asked for."""
+        if not self._refit:
+            return {}
+        images = len(self._prepared.data.train) if self._epochs else 0
+        key = {"plan": " ".join(map(str, plan)), "epochs": self._epochs, "images": images}
+        row = self._kept.find(key)
+        if row is None:
+            network, found = self._apply(plan)
+            accuracies = {REFIT: str(found), TUNED: ""}
+            if self._epochs:
+                accuracies[TUNED] = str(finetuned_accuracy(network, self._prepared, self._epochs, 0))
+            self._kept.add(key, accuracies)
+            row = self._kept.rows[-1]
+        return {name: float(row[name]) for name in (REFIT, TUNED) if row[name]}
+
+    def _apply(self, plan: Choices) -> tuple[nn.Module, float]:
+        prepared = self._prepared
+        network = apply_plan(prepared.model, prepared.problem.plan(plan, "curves"), prepared.inputs)
+        return network, augmented_accuracy(network, prepared.data, self._judging)
 
 
 def report(curves: Sequence[Curve], references: Mapping[str, float], episodes: int) -> str:
     """Return the table: mean accuracy and 95 % interval after some numbers of evaluations, the best first."""
     shown = [after for after in AFTER if 10 <= after < episodes] + [episodes]
-    head = ["selector", "seeds", *(f"{after} evaluations" for after in shown)]
-    lines = [f"| {' | '.join(head)} |", f"|---|---:|{'---:|' * len(shown)}"]
+    done = [name for name in (REFIT, TUNED) if any(name in curve.applied for curve in curves)]
+    head = ["selector", "seeds", *(f"{after} evaluations" for after in shown), *done]
+    lines = [f"| {' | '.join(head)} |", f"|---|---:|{'---:|' * len(head[2:])}"]
     groups = by_entry(curves)
     for name in sorted(groups, key=lambda name: -np.mean([each.at(episodes) for each in groups[name]])):
         cells = [_cell(*spread([each.at(after) for each in groups[name]])) for after in shown]
+        cells += [_cell(*spread([each.applied[end] for each in groups[name]])) for end in done]
         lines.append(f"| `{name}` | {len(groups[name])} | {' | '.join(cells)} |")
     known = "; ".join(f"{name} {accuracy:.3f}" for name, accuracy in references.items())
     return "\n".join([*lines, "", f"Without any evaluation: {known}."])
@@ -239,6 +304,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=1000, help="held-out images of a search")
     parser.add_argument("--term", choices=get_args(Term), default="accuracy")
     parser.add_argument("--judged", type=int, default=3000, help="held-out images, the last ones, that judge")
+    parser.add_argument("--refit", action="store_true", help="apply the plan that each search ends with")
+    parser.add_argument("--finetune", type=int, default=0, help="epochs of fine-tuning after that")
+    parser.add_argument("--train-images", type=int, help="images to fine-tune on; all without it")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     parser.add_argument("--section", default="curves", help="name of that section")
     parser.add_argument("--picture", type=Path, help="PNG file to draw the curves in")

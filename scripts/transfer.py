@@ -25,6 +25,7 @@ from bench_finetuning import FULL
 from torch import Tensor, nn
 
 from decomposition import apply_plan
+from decomposition.operations.quantise import PRECISIONS
 from rankrl.agents.policy_file import PolicyFile, PolicyTask, read_policy
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
@@ -41,11 +42,16 @@ from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibrated_library
 
 CALIBRATION_IMAGES = 768
+MEASURES = ("params", "macs", "bytes")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A task of the command line: MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION."""
+    """A task of the command line: MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION.
+
+    Where layers choose among several kinds of operation, FORMAT joins them: `cp+tucker`,
+    `cp+int8_weights+int4_weights`; `tensor_ring+tensorised` splits channels into small factors.
+    """
 
     model: str
     checkpoint: Path
@@ -64,11 +70,26 @@ class Asked:
         parts = text.split(":")
         try:
             model, checkpoint, dataset, tensor_format, measure, fraction = parts
-            return cls(model, Path(checkpoint), dataset, tensor_format, measure, float(fraction))
+            asked = cls(model, Path(checkpoint), dataset, tensor_format, measure, float(fraction))
         except ValueError:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION"
             ) from None
+        if measure not in MEASURES:
+            raise argparse.ArgumentTypeError(f"{text!r}: MEASURE is one of {', '.join(MEASURES)}")
+        return asked
+
+    @property
+    def candidates(self) -> CandidateOptions:
+        """What layers choose from."""
+        words = self.tensor_format.split("+")
+        stored = [word for word in words if word in PRECISIONS and word != "float32"]
+        formats = tuple(word for word in words if word not in PRECISIONS and word != "tensorised")
+        return CandidateOptions(formats, ("float32", *stored), tensorised="tensorised" in words)
+
+    def kept(self, measure: str) -> float | None:
+        """Return the fraction of a measure that may be kept, or None where the budget counts another."""
+        return self.fraction if measure == self.measure else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +159,7 @@ class Prepared:
         load_checkpoint(model, asked.checkpoint)
         model.eval()
         inputs = calibration_images(data, CALIBRATION_IMAGES, seed=seed)
-        candidates = CandidateOptions((asked.tensor_format,))
+        candidates = asked.candidates
         library = calibrated_library(
             model, inputs.split(CALIBRATION_BATCH), candidates, cache=cache_folder() / "fits", seed=seed
         )
@@ -146,8 +167,9 @@ class Prepared:
             model,
             library.all_candidates(limit=candidates.candidates),
             data.input_shape,
-            params=asked.fraction if asked.measure == "params" else None,
-            macs=asked.fraction if asked.measure == "macs" else None,
+            params=asked.kept("params"),
+            macs=asked.kept("macs"),
+            bytes=asked.kept("bytes"),
             library=library,
         )
         return cls(data, model, inputs, problem)

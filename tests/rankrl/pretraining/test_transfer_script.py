@@ -17,6 +17,7 @@ from rankrl.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.envs.features import CURVE_POINTS, DESCRIBING
 from rankrl.errors import ConfigError
 from rankrl.models import create_model, save_checkpoint
+from rankrl.workflow.session import CandidateOptions
 
 KNOWN = PolicyTask("resnet20", "a", "cifar10", ("tucker",), {"params": 0.25})
 OBSERVED = 8 + 1 + CURVE_POINTS + len(DESCRIPTOR_NAMES) + 1
@@ -51,9 +52,20 @@ def test_scores_are_the_accuracies_of_batches(small_problem, small_evaluator) ->
 def test_tasks_are_read_from_six_parts() -> None:
     asked = script.Asked.parse("resnet20:a.th:cifar10:cp:macs:0.4")
     assert asked == script.Asked("resnet20", Path("a.th"), "cifar10", "cp", "macs", 0.4)
+    assert asked.candidates == CandidateOptions(("cp",))
+    assert [asked.kept(measure) for measure in script.MEASURES] == [None, 0.4, None]
     for text in ("resnet20", "resnet20:a.th:cifar10:cp:macs:much"):
         with pytest.raises(argparse.ArgumentTypeError, match="MODEL:CHECKPOINT"):
             script.Asked.parse(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="MEASURE is one of params, macs, bytes"):
+        script.Asked.parse("resnet20:a.th:cifar10:cp:time:0.4")
+
+
+def test_a_task_may_join_formats_precisions_and_small_factors() -> None:
+    asked = script.Asked.parse("resnet20:a.th:cifar10:cp+tucker+float32+int8_weights:bytes:0.1")
+    assert asked.candidates == CandidateOptions(("cp", "tucker"), ("float32", "int8_weights"))
+    ring = replace(asked, tensor_format="tensor_ring+tensorised")
+    assert ring.candidates == CandidateOptions(("tensor_ring",), tensorised=True)
 
 
 def test_the_table_names_what_the_policy_was_trained_on(policy) -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import selector_curves as script
+import torch
 from scipy.stats import t as student
+
+from rankrl.data import load_dataset
+from rankrl.models import create_model, save_checkpoint
 
 GREEDY = script.Entry.parse("greedy")
 
@@ -59,6 +63,34 @@ def test_the_table_puts_the_best_first() -> None:
     assert lines[2].startswith("| `local` | 2 | 0.600 ± 0.000 | 0.650 ± ")
     assert lines[3] == "| `greedy` | 1 | 0.500 | 0.500 |"
     assert lines[-1] == "Without any evaluation: greedy's plan 0.500."
+
+
+def test_the_table_tells_what_became_of_the_last_plans() -> None:
+    curves = [
+        script.Curve("local", seed, {1: 0.5, 30: 0.6}, {script.REFIT: 0.7 + seed / 10, script.TUNED: 0.9})
+        for seed in (0, 1)
+    ]
+    lines = script.report(curves, {}, 30).splitlines()
+    assert lines[0] == "| selector | seeds | 20 evaluations | 30 evaluations | refitted | fine-tuned, test |"
+    assert lines[1].count("---") == 6
+    assert lines[2].endswith("| 0.750 ± 0.635 | 0.900 ± 0.000 |")
+
+
+@pytest.mark.slow
+def test_plans_are_applied_and_fine_tuned_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RANKRL_CACHE", str(tmp_path / "cache"))
+    data = load_dataset("digits", seed=0)
+    torch.manual_seed(0)
+    model = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes)
+    save_checkpoint(model, tmp_path / "conv4.safetensors")
+    words = ["--task", f"conv4:{tmp_path}/conv4.safetensors:digits:tucker:params:0.2", "--entries", "greedy"]
+    words += ["--folder", str(tmp_path), "--images", "100", "--judged", "100", "--finetune", "1"]
+    options = script.parse([*words, "--train-images", "200"])
+    ((curve,), _) = script.measured(options)
+    assert set(curve.applied) == {script.REFIT, script.TUNED}
+    monkeypatch.setattr(script, "apply_plan", None)
+    ((again,), _) = script.measured(options)
+    assert again == curve
 
 
 def test_the_picture_has_a_curve_and_a_band_for_each_search_and_levels_for_single_plans() -> None:
