@@ -30,7 +30,12 @@ from rankrl.onnx_graph.positions import METADATA, faster_positions, from_metadat
 from rankrl.onnx_graph.refit import CompressedGraph, check_plan, refitted_graph
 from rankrl.onnx_graph.rewrite import check_formats, writable_formats
 from rankrl.onnx_graph.scoring import FileTerm, OnnxScoring, SessionScore
-from rankrl.onnx_graph.session import OnnxSearchSession, fit_library, measured_sensitivities
+from rankrl.onnx_graph.session import (
+    OnnxSearchSession,
+    check_reachable,
+    fit_library,
+    measured_sensitivities,
+)
 from rankrl.onnx_graph.sites import Site
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.run import SearchResult
@@ -274,6 +279,7 @@ def compress_file(
         only=candidates.only,
         seed=seed,
     )
+    check_reachable(given, candidates, search)
     split, feed, finishing = given.split, *_timed(given, finishing)
     beside, timing = 1.0, finishing.timing
     if search.latency is not None:

@@ -86,11 +86,7 @@ class OnnxSearchSession(SearchSession):
         return single_node_divergences(evaluator.graph, scoring)
 
     def _problem(self, sites: Sequence[CandidateSet], library: FitLibrary | None = None) -> SearchProblem:
-        fractions = self.given.fractions({**self.options.further, "params": self.options.kept_params})
-        specs = [site.spec for site in self.given.sites]
-        return SearchProblem.from_costs(
-            specs, sites, self.input_shape, self.given.totals, fractions, library=library
-        )
+        return _problem(self.given, sites, self.options, library)
 
     def _latency_budget(self, sites: Sequence[CandidateSet], fraction: float) -> LatencyBudget:
         given, options = self.given, self.options
@@ -106,6 +102,41 @@ class OnnxSearchSession(SearchSession):
             given.fractions(options.further),
             self.beside,
         )
+
+
+def _problem(
+    given: GivenFile, sites: Sequence[CandidateSet], search: SearchOptions, library: FitLibrary | None = None
+) -> SearchProblem:
+    fractions = given.fractions({**search.further, "params": search.kept_params})
+    specs = [site.spec for site in given.sites]
+    return SearchProblem.from_costs(specs, sites, given.shape, given.totals, fractions, library=library)
+
+
+def check_reachable(given: GivenFile, candidates: CandidateOptions, search: SearchOptions) -> None:
+    """Refuse a budget that no plan can reach, before anything is measured; one in time cannot be told yet.
+
+    Ranks are not rounded up to multiples here, nor are nodes left out that integers do not suit, so a budget
+    that is passed may still be refused later.
+
+    Args:
+        given: The network and its inputs.
+        candidates: What may become of its nodes.
+        search: The budgets.
+
+    Raises:
+        OnnxGraphError: No node can be compressed; the message gives the reasons.
+        DecompositionError: No plan can reach a budget.
+    """
+    library = FitLibrary(
+        SiteModules({site.name: site.module(MARKED) for site in given.usable}),
+        [site.spec for site in given.usable],
+        candidates.formats,
+        precisions=candidates.precisions,
+    )
+    unfitted = [
+        library.unfitted(name, limit=candidates.candidates, by_weight=False) for name in library.specs
+    ]
+    _problem(given, unfitted, search)
 
 
 def fit_library(

@@ -14,10 +14,10 @@ from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, convolutions, images, model_of, sentences, tokens
 
 import rankrl
-from decomposition import CompressionPlan, Factorise, FitOptions, Quantise
+from decomposition import CompressionPlan, DecompositionError, Factorise, FitOptions, Quantise
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.export.network_file import INT4_OPSET
-from rankrl.onnx_graph import OnnxCompression, OnnxGraphError
+from rankrl.onnx_graph import OnnxCompression, OnnxGraphError, compress
 from rankrl.workflow.latency import LatencyOptions
 
 LITTLE: dict[str, Any] = {
@@ -203,6 +203,17 @@ def test_a_budget_in_time_is_searched_by_whole_files(tmp_path: Path) -> None:
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
+        compressed(convolutions(), images(), tmp_path, **options)
+    assert not (tmp_path / "small.onnx").exists()
+
+
+@pytest.mark.parametrize("options", [{"params": 0.001}, {"bytes": 0.001, "latency": 0.5}])
+def test_a_budget_out_of_reach_is_refused_before_anything_is_measured(
+    options: dict[str, Any], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(compress, "fit_library", None)
+    monkeypatch.setattr(compress, "time_beside", None)
+    with pytest.raises(DecompositionError, match=r"0\.001"):
         compressed(convolutions(), images(), tmp_path, **options)
     assert not (tmp_path / "small.onnx").exists()
 
