@@ -43,6 +43,7 @@ from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibra
 
 CALIBRATION_IMAGES = 768
 MEASURES = ("params", "macs", "bytes")
+KEPT_CHANNELS = (0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Asked:
     """A task of the command line: MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION.
 
     Where layers choose among several kinds of operation, FORMAT joins them: `cp+tucker`,
-    `cp+int8_weights+int4_weights`; `tensor_ring+tensorised` splits channels into small factors.
+    `cp+int8_weights+int4_weights`; `cp+channels` may take channels away as well, and
+    `tensor_ring+tensorised` splits them into small factors.
     """
 
     model: str
@@ -84,8 +86,13 @@ class Asked:
         """What layers choose from."""
         words = self.tensor_format.split("+")
         stored = [word for word in words if word in PRECISIONS and word != "float32"]
-        formats = tuple(word for word in words if word not in PRECISIONS and word != "tensorised")
-        return CandidateOptions(formats, ("float32", *stored), tensorised="tensorised" in words)
+        formats = tuple(word for word in words if word not in {*PRECISIONS, "channels", "tensorised"})
+        return CandidateOptions(
+            formats,
+            ("float32", *stored),
+            tensorised="tensorised" in words,
+            channels=KEPT_CHANNELS if "channels" in words else (),
+        )
 
     def kept(self, measure: str) -> float | None:
         """Return the fraction of a measure that may be kept, or None where the budget counts another."""

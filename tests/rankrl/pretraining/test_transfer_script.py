@@ -66,6 +66,8 @@ def test_a_task_may_join_formats_precisions_and_small_factors() -> None:
     assert asked.candidates == CandidateOptions(("cp", "tucker"), ("float32", "int8_weights"))
     ring = replace(asked, tensor_format="tensor_ring+tensorised")
     assert ring.candidates == CandidateOptions(("tensor_ring",), tensorised=True)
+    thinner = replace(asked, tensor_format="cp+channels")
+    assert thinner.candidates == CandidateOptions(("cp",), channels=script.KEPT_CHANNELS)
 
 
 def test_the_table_names_what_the_policy_was_trained_on(policy) -> None:
