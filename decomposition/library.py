@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,36 +13,30 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition.block_removal import Removal, whole_blocks
+from decomposition.block_removal import Removal
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
 from decomposition.fit_cache import FitCache, FitFolder
 from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
-from decomposition.formats import TensorFormat, get_format, list_formats
+from decomposition.formats import TensorFormat
 from decomposition.geometry import Geometry
 from decomposition.input_selection import Narrowing, Selection, select_inputs
 from decomposition.inputs import CalibrationInputs, ExampleInputs, calibration_batches
-from decomposition.layer_plan import total_cost
-from decomposition.layers import DecomposableModule, LayerSpec, inspect_layers, skipping, weight_of
+from decomposition.layers import DecomposableModule, LayerSpec, weight_of
+from decomposition.listing import CandidateLister, changing_layers, norm_parameters, within
 from decomposition.lockstep import RefitProblem
 from decomposition.metric import Metric, times, to_bytes
-from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, collect_moments
 from decomposition.operations import (
     ChannelFactors,
-    Cost,
     Factorise,
     LayerOperation,
     Operation,
     Quantise,
-    dense_cost,
 )
-from decomposition.operations.base import FLOAT_BYTES
-from decomposition.operations.factorise import factors_of
-from decomposition.operations.quantise import ACTIVATION_NOISE, PRECISIONS, amplification
+from decomposition.operations.quantise import ACTIVATION_NOISE, amplification
 from decomposition.processes import Spread, in_processes
-from decomposition.rank_grid import candidate_ranks
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.sensitivity_root import floored, symmetric_root
 
@@ -97,30 +90,25 @@ class FitLibrary:
         options: FitOptions = CHOOSING,
         folder: Path | None = None,
     ) -> None:
-        names = (formats,) if isinstance(formats, str) else tuple(formats)
-        if not names:
-            raise DecompositionError(f"no tensor format was given; choose from {', '.join(list_formats())}")
-        unknown = [each for each in precisions if each not in PRECISIONS]
-        if unknown or not precisions:
-            what = f"there is no precision {unknown[0]!r}" if unknown else "no precision was given"
-            raise DecompositionError(f"{what}; choose from {', '.join(PRECISIONS)}")
-        self.formats = tuple(get_format(name) for name in names)
-        self.precisions = tuple(precisions)
-        self._unrounded = frozenset(unrounded)
-        self.specs = {spec.name: spec for spec in specs}
+        self.lister = CandidateLister(
+            specs,
+            formats,
+            precisions=precisions,
+            unrounded=unrounded,
+            tensorised=tensorised,
+            multiple=multiple,
+            narrowings=narrowings,
+            removals=removals,
+            beside=norm_parameters(model, specs),
+        )
+        self.specs = self.lister.specs
         self.options = options
-        self.multiple = multiple
         self._folder = None if folder is None else FitFolder(folder)
         self.moments = moments
         self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
         self.weights = {name: weight_of(modules[name]) for name in self.specs}
         self._geometries = {name: Geometry.of(modules[name]) for name in self.specs}
-        self._modes: dict[tuple[str, str], WeightModes] = {
-            (spec.name, each.name): each.modes(spec, tensorised=tensorised)
-            for spec in specs
-            for each in self.formats
-        }
         self._metrics: dict[str, Metric | None] = dict.fromkeys(self.specs)
         if moments is not None:
             missing = sorted(set(self.specs) - set(moments))
@@ -129,16 +117,14 @@ class FitLibrary:
                     f"no input moments for layers {', '.join(missing)}; collect them first"
                 )
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
-        self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
-        norms = {name: modules[spec.batch_norm] for name, spec in self.specs.items() if spec.batch_norm}
-        # What goes with an output channel beside the layer's own: scale and shift of the batch norm behind.
-        self._beside = {
-            name: sum(each.numel() for each in norm.parameters()) // self.specs[name].out_channels
-            for name, norm in norms.items()
-        }
         self.cache = FitCache()
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
+
+    @property
+    def formats(self) -> tuple[TensorFormat, ...]:
+        """The formats that every layer may choose from."""
+        return self.lister.formats
 
     @classmethod
     def calibrated(
@@ -172,21 +158,8 @@ class FitLibrary:
         Raises:
             DecompositionError: If the model has no layer to decompose or the calibration set cannot be used.
         """
-        every = skipping(inspect_layers(model, input_shape), skip, only)
-        specs = [spec for spec in every if spec.refusal is None]
-        if not specs:
-            reasons = "; ".join(f"{spec.name}: {spec.refusal}" for spec in every[:5])
-            raise DecompositionError(
-                "the network has no layer that can be decomposed "
-                f"({reasons or 'no convolution or linear layer'})"
-            )
-        changing = {spec.name for spec in specs}
-        options["narrowings"] = {
-            name: each
-            for name, each in (options.get("narrowings") or {}).items()
-            if {name, each.producer} <= changing
-        }
-        options["removals"] = whole_blocks(options.get("removals") or {}, [spec.name for spec in specs])
+        specs = changing_layers(model, input_shape, skip, only)
+        options = within(specs, options)
         if calibration is not None:
             batches = calibration_batches(calibration, model)
             options["moments"] = collect_moments(model, specs, batches, seed=seed)
@@ -220,7 +193,7 @@ class FitLibrary:
         selections = self.cache.selections
         if (name, count) not in selections:
             arguments = self.weights[name], self._metrics[name], self.sensitivities.get(name)
-            found = select_inputs(*arguments, self.narrowings[name].counts)
+            found = select_inputs(*arguments, self.lister.narrowings[name].counts)
             selections.update({(name, number): each for number, each in found.items()})
         return selections[name, count]
 
@@ -314,7 +287,7 @@ class FitLibrary:
         operations, reads = candidate.operations, candidate.reads
         if candidate.removed is not None:
             # Nothing is left of what the block adds, whatever its other layers made.
-            return 1.0 if self.removals[name].last else 0.0
+            return 1.0 if self.lister.removals[name].last else 0.0
         factors = [each for each in operations if isinstance(each, Factorise)]
         if any(isinstance(each, Quantise) for each in operations):
             squared = self._lost(name, self.weight(name, operations, reads))
@@ -384,8 +357,6 @@ class FitLibrary:
         part.sensitivities = {key: each for key, each in self.sensitivities.items() if key == name}
         part._metrics = {name: self._metrics[name]}
         part._geometries = {name: self._geometries[name]}
-        part.narrowings = {key: each for key, each in self.narrowings.items() if name in (key, each.producer)}
-        part.removals = {key: each for key, each in self.removals.items() if key == name}
         part.cache = self.cache.of(name)
         return part
 
@@ -453,129 +424,30 @@ class FitLibrary:
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
         )
 
-    def unfitted(self, name: str, *, limit: int = 16, by_weight: bool = True) -> CandidateSet:
+    def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0.
 
         Args:
             name: The layer.
             limit: Candidate ranks a format at most.
-            by_weight: Let formats that can choose a rank for every bond, by the weight's spectra, which takes
-                seconds in large networks; otherwise bonds share one. The smallest candidate is the same.
 
         Raises:
             DecompositionError: If the layer's weight is not finite.
         """
-        spec = self.specs[name]
-        if not bool(torch.isfinite(self.weights[name]).all()):
+        spec, weight = self.specs[name], self.weights[name]
+        if not bool(torch.isfinite(weight).all()):
             raise DecompositionError(
                 f"layer {name!r}: the weight holds NaN or infinite values; repair the checkpoint first"
             )
         root = None
-        if by_weight and spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
+        if spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
             root = self._root(name)
-        choices = [
-            choice
-            for each in self.formats
-            for choice in self._choices(name, each, limit, root, by_weight=by_weight)
-        ]
-        choices = [rounded for each in choices for rounded in self._rounded(name, each)]
-        choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
-        choices += self._narrowed(name) + self._removed(name)
-        reason = "dense is the better choice here" if choices else "no rank makes it smaller"
-        dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
-        narrowing = self.narrowings.get(name)
-        return CandidateSet(
-            spec,
-            tuple(replace(each, narrower=self._narrower(name, each)) for each in (*choices, dense)),
-            producer=None if narrowing is None else narrowing.producer,
-        )
 
-    def _narrowed(self, name: str) -> list[Candidate]:
-        """Return the candidates that read only some input channels; fitting them finds out which."""
-        narrowing, spec, found = self.narrowings.get(name), self.specs[name], []
-        for level, count in enumerate(narrowing.counts if narrowing else (), start=1):
-            cost = dense_cost(spec.narrowed(inputs=count))
-            plain = Candidate((), cost, 1.0, "channels", reads=tuple(range(count)), level=level)
-            found += [plain] * ("float32" in self.precisions) + self._rounded(name, plain)
-        return found
+        def spectra(tensor_format: TensorFormat) -> Sequence[np.ndarray]:
+            modes = self.lister.modes(name, tensor_format)
+            return tensor_format.spectra(weight, modes, self._metrics[name], root)
 
-    def _removed(self, name: str) -> list[Candidate]:
-        """Return the candidates with which the layer leaves the network, its batch norm with it."""
-        if name not in self.removals:
-            return []
-        gone = self._beside.get(name, 0) * self.specs[name].out_channels
-        cost = Cost(-gone, 0, -FLOAT_BYTES * gone)
-        removed = Candidate((self.removals[name].operation,), cost, 1.0, "blocks")
-        integers = any(each.integer for precision in self.precisions for each in PRECISIONS[precision])
-        return [removed] + [replace(removed, hands_on_integers=True)] * integers
-
-    def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
-        """Return what a candidate costs where the next layer reads only some of its outputs."""
-        behind = next((each for each in self.narrowings.values() if each.producer == name), None)
-        counts = behind.counts if behind else ()
-        if candidate.removed is not None:
-            return (None,) * len(counts)
-        costs: list[Cost | None] = []
-        for count in counts:
-            spec = self.specs[name].narrowed(inputs=candidate.inputs, outputs=count)
-            try:
-                for operation in candidate.operations:
-                    operation.check(spec)
-            except DecompositionError:
-                costs.append(None)  # ranks that the narrower layer has no room for
-                continue
-            cost = total_cost(candidate.operations, spec)
-            gone = self._beside.get(name, 0) * (self.specs[name].out_channels - count)
-            costs.append(replace(cost, params=cost.params - gone, bytes=cost.bytes - FLOAT_BYTES * gone))
-        return tuple(costs)
-
-    def modes(self, name: str, tensor_format: TensorFormat) -> WeightModes:
-        """Return how a layer's weight is read as a tensor in a format of the library."""
-        return self._modes[name, tensor_format.name]
-
-    def _choices(
-        self,
-        name: str,
-        tensor_format: TensorFormat,
-        limit: int,
-        root: torch.Tensor | None,
-        *,
-        by_weight: bool,
-    ) -> list[Candidate]:
-        """Return the candidates of one format, not fitted."""
-        spec, modes = self.specs[name], self.modes(name, tensor_format)
-        spectra: Sequence[np.ndarray] = ()
-        if by_weight:
-            spectra = tensor_format.spectra(self.weights[name], modes, self._metrics[name], root)
-        # Of a ring's bonds, two of 4 make 16 channels.
-        side = self.multiple ** (1 / tensor_format.bonds_in_channels)
-        multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))
-        ranks = candidate_ranks(tensor_format, spec, modes, limit=limit, multiple=multiple, spectra=spectra)
-        operations = [Factorise(tensor_format.name, each, factors_of(modes)) for each in ranks]
-        return [
-            Candidate((each,), each.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
-            for each in operations
-        ]
-
-    def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
-        """Return a candidate in every precision, the dense layer in those that do something with it."""
-        spec, found = self.specs[name].narrowed(inputs=candidate.inputs), []
-        for precision in ("float32",) if name in self._unrounded else self.precisions:
-            rounding = PRECISIONS[precision]
-            operations = (*candidate.operations, *rounding)
-            contracted = any(
-                isinstance(each, Factorise)
-                and not each.tensor_format.staged(spec, each.modes(spec), each.ranks)
-                for each in operations
-            )
-            if not operations or (contracted and any(each.integer for each in rounding)):
-                continue
-            cost = candidate.cost
-            for each in rounding:
-                cost = each.cost(spec, cost)
-            generator = candidate.generator or precision
-            found.append(replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator))
-        return found
+        return self.lister.candidates(name, limit=limit, spectra=spectra)
 
     def importance(self, name: str) -> float:
         """Return what the network's output loses when all of a layer's output is lost: E[y' G y].

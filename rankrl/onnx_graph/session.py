@@ -16,6 +16,7 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
 from decomposition.fitting import CHOOSING
+from decomposition.listing import CandidateLister
 from decomposition.operations.quantise import PRECISIONS
 from rankrl.files import atomic_path
 from rankrl.onnx_graph.budget import OnnxLatencyBudget
@@ -127,16 +128,9 @@ def check_reachable(given: GivenFile, candidates: CandidateOptions, search: Sear
         OnnxGraphError: No node can be compressed; the message gives the reasons.
         DecompositionError: No plan can reach a budget.
     """
-    library = FitLibrary(
-        SiteModules({site.name: site.module(MARKED) for site in given.usable}),
-        [site.spec for site in given.usable],
-        candidates.formats,
-        precisions=candidates.precisions,
-    )
-    unfitted = [
-        library.unfitted(name, limit=candidates.candidates, by_weight=False) for name in library.specs
-    ]
-    _problem(given, unfitted, search)
+    specs = [site.spec for site in given.usable]
+    lister = CandidateLister(specs, candidates.formats, precisions=candidates.precisions)
+    _problem(given, [lister.candidates(spec.name, limit=candidates.candidates) for spec in specs], search)
 
 
 def fit_library(

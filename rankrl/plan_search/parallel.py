@@ -44,7 +44,7 @@ class GivenFits(FitLibrary):
     """
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
-        self.formats, self.specs, self.weights = library.formats, library.specs, library.weights
+        self.lister, self.specs, self.weights = library.lister, library.specs, library.weights
         nothing = torch.zeros(0, 0, dtype=torch.float64)
         self.moments = None
         if library.moments is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions, Inputs, apply_plan
 from decomposition.fitting import CHOOSING
 from decomposition.inputs import InputShape, input_shape_of
+from decomposition.listing import CandidateLister
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.plan_search.divergence import single_layer_divergences
@@ -228,11 +229,10 @@ def check_reachable(
             "decomposition.blocks removes as many blocks as a budget asks for, and there is none; set "
             "budget.latency, budget.macs or budget.params"
         )
-    library = FitLibrary.calibrated(
+    lister = CandidateLister.of_network(
         model,
         input_shape,
         candidates.formats,
-        None,
         skip=candidates.skip,
         only=candidates.only,
         precisions=candidates.precisions,
@@ -241,7 +241,7 @@ def check_reachable(
     )
     SearchProblem.from_model(
         model,
-        [library.unfitted(name, limit=candidates.candidates, by_weight=False) for name in library.specs],
+        [lister.candidates(name, limit=candidates.candidates) for name in lister.specs],
         input_shape,
         params=search.kept_params,
         macs=search.macs,

@@ -195,7 +195,7 @@ def test_blocks_that_cannot_be_chosen_for_as_a_whole_stay(network: nn.Module, im
         skip=["layer1.0.conv2"],
         removals=block_removals(network, SHAPE),
     )
-    assert {name.rpartition(".")[0] for name in library.removals} == set(REMOVABLE[1:])
+    assert {name.rpartition(".")[0] for name in library.lister.removals} == set(REMOVABLE[1:])
 
 
 def test_borders_are_counted_around_a_block_that_is_gone(library: FitLibrary) -> None:
