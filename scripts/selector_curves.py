@@ -24,11 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
-import yaml
 from matplotlib.figure import Figure
 from result_rows import ResultRows
 from scipy.stats import t as student
@@ -50,7 +49,7 @@ from rankrl.report.axes import percent_axis
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.selectors import check_selector, create_selector, selector_is_seeded
+from rankrl.selectors import SelectorEntry, create_selector, selector_is_seeded
 
 AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
 """Evaluations after which the best plan is judged; the last one of a search too."""
@@ -61,33 +60,21 @@ DENSE, GREEDY = "the dense network", "greedy's plan"
 REFIT, TUNED = "refitted", "fine-tuned, test"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A selector with its options, NAME or NAME:OPTION=VALUE,OPTION=VALUE on the command line."""
+def entry(text: str) -> SelectorEntry:
+    """Read an entry of the command line.
 
-    text: str
-    selector: str
-    options: Mapping[str, Any]
+    Raises:
+        argparse.ArgumentTypeError: There is no such selector or option, or a value does not suit it.
+    """
+    try:
+        return SelectorEntry.parse(text)
+    except RankrlError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
-    @classmethod
-    def parse(cls, text: str) -> Entry:
-        """Read one.
 
-        Raises:
-            argparse.ArgumentTypeError: There is no such selector or option, or a value does not suit it.
-        """
-        selector, _, rest = text.partition(":")
-        try:
-            pairs = (pair.split("=", 1) for pair in rest.split(",") if pair)
-            options = {name: yaml.safe_load(value) for name, value in pairs}
-            check_selector(selector, options)
-        except (ValueError, yaml.YAMLError, RankrlError) as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-        return cls(text, selector, options)
-
-    def seeds(self, seeds: Sequence[int]) -> Sequence[int]:
-        """Return the seeds to search with; the first alone where nothing is drawn."""
-        return seeds if selector_is_seeded(self.selector) else seeds[:1]
+def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds to search with; the first alone where nothing is drawn."""
+    return seeds if selector_is_seeded(one.selector) else seeds[:1]
 
 
 @dataclass(frozen=True)
@@ -127,11 +114,17 @@ def spread(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def search(
-    problem: SearchProblem, evaluator: PlanEvaluator, entry: Entry, *, seed: int, episodes: int, folder: Path
+    problem: SearchProblem,
+    evaluator: PlanEvaluator,
+    chosen: SelectorEntry,
+    *,
+    seed: int,
+    episodes: int,
+    folder: Path,
 ) -> tuple[EpisodeRow, ...]:
     """Search, or read the search that is in the folder; return its rows."""
     evaluator.restore({"first_scores": []}, {})  # what one has scored must not help the next
-    selector = create_selector(entry.selector, problem, seed=seed, episodes=episodes, **entry.options)
+    selector = create_selector(chosen.selector, problem, seed=seed, episodes=episodes, **chosen.options)
     return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True).rows
 
 
@@ -170,19 +163,19 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
         references[f"the plan of policy={policy}"] = judged(first.choices)
     curves = []
     # Seed by seed, so that a run which is stopped has searched as often with every entry.
-    for seed, entry in itertools.product(options.seeds, options.entries):
-        if seed not in entry.seeds(options.seeds):
+    for seed, one in itertools.product(options.seeds, options.entries):
+        if seed not in seeds_of(one, options.seeds):
             continue
-        folder = options.folder / f"{re.sub('[^a-z0-9_.]+', '-', entry.text)}-{seed}"
-        rows = search(problem, evaluator, entry, seed=seed, episodes=options.episodes, folder=folder)
+        folder = options.folder / f"{one.folder_name}-{seed}"
+        rows = search(problem, evaluator, one, seed=seed, episodes=options.episodes, folder=folder)
         plans = best_plans(rows)
         curve = Curve(
-            entry.text,
+            one.text,
             seed,
             {after: judged(plan) for after, plan in plans.items()},
             ends.of(plans[len(rows)]),
         )
-        print(f"{entry.text}, seed {seed}: {curve.judged} {curve.applied}", file=sys.stderr, flush=True)
+        print(f"{one.text}, seed {seed}: {curve.judged} {curve.applied}", file=sys.stderr, flush=True)
         curves.append(curve)
     return curves, references
 
@@ -297,7 +290,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--task", type=Asked.parse, required=True)
-    parser.add_argument("--entries", nargs="+", type=Entry.parse, required=True)
+    parser.add_argument("--entries", nargs="+", type=entry, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where searches are kept, one task each")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--episodes", type=int, default=200)

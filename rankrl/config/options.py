@@ -17,7 +17,7 @@ from rankrl.export import DEFAULT_RUNTIME, fast_multiple, get_runtime
 from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, Term
 from rankrl.pretraining.training import PretrainingOptions
-from rankrl.selectors import check_selector, list_selectors, selector_options
+from rankrl.selectors import SelectorEntry, check_selector, selector_options
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.calibration import check_calibration
 from rankrl.workflow.latency import LatencyOptions
@@ -122,8 +122,11 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     batch_norm_correction(config)
     evaluator_options(config)
     setting = search_options(config).setting(candidate_options(config))
-    compared = compared_selectors(config) if config.task == "compare" else dict([selector(config)])
-    for name, given in compared.items():
+    if config.task == "compare":
+        chosen = [(each.selector, each.options) for each in compared_selectors(config)]
+    else:
+        chosen = [selector(config)]
+    for name, given in chosen:
         check_selector(name, given, setting)
     if config.finetune.epochs < 0:
         raise ConfigError(
@@ -292,29 +295,27 @@ def comparison_recipe(config: AppConfig, *, heldout_is_new: bool) -> TrainingRec
     return None if config.finetune.epochs == 0 else finetuning_recipe(config, heldout_is_new=heldout_is_new)
 
 
-def compared_selectors(config: AppConfig) -> dict[str, dict[str, Any]]:
-    """Return the options of each selector that is compared, by name.
+def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
+    """Return the selectors that are compared, with all of their options.
 
-    They are its defaults; for the selector that the configuration itself names, those of the configuration,
-    with whatever was set on the command line.
+    They are the defaults, for the selector that the configuration itself names those of the configuration,
+    with whatever was set on the command line; and over them what the entry says.
 
     Raises:
-        ConfigError: A selector is unknown or named twice.
+        ConfigError: A selector or option is unknown, or an entry named twice.
     """
-    names = config.compare.selectors
-    for name in names:
-        if name not in list_selectors():
-            raise ConfigError(
-                f"compare.selectors: there is no selector {name!r}; choose from "
-                f"{', '.join(list_selectors())}."
-                f"{did_you_mean(name, list_selectors())}"
-            )
-        if names.count(name) > 1:
-            raise ConfigError(f"compare.selectors names {name!r} twice; compare.seeds repeats a search")
-    return {
-        name: _named(config.selector)[1] if name == config.selector["name"] else selector_options(name)
-        for name in names
-    }
+    found = []
+    for text in config.compare.selectors:
+        if config.compare.selectors.count(text) > 1:
+            raise ConfigError(f"compare.selectors names {text!r} twice; compare.seeds repeats a search")
+        try:
+            entry = SelectorEntry.parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"compare.selectors: {error}") from error
+        configured = entry.selector == config.selector["name"]
+        base = _named(config.selector)[1] if configured else selector_options(entry.selector)
+        found.append(dataclasses.replace(entry, options={**base, **entry.options}))
+    return found
 
 
 def export_options(config: AppConfig) -> ExportOptions:

@@ -213,7 +213,8 @@ class CompareConfig:
 
     Attributes:
         selectors: Their names. Each has its own defaults; the one that `selector` names has the options
-            given.
+            given. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may enter
+            several times: [bayes, "bayes:policy=pretrained"].
         seeds: The seeds that each runs with.
     """
 

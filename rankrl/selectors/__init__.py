@@ -14,6 +14,7 @@ from rankrl.selectors import (  # registers the selectors
     tpe,
 )
 from rankrl.selectors.base import Proposal, Selector, SelectorState
+from rankrl.selectors.entries import SelectorEntry
 from rankrl.selectors.registry import (
     check_selector,
     create_selector,
@@ -29,6 +30,7 @@ from rankrl.selectors.registry import (
 __all__ = [
     "Proposal",
     "Selector",
+    "SelectorEntry",
     "SelectorState",
     "bayes",
     "bayes_ddpg",

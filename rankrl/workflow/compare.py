@@ -6,9 +6,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +20,7 @@ from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
 from rankrl.pretraining.episodes import task_of
 from rankrl.report.comparison import ComparisonRow
-from rankrl.selectors import create_selector, selector_is_seeded
+from rankrl.selectors import SelectorEntry, create_selector, selector_is_seeded
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.measure import test_accuracy
 from rankrl.workflow.network import run_training
@@ -35,42 +34,38 @@ class ComparedSearch:
     """One search of a comparison.
 
     Attributes:
-        selector: Name of the selector.
+        entry: The selector with all of its options.
         seed: Its seed; None for one that is not random.
-        options: The selector's options.
     """
 
-    selector: str
+    entry: SelectorEntry
     seed: int | None
-    options: Mapping[str, Any] = field(hash=False)
 
     @property
     def folder_name(self) -> str:
         """Name of the folder that its search is kept in."""
-        return self.selector if self.seed is None else f"{self.selector}-{self.seed}"
+        name = self.entry.folder_name
+        return name if self.seed is None else f"{name}-{self.seed}"
 
 
-def compared_searches(
-    selectors: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]
-) -> list[ComparedSearch]:
+def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) -> list[ComparedSearch]:
     """Return all searches: every selector with every seed, selectors that are not random once.
 
     Args:
-        selectors: Options by name of the selector.
+        entries: The selectors.
         seeds: Seeds, at least one.
 
     Raises:
-        ConfigError: There are no selectors or seeds, a seed is negative or named twice, or a selector is
-            unknown.
+        ConfigError: There are no selectors or seeds, or a seed is negative or named twice.
     """
-    if not selectors or not seeds:
+    if not entries or not seeds:
         raise ConfigError("compare.selectors and compare.seeds must each hold at least one entry")
     if min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ConfigError(f"compare.seeds must be different whole numbers >= 0, got {list(seeds)}")
     return [
-        ComparedSearch(name, seed, options)
-        for name, options in selectors.items()
-        for seed in (seeds if selector_is_seeded(name) else (None,))
+        ComparedSearch(entry, seed)
+        for entry in entries
+        for seed in (seeds if selector_is_seeded(entry.selector) else (None,))
     ]
 
 
@@ -99,7 +94,8 @@ def search_all(
         own = folder / compared.folder_name
         # What one selector has scored must not help, or be counted for, the next.
         session.evaluator.restore({"first_scores": []}, {})
-        result = session.search(compared.selector, compared.options, seed=compared.seed or 0, folder=own)
+        entry = compared.entry
+        result = session.search(entry.selector, entry.options, seed=compared.seed or 0, folder=own)
         if result.stopped_by == "interrupt":
             raise RunStoppedError(folder.parent)
         result.plan.save(own / "plan.json")
@@ -160,7 +156,7 @@ def tested(
         log.info("compare: %s: test accuracy %.4f", compared.folder_name, before if after is None else after)
         rows.append(
             ComparisonRow(
-                selector=compared.selector,
+                selector=compared.entry.text,
                 seed=compared.seed,
                 best_reward=result.chosen.reward,
                 heldout_accuracy=result.chosen.accuracy,
@@ -179,11 +175,12 @@ def tested(
 
 def _check_held_out(session: SearchSession, compared: ComparedSearch) -> None:
     """Refuse to compare a pretrained policy where it knows the answer."""
-    policy = compared.options.get("policy")
+    policy = compared.entry.options.get("policy")
     if policy is not None:
         task = task_of(session.problem, model="the network", dataset="this dataset")
         read_policy(policy).card.check_held_out(task)
 
 
 def _check_options(session: SearchSession, compared: ComparedSearch) -> None:
-    create_selector(compared.selector, session.problem, episodes=session.options.episodes, **compared.options)
+    entry = compared.entry
+    create_selector(entry.selector, session.problem, episodes=session.options.episodes, **entry.options)

@@ -13,12 +13,13 @@ from command_line import QUICK, call, read_json, small_network, workplace
 from rankrl.config import options
 from rankrl.config.schema import AppConfig, CompareConfig
 from rankrl.errors import ConfigError
-from rankrl.selectors import list_selectors, selector_options
+from rankrl.selectors import SelectorEntry, list_selectors, selector_options
 from rankrl.workflow import compare
 from rankrl.workflow.compare import compared_searches
 from rankrl.workflow.session import SearchSession
 
 Command = Callable[..., None]
+LOCAL = "local:step=0.4,share=0.5"
 
 
 def made_arguments(folder: Path) -> list[str]:
@@ -27,7 +28,7 @@ def made_arguments(folder: Path) -> list[str]:
         *QUICK[1:],
         *small_network(folder),
         "task=compare",
-        "compare.selectors=[random,greedy,local,uniform]",
+        'compare.selectors=[random,greedy,"local:step=0.4,share=0.5",uniform]',
         "compare.seeds=[3,4]",
         "decomposition=tucker",
         "budget.params=0.2",
@@ -82,19 +83,20 @@ def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
         ("random", "3"),
         ("random", "4"),
         ("greedy", ""),
-        ("local", "3"),
-        ("local", "4"),
+        (LOCAL, "3"),
+        (LOCAL, "4"),
         ("uniform", ""),
     ]
     assert [row["episodes"] for row in found] == ["3", "3", "1", "3", "3", "1"]
     assert all(0 <= float(row["finetuned_accuracy"]) <= 1 for row in found)
     metrics = read_json(whole / "metrics.json")
-    assert metrics["compare"]["local"]["runs"] == 2
+    assert metrics["compare"][LOCAL]["runs"] == 2
     assert metrics["compare"]["greedy"]["best_reward"]["std"] is None
     assert metrics["search"]["best_reward"] == max(float(row["best_reward"]) for row in found)
     for name in ("compare.md", "report.html", "plots/rewards.png", "plots/accuracies.png", "plan.json"):
         assert (whole / name).stat().st_size > 0, name
-    assert "| local | 2 |" in (whole / "compare.md").read_text()
+    assert f"| {LOCAL} | 2 |" in (whole / "compare.md").read_text()
+    assert (whole / "searches" / "local-step-0.4-share-0.5-3" / "plan.json").exists()
 
 
 @pytest.mark.slow
@@ -114,7 +116,7 @@ def test_a_comparison_goes_on_exactly_and_repeats_nothing(
     assert len(list((broken / "state" / "plans").glob("*.json"))) == 1
     rankrl(f"resume={broken}")
     assert rows(broken) == rows(whole)
-    expected, found = (read_json(folder / "metrics.json")["compare"]["local"] for folder in (whole, broken))
+    expected, found = (read_json(folder / "metrics.json")["compare"][LOCAL] for folder in (whole, broken))
     assert found["finetuned_accuracy"] == expected["finetuned_accuracy"]
 
 
@@ -128,15 +130,25 @@ def test_fine_tuning_can_be_left_out(rankrl: Command, arguments: list[str], tmp_
 
 def test_each_selector_has_the_options_of_its_file() -> None:
     config = AppConfig(selector={"name": "ddpg", "noise": 0.7}, compare=CompareConfig(list_selectors(), [0]))
-    found = options.compared_selectors(config)
+    found = {each.text: each.options for each in options.compared_selectors(config)}
     assert found["ddpg"] == {"noise": 0.7}
     for name in ("local", "random", "tpe", "greedy"):
         assert set(found[name]) == set(selector_options(name))
 
 
+def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
+    entries = ["bayes", "bayes:policy=pretrained,step=0.4", "local:step=0.5"]
+    config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareConfig(entries, [0]))
+    plain, with_policy, local = options.compared_selectors(config)
+    assert plain.options == {"step": 0.2}
+    assert with_policy.options == {"step": 0.4, "policy": "pretrained"}
+    assert local.options == {**selector_options("local"), "step": 0.5}
+    assert {each.text for each in (plain, with_policy, local)} == set(entries)
+
+
 def test_selectors_that_draw_nothing_run_once() -> None:
-    entered = compared_searches({name: {} for name in list_selectors()}, [5, 6])
-    once = {each.selector for each in entered if each.seed is None}
+    entered = compared_searches([SelectorEntry.parse(name) for name in list_selectors()], [5, 6])
+    once = {each.entry.selector for each in entered if each.seed is None}
     assert once == {"divergence", "energy", "greedy", "uniform", "vbmf"}
     assert len(entered) == len(once) + 2 * (len(list_selectors()) - len(once))
     assert len({each.folder_name for each in entered}) == len(entered)
@@ -144,7 +156,12 @@ def test_selectors_that_draw_nothing_run_once() -> None:
 
 @pytest.mark.parametrize(
     ("selectors", "message"),
-    [(["ddgp"], "Did you mean 'ddpg'"), (["greedy", "greedy"], "names 'greedy' twice")],
+    [
+        (["ddgp"], "compare.selectors: there is no selector 'ddgp'.*Did you mean 'ddpg'"),
+        (["greedy", "greedy"], "names 'greedy' twice"),
+        (["local:step"], "compare.selectors: 'local:step' is no selector with options"),
+        (["local:stepp=1"], "compare.selectors: .*has no option .stepp."),
+    ],
 )
 def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -154,7 +171,7 @@ def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
 @pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])
 def test_bad_seeds_are_refused(seeds: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compared_searches({"random": {}}, seeds)
+        compared_searches([SelectorEntry.parse("random")], seeds)
 
 
 def test_wrong_options_are_refused_before_anything_is_searched(

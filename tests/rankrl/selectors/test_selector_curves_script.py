@@ -15,24 +15,24 @@ from scipy.stats import t as student
 from rankrl.data import load_dataset
 from rankrl.models import create_model, save_checkpoint
 
-GREEDY = script.Entry.parse("greedy")
+GREEDY = script.entry("greedy")
 
 
 def test_entries_are_selectors_with_options() -> None:
-    entry = script.Entry.parse("bayes:policy=pretrained,step=0.2,refinements=1")
-    assert entry.selector == "bayes"
-    assert entry.options == {"policy": "pretrained", "step": 0.2, "refinements": 1}
-    assert entry.seeds([3, 4]) == [3, 4]
-    assert GREEDY.seeds([3, 4]) == [3]
+    found = script.entry("bayes:policy=pretrained,step=0.2,refinements=1")
+    assert found.selector == "bayes"
+    assert found.options == {"policy": "pretrained", "step": 0.2, "refinements": 1}
+    assert script.seeds_of(found, [3, 4]) == [3, 4]
+    assert script.seeds_of(GREEDY, [3, 4]) == [3]
     for text in ("bayesian", "bayes:stepp=1", "bayes:step", "bayes:step=-1"):
         with pytest.raises(argparse.ArgumentTypeError):
-            script.Entry.parse(text)
+            script.entry(text)
 
 
 def test_searches_are_read_again_and_judged_by_their_best_plans(
     small_problem, small_evaluator, tmp_path: Path
 ) -> None:
-    entry = script.Entry.parse("local")
+    entry = script.entry("local")
     rows = script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path)
     scored = small_evaluator.scored
     assert script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path) == rows

@@ -12,7 +12,7 @@ from rankrl.models import create_model
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.plan_search.rewards import create_reward
 from rankrl.plan_search.run import best_rows, choosing, run_search
-from rankrl.selectors import create_selector
+from rankrl.selectors import SelectorEntry, create_selector
 from rankrl.training import predict_logits
 from rankrl.workflow import compare
 from rankrl.workflow.compare import ComparedSearch, winner
@@ -184,8 +184,8 @@ def test_a_plan_that_keeps_the_time_misses_nothing(timed) -> None:
 def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
     """A result whose plan is not the one with the best reward counts by its plan."""
     rows = best_rows(result.rows, 3)
-    slow = ComparedSearch("random", 0, {}), choosing(small_problem, result, rows[2])
-    fast = ComparedSearch("random", 1, {}), choosing(small_problem, result, rows[1])
+    slow = ComparedSearch(SelectorEntry("random", "random"), 0), choosing(small_problem, result, rows[2])
+    fast = ComparedSearch(SelectorEntry("random", "random"), 1), choosing(small_problem, result, rows[1])
     results = dict([slow, fast])
     assert winner(results) is fast[1]
 
