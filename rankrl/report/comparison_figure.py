@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -117,7 +118,8 @@ def _draw_accuracies(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             axes.plot(
                 *zip(*points, strict=True), "o", color=PALETTE[colour], markersize=5, alpha=0.8, label=label
             )
-    axes.set_xticks(range(len(names)), names, rotation=60 if len(names) > 4 else 0)
+    labels = [re.sub("(?<=[:,])", "\n", name) for name in names]  # long ones would leave the dots no room
+    axes.set_xticks(range(len(names)), labels, rotation=60 if len(names) > 4 else 0)
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 

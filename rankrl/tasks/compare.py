@@ -80,7 +80,13 @@ def _table(rows: list[ComparisonRow]) -> Table:
     columns, cells = comparison_cells(rows, SHORT)
     table = Table(header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        # Where the terminal is narrow, entries with many options are folded, numbers never.
+        table.add_column(
+            column,
+            justify="right" if index else "left",
+            no_wrap=index > 0,
+            overflow="fold" if not index else "ellipsis",
+        )
     for row in cells:
         table.add_row(*row)
     return table
