@@ -229,7 +229,7 @@ def _columns(cell: Cell, metrics: dict[str, Any]) -> list[str]:
     after, ratios, onnx = metrics["finetuned"]["accuracy"], metrics["ratios"], metrics["onnx"]
     return [
         *start,
-        str(cell.epochs),
+        str(metrics["trainings"]["finetune"]["epochs"]),  # the run's own: a call may ask for others
         str(cell.seed),
         f"{100 * dense:.2f}",
         f"{100 * metrics['compressed']['accuracy']:.2f}",

@@ -96,6 +96,10 @@ def test_cells_are_run_once_and_stand_beside_what_was_published(
         control = json.loads(Path("results/control-0/metrics.json").read_text())
         assert control["ratios"]["params"] == 1
         assert "Not finished" not in capsys.readouterr().out
+        # What a finished run did is told, not what this call would do.
+        assert results.main([*command, "--table-only", "--epochs", "9"]) == 0
+        found = [line.split(" | ")[2] for line in capsys.readouterr().out.splitlines() if "digits" in line]
+        assert found == ["1", "1"]
 
 
 def test_a_running_cell_is_interrupted_in_time_and_a_failing_one_is_named(
