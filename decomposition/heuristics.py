@@ -277,7 +277,7 @@ def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> flo
     chosen, ranks = operation.tensor_format, operation.ranks
     if chosen.own_ranks:
         return sum(ranks) / len(ranks)
-    modes = library.lister.modes(spec.name, chosen)
+    modes = library.modes(spec.name, chosen)
     cores = [torch.empty(shape) for shape in chosen.core_shapes(modes, ranks)]
     return chosen.halves(cores, modes)[0].shape[1]
 

@@ -27,6 +27,7 @@ from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.listing import CandidateLister, changing_layers, norm_parameters, within
 from decomposition.lockstep import RefitProblem
 from decomposition.metric import Metric, times, to_bytes
+from decomposition.modes import WeightModes
 from decomposition.moments import InputMoments, collect_moments
 from decomposition.operations import (
     ChannelFactors,
@@ -125,6 +126,10 @@ class FitLibrary:
     def formats(self) -> tuple[TensorFormat, ...]:
         """The formats that every layer may choose from."""
         return self.lister.formats
+
+    def modes(self, name: str, tensor_format: TensorFormat) -> WeightModes:
+        """Return how a layer's weight is read as a tensor in a format of the library."""
+        return self.lister.modes(name, tensor_format)
 
     @classmethod
     def calibrated(
@@ -444,7 +449,7 @@ class FitLibrary:
             root = self._root(name)
 
         def spectra(tensor_format: TensorFormat) -> Sequence[np.ndarray]:
-            modes = self.lister.modes(name, tensor_format)
+            modes = self.modes(name, tensor_format)
             return tensor_format.spectra(weight, modes, self._metrics[name], root)
 
         return self.lister.candidates(name, limit=limit, spectra=spectra)

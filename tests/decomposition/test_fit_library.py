@@ -43,7 +43,7 @@ def library_of(
 def at_rank_2(library: FitLibrary) -> Factorise:
     """Layer 3 at rank 2 everywhere, in the library's only format."""
     (tensor_format,) = library.formats
-    modes = library.lister.modes("3", tensor_format)
+    modes = library.modes("3", tensor_format)
     return Factorise(tensor_format.name, tensor_format.expand(modes, 2), factors_of(modes))
 
 
@@ -122,9 +122,9 @@ def test_a_kernel_that_is_split_keeps_its_fits_apart_from_its_turned_one(tmp_pat
             specs = compressible_layers(model, (4, 8, 8))
             library = FitLibrary(model, specs, name, options=FitOptions(iterations=3), folder=folder)
             (chosen,) = library.formats
-            ranks = chosen.expand(library.lister.modes("0", chosen), 2)
+            ranks = chosen.expand(library.modes("0", chosen), 2)
             fit = library.fit("0", Factorise(name, ranks))
-            shapes = chosen.core_shapes(library.lister.modes("0", chosen), ranks)
+            shapes = chosen.core_shapes(library.modes("0", chosen), ranks)
             assert [tuple(core.shape) for core in fit.cores] == shapes
         assert len(list(folder.glob("*.safetensors"))) == files
 
@@ -150,7 +150,7 @@ def test_fits_on_disk_are_named_by_version_problem_and_options(
 ) -> None:
     library = library_of(small_net, name, folder=tmp_path)
     (chosen,) = library.formats
-    ranks = chosen.expand(library.lister.modes("3", chosen), 2)
+    ranks = chosen.expand(library.modes("3", chosen), 2)
     library.fit("3", Factorise(name, ranks))
     digest = hashlib.sha256(f"(4, '{name}', {modes}, {library.options!r})".encode())
     digest.update(library.weights["3"].numpy().tobytes() + b"none" + b"none")
