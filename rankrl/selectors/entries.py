@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankrl.errors import ConfigError, did_you_mean
-from rankrl.selectors.registry import check_selector, list_selectors
+from rankrl.errors import ConfigError
+from rankrl.selectors.registry import check_selector, selector_class
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,7 @@ class SelectorEntry:
         from hydra.errors import OverrideParseException
 
         selector, _, rest = text.partition(":")
-        if selector not in list_selectors():
-            raise ConfigError(
-                f"there is no selector {selector!r}; choose from {', '.join(list_selectors())}."
-                f"{did_you_mean(selector, list_selectors())}"
-            )
+        selector_class(selector)  # an unknown name is refused before its options are read
         pairs = re.split(r",(?=\w+=)", rest) if rest else []
         if not all("=" in pair for pair in pairs):
             raise ConfigError(
