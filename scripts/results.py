@@ -6,6 +6,9 @@ The grid is scripts/results.yaml, the most wanted cells first. A cell is a run o
 own: one that is finished is not run again, one that was interrupted goes on where it was, to the bit. With
 `--hours` the script stops in time, and the next call goes on. Every network has a control: the dense
 checkpoint trained on by the same recipe for as many epochs.
+
+What finished cells came to is kept in `--records`, with the hardware, so that a table can be filled on
+several machines and outlives their folders.
 """
 
 from __future__ import annotations
@@ -16,19 +19,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from result_rows import ResultRows
 
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 
 GRID = Path(__file__).with_suffix(".yaml")
 CPU_EPOCHS, GPU_EPOCHS = 60, 200
+KEY = ("cell", "epochs")
+RECORDED = ("dense", "before", "after", "params", "macs", "latency", "file", "hardware")
 # A run that is told to stop ends its step and writes its state.
 _PATIENCE_SECONDS = 300
 
@@ -183,19 +189,52 @@ def run_cells(cells: Sequence[Cell], folder: Path, *, jobs: int, seconds: float)
     return failed
 
 
-def table(cells: Sequence[Cell], folder: Path) -> str:
-    """Return the finished cells as a Markdown table, and the names of the others."""
-    head = [
-        *("network", "method", "epochs", "seed", "dense, %", "before, %", "after, %", "difference"),
-        *("wanted, %", "parameters", "MACs", "time", "file", "published"),
-    ]
-    lines, missing = [_line(head), "|---|---|" + "---:|" * 11 + "---|"], []
+def record_of(metrics: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the table says of a finished run, with empty text where it does not apply."""
+    record: dict[str, object] = dict.fromkeys(("epochs", *RECORDED), "")
+    record |= {"dense": metrics["baseline"]["accuracy"], "hardware": hardware_line()}
+    if "finetuned" not in metrics:  # trained from scratch
+        return record
+    ratios, onnx = metrics["ratios"], metrics["onnx"]
+    return record | {
+        "epochs": metrics["trainings"]["finetune"]["epochs"],  # the run's own: a call may ask for others
+        "before": metrics["compressed"]["accuracy"],
+        "after": metrics["finetuned"]["accuracy"],
+        "params": ratios["params"],
+        "macs": ratios["macs"],
+        "latency": 1 / ratios["latency"],
+        "file": onnx["baseline_file_bytes"] / onnx["file_bytes"],
+    }
+
+
+def keep_finished(cells: Sequence[Cell], folder: Path, records: ResultRows) -> None:
+    """Add the runs that are finished in a folder to the records, which outlive it."""
     for cell in cells:
         if finished(folder / cell.name):
             metrics = json.loads((folder / cell.name / "metrics.json").read_text(encoding="utf-8"))
-            lines.append(_line(_columns(cell, metrics)))
-        else:
+            record = record_of(metrics)
+            key = {"cell": cell.name, "epochs": record["epochs"]}
+            if records.find(key) is None:
+                records.add(key, record)
+
+
+def table(cells: Sequence[Cell], records: ResultRows) -> str:
+    """Return the finished cells as a Markdown table, what they ran on, and the names of the others."""
+    head = [
+        *("network", "method", "epochs", "seed", "dense, %", "before, %", "after, %", "difference"),
+        *("wanted, %", "parameters", "MACs", "time", "file", "on", "published"),
+    ]
+    lines, missing = [_line(head), "|---|---|" + "---:|" * 12 + "---|"], []
+    machines: list[str] = []
+    for cell in cells:
+        rows = [row for row in records.rows if row["cell"] == cell.name]
+        for row in sorted(rows, key=lambda row: int(row["epochs"] or 0)):
+            if row["hardware"] not in machines:
+                machines.append(row["hardware"])
+            lines.append(_line(_columns(cell, row, machines.index(row["hardware"]) + 1)))
+        if not rows:
             missing.append(cell.name)
+    lines += ["", *(f"{number}. {machine}" for number, machine in enumerate(machines, 1))]
     if missing:
         lines += ["", f"Not finished: {', '.join(missing)}."]
     return "\n".join(lines)
@@ -205,42 +244,27 @@ def _line(columns: Sequence[str]) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def _columns(cell: Cell, metrics: dict[str, Any]) -> list[str]:
-    dense = metrics["baseline"]["accuracy"]
-    wanted = "" if cell.wanted is None else f"{cell.wanted:g}"
-    published = "<br>".join(map(str, cell.published))
-    start = [cell.network, cell.method]
-    if "finetuned" not in metrics:
-        return [
-            *start,
-            "",
-            str(cell.seed),
-            f"{100 * dense:.2f}",
-            "",
-            "",
-            "",
-            wanted,
-            "",
-            "",
-            "",
-            "",
-            published,
-        ]
-    after, ratios, onnx = metrics["finetuned"]["accuracy"], metrics["ratios"], metrics["onnx"]
+def _columns(cell: Cell, row: Mapping[str, str], machine: int) -> list[str]:
+    def shown(column: str, form: str, factor: float = 1.0) -> str:
+        return form.format(factor * float(row[column])) if row[column] else ""
+
+    difference = f"{100 * (float(row['after']) - float(row['dense'])):+.2f}" if row["after"] else ""
     return [
-        *start,
-        str(metrics["trainings"]["finetune"]["epochs"]),  # the run's own: a call may ask for others
+        cell.network,
+        cell.method,
+        row["epochs"],
         str(cell.seed),
-        f"{100 * dense:.2f}",
-        f"{100 * metrics['compressed']['accuracy']:.2f}",
-        f"{100 * after:.2f}",
-        f"{100 * (after - dense):+.2f}",
-        wanted,
-        f"{ratios['params']:.2f}x fewer",
-        f"{ratios['macs']:.2f}x fewer",
-        f"{1 / ratios['latency']:.2f}",
-        f"{onnx['baseline_file_bytes'] / onnx['file_bytes']:.2f}x smaller",
-        published,
+        shown("dense", "{:.2f}", 100),
+        shown("before", "{:.2f}", 100),
+        shown("after", "{:.2f}", 100),
+        difference,
+        "" if cell.wanted is None else f"{cell.wanted:g}",
+        shown("params", "{:.2f}x fewer"),
+        shown("macs", "{:.2f}x fewer"),
+        shown("latency", "{:.2f}"),
+        shown("file", "{:.2f}x smaller"),
+        str(machine),
+        "<br>".join(map(str, cell.published)),
     ]
 
 
@@ -262,6 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--hours", type=float, default=float("inf"), help="stop after so long; call again to go on"
     )
     parser.add_argument("--jobs", type=int, default=1, help="cells side by side, for a GPU")
+    parser.add_argument(
+        "--records",
+        type=Path,
+        help="CSV file of what finished cells came to (results.csv in --folder)",
+    )
     parser.add_argument("--table-only", action="store_true", help="run nothing")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     options = parser.parse_args(arguments)
@@ -276,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shortened={str(options.checkpoints): "CHECKPOINTS", str(options.folder): "results"},
         dropped=["--hours"],
     )
-    text = f"`{command}`\n\n{hardware_line()}\n\n{table(cells, options.folder)}"
+    records = ResultRows(options.records or options.folder / "results.csv", KEY, RECORDED)
+    keep_finished(cells, options.folder, records)
+    text = f"`{command}`\n\n{table(cells, records)}"
     print(text)
     if options.output is not None:
         write_section(options.output, "results", "Results", text)
