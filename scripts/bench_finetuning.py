@@ -4,26 +4,30 @@
 
 The network is decomposed once, by greedy's plan, and fine-tuned in every way from there. Rates are chosen by
 the held-out images, so the checkpoint has to be one that never saw them: `rankrl task=train` writes it.
-Finished rows are kept in `--rows`, so that a killed run goes on with the next one.
+Finished rows are kept in `--rows`, so that a killed run goes on with the next one. A row that constrains the
+dense network to its ranks first gives one of its epochs to that.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from statistics import mean
 
 from result_rows import ResultRows
 from torch import nn
 
-from decomposition import apply_plan, load_compressed, plan_by_heuristic, save_compressed
+from decomposition import CompressionPlan, apply_plan, load_compressed, plan_by_heuristic, save_compressed
 from rankrl.data import ImageData, load_dataset
 from rankrl.models import checkpoint_heldout, create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.training import TrainingRecipe, report_accuracy, train
+from rankrl.training import RankConstraint, TrainingRecipe, report_accuracy, train
 from rankrl.workflow.calibration import calibration_images
 
 FULL = TrainingRecipe(
@@ -34,15 +38,25 @@ FULL = TrainingRecipe(
     distillation=0.9,
     restore_best=False,
 )
+VALUES = ("heldout", "dense", "before", "test")
 _NESTEROV = {"momentum": 0.9, "nesterov": True}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe and its name in the table."""
+    """A recipe and its name in the table.
+
+    Attributes:
+        name: Name of its row.
+        recipe: How the compressed network is trained.
+        constrained: How many of the epochs train the dense network towards the plan instead, before the cut.
+        strength: Of that pull.
+    """
 
     name: str
     recipe: TrainingRecipe
+    constrained: int = 0
+    strength: float = 0.01
 
 
 VARIANTS = (
@@ -54,6 +68,8 @@ VARIANTS = (
     Variant("without the moving average", replace(FULL, ema_decay=None)),
     Variant("without distillation", replace(FULL, distillation=0.0)),
     Variant("the short recipe: rate 1e-4", TrainingRecipe(lr=1e-4, distillation=0.9, restore_best=False)),
+    Variant("an epoch towards the ranks before the cut", FULL, constrained=1),
+    Variant("an epoch towards the ranks, strength 0.05", FULL, constrained=1, strength=0.05),
     Variant("SGD, rate 0.005", replace(FULL, lr=0.005, optimizer="sgd", optimizer_options=_NESTEROV)),
     Variant("SGD, rate 0.02", replace(FULL, lr=0.02, optimizer="sgd", optimizer_options=_NESTEROV)),
     Variant("OnnxAdagrad, rate 0.003", replace(FULL, lr=0.003, optimizer="onnx_adagrad")),
@@ -61,8 +77,10 @@ VARIANTS = (
 )
 
 
-def decomposed(dense: nn.Module, data: ImageData, options: argparse.Namespace) -> nn.Module:
-    """Return the network that every row begins with; it is kept beside the rows."""
+def decomposed(
+    dense: nn.Module, data: ImageData, options: argparse.Namespace
+) -> tuple[nn.Module, CompressionPlan]:
+    """Return the network that every row begins with, and its plan; it is kept beside the rows."""
     path = options.rows.with_suffix(".safetensors")
     if not path.exists():
         images = calibration_images(data, options.calibration, seed=0)
@@ -70,8 +88,20 @@ def decomposed(dense: nn.Module, data: ImageData, options: argparse.Namespace) -
             dense, data.input_shape, options.format, "greedy", options.fraction, calibration=images
         )
         save_compressed(apply_plan(dense, plan, images), plan, path, dense=dense)
-    network, _ = load_compressed(dense, path)
-    return network
+    return load_compressed(dense, path)
+
+
+def cut_after_constraint(
+    variant: Variant, dense: nn.Module, plan: CompressionPlan, data: ImageData, options: argparse.Namespace
+) -> nn.Module:
+    """Return the network decomposed after some epochs of training towards its plan."""
+    images = calibration_images(data, options.calibration, seed=0)
+    network = copy.deepcopy(dense)
+    pull = RankConstraint(network, plan, images, strength=variant.strength, growth=1.3)
+    # As in the pipeline: no cores are there to size or to decay yet.
+    recipe = replace(variant.recipe, epochs=variant.constrained, product_decay=0.0)
+    train(network, data, recipe, teacher=dense, constraint=pull)
+    return apply_plan(network.eval(), plan, images)
 
 
 def measure(options: argparse.Namespace, rows: ResultRows) -> None:
@@ -90,37 +120,48 @@ def measure(options: argparse.Namespace, rows: ResultRows) -> None:
     load_checkpoint(dense, options.checkpoint)
     dense.eval()
     small = replace(data, train=data.train.first(options.images))
-    for variant in VARIANTS:
-        key = {"variant": variant.name, "epochs": options.epochs, "images": options.images}
+    for seed, variant in product(options.seeds, VARIANTS):
+        key = {"variant": variant.name, "epochs": options.epochs, "images": options.images, "seed": seed}
         if (options.variants and not any(each in variant.name for each in options.variants)) or rows.find(
             key
         ):
             continue
-        network = decomposed(dense, data, options)
-        recipe = replace(variant.recipe, epochs=options.epochs)
-        teacher = dense if recipe.distillation else None
-        result = train(network, small, recipe, teacher=teacher)
+        start, plan = decomposed(dense, data, options)
+        chosen = replace(variant, recipe=replace(variant.recipe, seed=seed))
+        network, epochs = copy.deepcopy(start), options.epochs - variant.constrained
+        if variant.constrained:
+            network = cut_after_constraint(chosen, dense, plan, small, options)
+        teacher = dense if chosen.recipe.distillation else None
+        result = train(network, small, replace(chosen.recipe, epochs=epochs), teacher=teacher)
         accuracies = [
             100 * report_accuracy(each, data.test, mean=data.mean, std=data.std)
-            for each in (dense, decomposed(dense, data, options), network)
+            for each in (dense, start, network)
         ]
         names = ("dense", "before", "test")
         values = dict(zip(names, accuracies, strict=True))
-        rows.add(key, {"heldout before": 100 * result.start, "heldout": 100 * result.accuracy, **values})
-        print(f"{variant.name}: {100 * result.accuracy:.2f} % held out", file=sys.stderr, flush=True)
+        rows.add(key, {"heldout": 100 * result.accuracy, **values})
+        print(
+            f"{variant.name}, seed {seed}: {100 * result.accuracy:.2f} % held out",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def table(rows: ResultRows) -> str:
-    """Return the rows as a Markdown table, in the order of the variants."""
+    """Return the rows as a Markdown table, in the order of the variants: means over the seeds."""
     lines = [
-        "| recipe | epochs | images | held out, %: before | after | test, %: dense | before | after |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| recipe | epochs | images | seeds | held out, % | test, %: dense | before | after | range |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    kinds = {(row["variant"], row["epochs"], row["images"]): [] for row in rows.rows}
+    for row in rows.rows:
+        kinds[row["variant"], row["epochs"], row["images"]].append(row)
     names = [variant.name for variant in VARIANTS]
-    columns = ("heldout before", "heldout", "dense", "before", "test")
-    for row in sorted(rows.rows, key=lambda row: names.index(row["variant"])):
-        numbers = " | ".join(f"{float(row[column]):.2f}" for column in columns)
-        lines.append(f"| {row['variant']} | {row['epochs']} | {row['images']} | {numbers} |")
+    for (name, epochs, images), same in sorted(kinds.items(), key=lambda item: names.index(item[0][0])):
+        means = [f"{mean(float(row[column]) for row in same):.2f}" for column in VALUES]
+        tests = [float(row["test"]) for row in same]
+        spread = f"{min(tests):.2f} to {max(tests):.2f}" if len(tests) > 1 else ""
+        lines.append(f"| {' | '.join([name, epochs, images, str(len(same)), *means, spread])} |")
     return "\n".join(lines)
 
 
@@ -137,12 +178,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calibration", type=int, default=768, help="images to fit on (default 768)")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--images", type=int, default=20_000, help="of an epoch (default 20,000)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of batches and crops (default 0)")
     parser.add_argument("--variants", nargs="+", metavar="TEXT", help="only those whose names contain one")
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of finished rows")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     options = parser.parse_args(arguments)
-    key, values = ["variant", "epochs", "images"], ["heldout before", "heldout", "dense", "before", "test"]
-    rows = ResultRows(options.rows, key, values)
+    if any(variant.constrained >= options.epochs for variant in VARIANTS):
+        parser.error(
+            f"--epochs must be 2 or more, one for the constraint before the cut, got {options.epochs}"
+        )
+    rows = ResultRows(options.rows, ("variant", "epochs", "images", "seed"), VALUES)
     measure(options, rows)
     command = shown_command(
         ["scripts/bench_finetuning.py", *(sys.argv[1:] if arguments is None else arguments)],
