@@ -61,24 +61,54 @@ class LatencyTable:
         """Time of the dense network."""
         return self.rest + sum(times[-1] for times in self.sites.values())
 
-    def attach(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
-        """Return the sites with measured times.
+    def without_slower(self, sites: Sequence[CandidateSet]) -> tuple[LatencyTable, list[CandidateSet]]:
+        """Return the table and the sites without candidates that are slower than their dense layer.
 
-        Candidates that are slower than the dense layer in the same precision are left out: within a budget in
-        time nothing is gained by them.
+        Each is compared with the dense layer in its own precision: within a budget in time nothing is gained
+        by it. A table whose times are changed later (corrected by whole networks, kind by kind) is to be cut
+        first, or it takes candidates for fast that were measured to be slow.
 
         Raises:
             DecompositionError: If a site or one of its candidates was not measured.
         """
-        attached = []
+        cut, times, narrowed = [], {}, {}
         for site in sites:
-            times = self.sites.get(site.name, ())
-            if len(times) != len(site):
+            own = self.sites.get(site.name, ())
+            if len(own) != len(site):
                 raise DecompositionError(
-                    f"site {site.name!r} has {len(site)} candidates, the latency table holds {len(times)} "
+                    f"site {site.name!r} has {len(site)} candidates, the latency table holds {len(own)} "
                     "times for it; measure all candidates"
                 )
-            narrowed = self.narrowed.get(
+            limits = {False: own[-1], True: np.inf}
+            for each, time in zip(site.candidates, own, strict=True):
+                if each.only_integers:
+                    limits[True] = time
+            kept = [
+                index
+                for index, (each, time) in enumerate(zip(site.candidates[:-1], own, strict=False))
+                if time < limits[each.integer] or time == limits[True]
+            ]
+            dense = site.candidates[-1]
+            if not kept and len(site) > 1:
+                dense = replace(dense, reason="no candidate is faster than the dense layer")
+            cut.append(replace(site, candidates=(*(site.candidates[index] for index in kept), dense)))
+            kept.append(len(site) - 1)
+            times[site.name] = tuple(own[index] for index in kept)
+            if site.name in self.narrowed:
+                narrowed[site.name] = tuple(self.narrowed[site.name][index] for index in kept)
+        return replace(self, sites=times, narrowed=narrowed), cut
+
+    def attach(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
+        """Return the sites with measured times, without candidates that are slower than their dense layer.
+
+        Raises:
+            DecompositionError: If a site or one of its candidates was not measured.
+        """
+        table, faster = self.without_slower(sites)
+        attached = []
+        for site in faster:
+            times = table.sites[site.name]
+            narrowed = table.narrowed.get(
                 site.name, [[time] * len(site.candidates[-1].narrower) for time in times]
             )
             timed = tuple(
@@ -92,19 +122,7 @@ class LatencyTable:
                 )
                 for candidate, time, row in zip(site.candidates, times, narrowed, strict=True)
             )
-            dense = timed[-1]
-            limits = {False: times[-1], True: np.inf}
-            for each, time in zip(timed, times, strict=True):
-                if each.only_integers:
-                    limits[True] = time
-            faster = tuple(
-                each
-                for each, time in zip(timed[:-1], times, strict=False)
-                if time < limits[each.integer] or time == limits[True]
-            )
-            if not faster and len(timed) > 1:
-                dense = replace(dense, reason="no candidate is faster than the dense layer")
-            attached.append(replace(site, candidates=(*faster, dense)))
+            attached.append(replace(site, candidates=timed))
         return attached
 
     def budget(self, fraction: float, sites: Sequence[CandidateSet]) -> Budget:

@@ -176,7 +176,13 @@ class OnnxLatencyBudget(LatencyBudget):
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         fractions = {**self.further, "latency": fraction}
         return SearchProblem.from_costs(
-            self._specs(), self.sites, self.shape, self.totals, fractions, latencies=table, library=library
+            self._specs(),
+            self._faster[1],
+            self.shape,
+            self.totals,
+            fractions,
+            latencies=table,
+            library=library,
         )
 
 

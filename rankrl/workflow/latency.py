@@ -160,7 +160,7 @@ class LatencyBudget:
         Raises:
             DecompositionError: If no plan can reach the budget.
         """
-        table = self._table()
+        table, _ = self._faster
         found, kept = (
             self._path(table, "budget", self.fraction),
             self._path(table, "corrected", self.fraction),
@@ -180,18 +180,19 @@ class LatencyBudget:
         Of the plans that keep it that with the least loss is taken, not the slowest: timings of whole
         networks differ by several percent from one time to another.
         """
+        _, sites = self._faster
         first, later, tried = self._trials(table), list[Trial](), {}
         found: list[_Tried] = []
         scale, new = 1.0, False
         for _ in range(_ADJUSTMENTS):
             factors = correction(table, first, later)
-            fitted = corrected(table, self.sites, factors)
+            fitted = corrected(table, sites, factors)
             if new:
                 last = later[-1]
                 scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
             elif found:
                 scale *= _STEP if found[-1].kept < self.fraction else 1 / _STEP
-            least = fitted.budget(1.0, self.sites).least(fitted.attach(self.sites))
+            least = fitted.budget(1.0, sites).least(fitted.attach(sites))
             wanted = min(1.0, max(scale * self.fraction, least * _ROUNDING))
             problem = self._problem(fitted, wanted, library)
             plan = problem.plan(problem.preset, "greedy")
@@ -200,7 +201,7 @@ class LatencyBudget:
             if new:
                 tried[plan.layers] = self.measured(plan)
                 chosen = [site.candidates[j] for site, j in choices]
-                later.append(Trial.of(table, self.sites, chosen, tried[plan.layers]))
+                later.append(Trial.of(table, sites, chosen, tried[plan.layers]))
             kept = tried[plan.layers]
             shown = (self.beside * each for each in (self.fraction, wanted, kept))
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", *shown)
@@ -236,7 +237,7 @@ class LatencyBudget:
                 plan_from_choices(sites, choices, specs, self.shape, "a trial", keep=KeepChannels)
             )
 
-        found = first_trials(table, self.sites, measured)
+        found = first_trials(table, self._faster[1], measured)
         if path is not None:
             write_json(path, [[each.parts, each.time] for each in found])
         return found
@@ -312,8 +313,9 @@ class LatencyBudget:
         """Return where something that follows from a table and the candidates is kept, or None."""
         if self.options.folder is None:
             return None
-        candidates = [[each.content() for each in site.candidates] for site in self.sites]
-        losses = [site.losses.tolist() for site in self.sites]
+        _, sites = self._faster
+        candidates = [[each.content() for each in site.candidates] for site in sites]
+        losses = [site.losses.tolist() for site in sites]
         content = repr(
             (
                 table.conditions,
@@ -329,7 +331,13 @@ class LatencyBudget:
         )
         return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{kind}.json"
 
+    @cached_property
+    def _faster(self) -> tuple[LatencyTable, list[CandidateSet]]:
+        """The measured times, and the sites, without candidates that are slower than their dense layer."""
+        return self._table().without_slower(self.sites)
+
     def _table(self) -> LatencyTable:
+        """Measure all candidates of all sites, or read what was measured before."""
         with progress_bar("time layers", total=len(self.sites)) as bar:
             return measure_layer_latencies(
                 self.model,
@@ -348,7 +356,7 @@ class LatencyBudget:
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
         return SearchProblem.from_model(
             self.model,
-            self.sites,
+            self._faster[1],
             self.shape,
             **self.further,
             latency=fraction,

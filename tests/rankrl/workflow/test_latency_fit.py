@@ -96,3 +96,32 @@ def test_a_budget_beside_the_time_is_kept_too() -> None:
     assert problem.budget.measures == ("latency", "bytes")
     cost = problem.cost([int(each) for each in problem.preset])
     assert cost.bytes <= 0.7 * 4 * problem.params
+
+
+def test_what_was_measured_to_be_slow_does_not_come_back_when_its_kind_is_corrected() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    library = FitLibrary.calibrated(model, (3, 12, 12), "tucker", None)
+    sites = library.all_candidates(limit=4)
+    slow = sites[1].candidates[-2]  # of highest rank
+    times = {each.name: each.params.astype(float) for each in sites}
+    times[sites[1].name][-2] = 1.05 * times[sites[1].name][-1]
+    table = LatencyTable({name: tuple(each.tolist()) for name, each in times.items()}, 1.0, "a test")
+
+    class Halved(LatencyBudget):
+        """One whose factorised layers take half of the time in a network that they take alone."""
+
+        def _table(self) -> LatencyTable:
+            return table
+
+        def measured(self, plan: CompressionPlan) -> float:
+            total = table.rest
+            for each in sites:
+                operations = [candidate.operations for candidate in each.candidates]
+                index = operations.index(plan[each.name].operations)
+                total += times[each.name][index] * (0.5 if operations[index] else 1.0)
+            return float(total) / table.total
+
+    problem = Halved(model, sites, (3, 12, 12), 0.8, LatencyOptions()).problem(library)
+    found = [each.operations for each in problem.sites[1].candidates]
+    assert slow.operations not in found
+    assert len(found) == len(sites[1]) - 1
