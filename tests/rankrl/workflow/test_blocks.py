@@ -23,6 +23,7 @@ from decomposition import (
     count_parameters,
 )
 from rankrl.data import Images
+from rankrl.device import Precision
 from rankrl.errors import ConfigError
 from rankrl.export.layer_latency import time_sites
 from rankrl.export.layer_timing import LayerTimer
@@ -79,7 +80,17 @@ def evaluator(network: nn.Module, library: FitLibrary, problem: SearchProblem) -
         torch.randint(5, (40,), generator=generator),
     )
     plain = EvaluatorOptions(augmented=False)
-    return PlanEvaluator(network, library, problem, held_out, mean=(0.5,), std=(0.25,), options=plain)
+    return PlanEvaluator(
+        network,
+        library,
+        problem,
+        held_out,
+        mean=(0.5,),
+        std=(0.25,),
+        options=plain,
+        # Whatever this machine computes fastest: logits are compared with those of a torch network.
+        precision=Precision(torch.device("cpu"), torch.float32),
+    )
 
 
 def without(problem: SearchProblem, block: str) -> tuple[int, ...]:
