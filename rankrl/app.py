@@ -94,9 +94,11 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
     """Run the task, tracked; return what its steps noted."""
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    from rankrl.memory import reuse_memory
     from rankrl.tasks import get_task  # imports torch and all that is registered
     from rankrl.training.subnormals import subnormals_as_zero
 
+    reuse_memory()
     check_catalogue()
     check_values(plain)  # what sweepers draw is known only now
     run = get_task(settings.task).of(settings)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rankrl.errors import ConfigError
+from rankrl.memory import reuse_memory
 from rankrl.plan_search.workers import (
     GO_ON,
     MOST_DEATHS,
@@ -218,6 +219,7 @@ class _Actor:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
+        reuse_memory()
         self._scorers: dict[int, Scorer] = {}
 
     def place(self) -> _Place:

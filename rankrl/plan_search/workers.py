@@ -23,6 +23,7 @@ import torch
 
 from decomposition.processes import in_processes
 from rankrl.errors import ConfigError, RankrlError, did_you_mean
+from rankrl.memory import reuse_memory
 
 Cluster = Literal["local", "ray"]
 Scorer = Callable[[Any], Any]
@@ -260,6 +261,7 @@ class _Process:
 def _begin(build: bytes, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    reuse_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Process.build = build
 
