@@ -1,6 +1,6 @@
 """What a pretrained policy's plan is worth on tasks that it was not trained on, before any evaluation.
 
-    RANKRL_DATA=data python scripts/transfer.py --policy policy.safetensors --tasks \
+    RANKRL_DATA=data python scripts/transfer.py --tasks \
         resnet56:cifar10-resnet56.th:cifar10:tucker:params:0.25 --output docs/benchmarks.md
 
 For each task MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION the policy's plan, which cost no evaluation,
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from decomposition import apply_plan
 from decomposition.operations.quantise import PRECISIONS
-from rankrl.agents.policy_file import PolicyFile, PolicyTask, read_policy
+from rankrl.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
@@ -279,7 +279,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--policy", type=Path, required=True, help="the policy's file")
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        default=Path(PRETRAINED),
+        help="its file (default: the one that comes with rankrl)",
+    )
     parser.add_argument("--tasks", nargs="+", type=Asked.parse, required=True)
     parser.add_argument("--skip", type=int, default=2000, help="held-out images that trained the policy")
     parser.add_argument("--refit", action="store_true", help="apply the plans too")
