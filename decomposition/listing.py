@@ -130,7 +130,7 @@ class CandidateLister:
         ]
         choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
         choices += self._narrowed(name) + self._removed(name)
-        reason = "dense is the better choice here" if choices else "no rank makes it smaller"
+        reason = "the plan saves in other layers instead" if choices else "no rank makes it smaller"
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         narrowing = self.narrowings.get(name)
         return CandidateSet(

@@ -29,6 +29,7 @@ from rankrl.plan_search.setting import SearchSetting
 from rankrl.plan_search.workers import Cluster, WorkerCluster, Workers, check_workers, open_cluster
 from rankrl.progress import Progress, progress_bar
 from rankrl.selectors import create_selector
+from rankrl.wording import counted
 from rankrl.workflow.blocks import block_removals
 from rankrl.workflow.channels import channel_narrowings
 from rankrl.workflow.finalists import best_finalist, finalists
@@ -471,9 +472,9 @@ class SearchSession:
                 on_episode=show,
             )
         log.info(
-            "search: %d episodes (%d different plans) in %.1f s, best reward %.4f",
-            len(result.rows),
-            result.evaluations,
+            "search: %s (%s scored) in %.1f s, best reward %.4f",
+            counted(len(result.rows), "episode"),
+            counted(result.evaluations, "different plan"),
             result.seconds,
             result.best.reward,
         )

@@ -22,7 +22,7 @@ from decomposition import (
 from decomposition.candidates import MEASURES
 
 SPEC = LayerSpec("layer", 0, "linear", 8, 8, (), (), 1, False)
-DENSE = Candidate((), Cost(1000, 5000, 4000, 80.0), 0.0, reason="dense is the better choice here")
+DENSE = Candidate((), Cost(1000, 5000, 4000, 80.0), 0.0, reason="the plan saves in other layers instead")
 
 
 def proposed(rank: int, cost: Cost, error: float, generator: str = "tucker") -> Candidate:
