@@ -18,12 +18,8 @@ from rankrl.progress import Progress
 from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.scoring import FunctionScoring
-from rankrl.workflow.session import (
-    CALIBRATION_BATCH,
-    CandidateOptions,
-    SearchOptions,
-    session_on_inputs,
-)
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.workflow.session import CALIBRATION_BATCH, session_on_inputs
 
 __all__ = ["apply_plan", "load_compressed", "search"]
 

@@ -40,12 +40,8 @@ from rankrl.workflow.measure import layer_rows
 from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs, Sample
 from rankrl.workflow.run_folder import RunFolder, check_writable
 from rankrl.workflow.scoring import FunctionScoring
-from rankrl.workflow.session import (
-    CALIBRATION_BATCH,
-    CandidateOptions,
-    SearchOptions,
-    session_on_inputs,
-)
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.workflow.session import CALIBRATION_BATCH, session_on_inputs
 
 log = logging.getLogger(__name__)
 

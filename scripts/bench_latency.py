@@ -52,7 +52,8 @@ from rankrl.workflow.measure import (
 from rankrl.workflow.network import run_training
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.scoring import ImageScoring
-from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession, calibrated_library
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.workflow.session import SearchSession, calibrated_library
 
 LARGE = 224
 _SHARES = (0.35, 0.65)

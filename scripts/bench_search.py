@@ -31,7 +31,8 @@ from rankrl.plan_search.run import run_search
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
-from rankrl.workflow.session import CandidateOptions, calibrated_library
+from rankrl.workflow.search_options import CandidateOptions
+from rankrl.workflow.session import calibrated_library
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.

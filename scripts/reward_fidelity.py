@@ -42,7 +42,8 @@ from rankrl.training import TrainingRecipe, accuracy, train
 from rankrl.wording import counted
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.measure import test_accuracy
-from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibrated_library
+from rankrl.workflow.search_options import CandidateOptions
+from rankrl.workflow.session import CALIBRATION_BATCH, calibrated_library
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",

@@ -39,7 +39,8 @@ from rankrl.selectors import create_selector
 from rankrl.training import predict_logits, report_accuracy, train
 from rankrl.workflow.calibration import calibration_images
 from rankrl.workflow.run_folder import cache_folder
-from rankrl.workflow.session import CALIBRATION_BATCH, CandidateOptions, calibrated_library
+from rankrl.workflow.search_options import CandidateOptions
+from rankrl.workflow.session import CALIBRATION_BATCH, calibrated_library
 
 CALIBRATION_IMAGES = 768
 MEASURES = ("params", "macs", "bytes")

@@ -26,7 +26,7 @@ from rankrl.workflow.pretrain import EpisodeOptions
 from rankrl.workflow.pruner_options import PruningOptions, pruning_options
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.scoring import ImageScoring
-from rankrl.workflow.session import CandidateOptions, SearchOptions
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 
 AUTO = "auto"
 """What `metrics.json` calls a choice among several formats."""

@@ -42,7 +42,7 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.progress import progress_bar
 from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
-from rankrl.workflow.session import CandidateOptions, SearchOptions
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 
 log = logging.getLogger(__name__)
 

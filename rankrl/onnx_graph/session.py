@@ -32,7 +32,8 @@ from rankrl.onnx_graph.sites import SiteModules
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyBudget
-from rankrl.workflow.session import CandidateOptions, SearchOptions, SearchSession
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.workflow.session import SearchSession
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
 from rankrl.workflow.pretrain import EpisodeOptions
 from rankrl.workflow.pruner_options import PruningOptions
-from rankrl.workflow.session import CandidateOptions, SearchOptions
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 
 # Options that are derived from others, or called otherwise, where the workflow takes them.
 DERIVED = {

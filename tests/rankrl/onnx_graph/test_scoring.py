@@ -19,7 +19,7 @@ from rankrl.onnx_graph import GivenFile, OnnxNetwork
 from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph, single_node_divergences
 from rankrl.onnx_graph.session import fit_library
 from rankrl.plan_search.problem import SearchProblem
-from rankrl.workflow.session import CandidateOptions
+from rankrl.workflow.search_options import CandidateOptions
 
 # Constants of each graph that take up what is lost of the mean of a node's output, and with which sign.
 GRAPHS: dict[str, tuple[onnx.ModelProto, Any, dict[str, tuple[str, str, int]]]] = {

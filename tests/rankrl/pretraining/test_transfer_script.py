@@ -17,7 +17,7 @@ from rankrl.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.envs.features import CURVE_POINTS, DESCRIBING
 from rankrl.errors import ConfigError
 from rankrl.models import create_model, save_checkpoint
-from rankrl.workflow.session import CandidateOptions
+from rankrl.workflow.search_options import CandidateOptions
 
 KNOWN = PolicyTask("resnet20", "a", "cifar10", ("tucker",), {"params": 0.25})
 OBSERVED = 8 + 1 + CURVE_POINTS + len(DESCRIPTOR_NAMES) + 1

@@ -35,7 +35,8 @@ from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors import create_selector
 from rankrl.selectors.random_plans import random_choices
 from rankrl.workflow.blocks import block_removals
-from rankrl.workflow.session import CandidateOptions, SearchOptions, check_reachable
+from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.workflow.session import check_reachable
 
 SHAPE = (1, 8, 8)
 REMOVABLE = ["layer1.0", "layer1.1", "layer2.1", "layer3.1"]

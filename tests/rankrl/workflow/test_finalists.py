@@ -19,7 +19,8 @@ from rankrl.workflow.compare import ComparedSearch, winner
 from rankrl.workflow.finalists import best_finalist, finalists
 from rankrl.workflow.latency import LatencyBudget
 from rankrl.workflow.scoring import ImageScoring
-from rankrl.workflow.session import SearchOptions, SearchSession
+from rankrl.workflow.search_options import SearchOptions
+from rankrl.workflow.session import SearchSession
 
 
 @pytest.fixture
