@@ -204,20 +204,6 @@ class LocalCluster:
         """Do nothing: processes end with their work."""
 
 
-def open_cluster(workers: Workers) -> WorkerCluster:
-    """Return the cluster that the workers are on.
-
-    Raises:
-        ConfigError: Ray is not installed, or no worker would find room.
-        WorkerError: The cluster cannot be reached.
-    """
-    if workers.cluster == "local":
-        return LocalCluster(workers)
-    from rankrl.plan_search.ray_cluster import RayCluster
-
-    return RayCluster(workers)
-
-
 def check_workers(size: int | None, cluster: str, cpus: int = 1, gpus: float = 0.0) -> None:
     """Refuse options of workers that cannot be right.
 

@@ -19,13 +19,14 @@ from decomposition.inputs import InputShape, input_shape_of
 from decomposition.listing import CandidateLister
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
+from rankrl.plan_search.clusters import open_cluster
 from rankrl.plan_search.divergence import single_layer_divergences
 from rankrl.plan_search.evaluator import Evaluator, PlanEvaluator
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward, create_reward
 from rankrl.plan_search.run import SearchResult, choosing, run_search
-from rankrl.plan_search.workers import WorkerCluster, Workers, open_cluster
+from rankrl.plan_search.workers import WorkerCluster, Workers
 from rankrl.progress import Progress, progress_bar
 from rankrl.selectors import create_selector
 from rankrl.wording import counted

@@ -22,6 +22,7 @@ from torch import nn
 
 from decomposition import Factorise, FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.plan_search.clusters import open_cluster
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
 from rankrl.plan_search.parallel import GivenFits, ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
@@ -32,7 +33,6 @@ from rankrl.plan_search.workers import (
     WorkerError,
     Workers,
     check_workers,
-    open_cluster,
 )
 from rankrl.selectors import create_selector
 from rankrl.selectors.random_plans import random_choices

@@ -18,10 +18,11 @@ from torch import nn
 import rankrl
 from decomposition import FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError
+from rankrl.plan_search.clusters import open_cluster
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.parallel import ParallelEvaluator
 from rankrl.plan_search.problem import SearchProblem
-from rankrl.plan_search.workers import WorkerError, Workers, open_cluster
+from rankrl.plan_search.workers import WorkerError, Workers
 
 pytestmark = [
     pytest.mark.slow,
