@@ -9,6 +9,7 @@ Signed activations would be as accurate and, on processors with AVX-512 VNNI, th
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 import onnx
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
+from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.runtimes import Batch, open_session
 from rankrl.files import write_atomically
@@ -64,6 +66,11 @@ def quantise_onnx(
     session = open_session(path)
     model = _checked_graph(path, partly=partly and weights is not None)
     before = {node.name for node in model.graph.node}
+    if unpad_channels(model):  # the quantiser takes constants alone for weights
+        with tempfile.TemporaryDirectory() as folder:
+            unpadded = Path(folder) / "network.onnx"
+            onnx.save(model, unpadded)
+            return quantise_onnx(unpadded, target, inputs, weights=weights, partly=partly)
     nodes = None if weights is None else integer_nodes(model.graph, weights)
     fixed = session.fixed_batch
     feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]

@@ -37,7 +37,7 @@ from rankrl.export.onnx_file import export_onnx
 
 log = logging.getLogger(__name__)
 
-_METHOD = 3
+_METHOD = 4
 """How layers are timed; another number keeps tables that were measured otherwise from being read."""
 _LARGEST_SHARE = 0.98
 """The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
@@ -60,6 +60,7 @@ def measure_layer_latencies(
     batch: int = 64,
     threads: int = 1,
     runs: int = 15,
+    channel_block: int = 1,
     folder: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> LatencyTable:
@@ -76,6 +77,7 @@ def measure_layer_latencies(
         batch: Inputs of a forward pass.
         threads: Threads of onnxruntime.
         runs: Timed passes of each candidate.
+        channel_block: Channels are filled up as in the exported network (`export_onnx`).
         folder: Where tables are kept, one for each machine, model and setting; None keeps none.
         progress: Called with each measured layer's name.
 
@@ -86,11 +88,11 @@ def measure_layer_latencies(
         ExportError: A layer or the network cannot be exported.
     """
     specs = {spec.name: spec for spec in inspect_layers(model, input_shape)}
-    conditions = measuring_conditions(batch, threads)
+    conditions = f"{measuring_conditions(batch, threads)}, channels in blocks of {channel_block}"
     key = table_key(sites, specs, conditions, runs)
 
     def measured() -> LatencyTable:
-        return _measured(model, sites, input_shape, batch, threads, runs, progress)
+        return _measured(model, sites, input_shape, batch, threads, runs, channel_block, progress)
 
     return kept_table(folder, key, measured)
 
@@ -124,6 +126,7 @@ def _measured(
     batch: int,
     threads: int,
     runs: int,
+    channel_block: int,
     progress: Callable[[str], None] | None,
 ) -> LatencyTable:
     integers = any(each.integer for site in sites for each in site.candidates)
@@ -136,10 +139,11 @@ def _measured(
             threads=threads,
             runs=runs,
             scratch=scratch,
+            channel_block=channel_block,
             progress=progress,
         )
         dense = scratch / "network.onnx"
-        export_onnx(model, dense, input_shape, progress=False)
+        export_onnx(model, dense, input_shape, channel_block=channel_block, progress=False)
         timing: dict[str, Any] = {"batch": batch, "threads": threads, "runs": 2 * runs}
         sample = random_feed(model, input_shape, batch)
         whole = measure_latency(dense, **timing, inputs=sample).median_ms
@@ -190,6 +194,7 @@ def time_sites(
     threads: int,
     runs: int,
     scratch: Path,
+    channel_block: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> SiteTimes:
     """Measure every candidate of every site.
@@ -201,6 +206,7 @@ def time_sites(
         threads: Threads of onnxruntime.
         runs: Timed passes of each candidate.
         scratch: A folder for files that are of no use later.
+        channel_block: Channels are filled up as in the exported network (`export_onnx`).
         progress: Called with each measured layer's name.
 
     Raises:
@@ -213,7 +219,7 @@ def time_sites(
     narrowed: dict[str, _Rows] = {}
     borders: dict[str, float] = {}
     integers = any(each.integer for site in sites for each in site.candidates)
-    timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch)
+    timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch, channel_block=channel_block)
     for group in alike.values():
         together = _together(group)
         module = modules[together.name]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from decomposition import LayerOperation, Quantise, integer_layers, without_rounding
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.operations import Operation
+from rankrl.export.channel_padding import pad_channels
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import clock_for, ticks
 from rankrl.export.onnx_file import export_onnx
@@ -46,10 +47,12 @@ class LayerTimer:
         threads: Threads of onnxruntime.
         runs: Timed passes of each graph.
         folder: Where graphs are written to.
+        channel_block: Channels are filled up as in the exported network (`export_onnx`).
     """
 
-    def __init__(self, *, batch: int, threads: int, runs: int, folder: Path) -> None:
+    def __init__(self, *, batch: int, threads: int, runs: int, folder: Path, channel_block: int = 1) -> None:
         self.batch, self.threads, self.runs, self.folder = batch, threads, runs, folder
+        self.channel_block = channel_block
         self._pairs: dict[tuple[tuple[int, ...], bool, bool], float] = {}
 
     def candidates(
@@ -67,19 +70,41 @@ class LayerTimer:
                 mine = [j for j, each in enumerate(chosen) if any(o.integer for o in each) == integer]
                 if not mine:
                     continue
-                ends = [_neighbour(each, integer) for each in (shape, after)]
-                stacks = [
-                    _stack(
-                        [copy.deepcopy(ends[0]), _structure(dense, spec, chosen[j]), copy.deepcopy(ends[1])]
-                    )
-                    for j in mine
-                ]
-                around = sum(self._pair(each, integer, integer) for each in (shape, after)) / 2
-                for start in range(0, len(mine), _MOST_TOGETHER):
-                    part = slice(start, start + _MOST_TOGETHER)
-                    total[mine[part]] += self._time(stacks[part], shape) - around
+                layers = [_structure(dense, spec, chosen[j]) for j in mine]
+                total[mine] += self._between(layers, shape, after, integer)
         # Differences of measured times: what is next to nothing may come out below it.
         return np.maximum(total, 1e-4)
+
+    def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
+        """Return the median milliseconds of ways to compute a layer in floating point, all its calls.
+
+        Args:
+            spec: The dense layer.
+            layers: What may stand in its place.
+        """
+        sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
+        shapes = (self._shapes(spec, size, result) for size, result in sizes)
+        times = [self._between(list(map(copy.deepcopy, layers)), *each, integer=False) for each in shapes]
+        return np.maximum(np.sum(times, axis=0), 1e-4)
+
+    def _between(
+        self, layers: Sequence[nn.Module], shape: tuple[int, ...], after: tuple[int, ...], integer: bool
+    ) -> np.ndarray:
+        """Return the milliseconds of layers between neighbours; their weights are overwritten.
+
+        Args:
+            layers: Layers of one precision.
+            shape: Of what they read, with the batch.
+            after: Of what they make.
+            integer: Whether their neighbours compute in integers.
+        """
+        ends = [_neighbour(each, integer) for each in (shape, after)]
+        stacks = [_stack([copy.deepcopy(ends[0]), each, copy.deepcopy(ends[1])]) for each in layers]
+        around = sum(self._pair(each, integer, integer) for each in (shape, after)) / 2
+        parts = range(0, len(stacks), _MOST_TOGETHER)
+        return np.concatenate(
+            [self._time(stacks[start : start + _MOST_TOGETHER], shape) - around for start in parts]
+        )
 
     def alone(self, layers: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the median milliseconds of layers with nothing around them; `shape` is the whole input."""
@@ -145,7 +170,9 @@ class LayerTimer:
         entry = whole.graph.input[0].name
         sessions = []
         for output in whole.graph.output:
-            onnx.save(extractor.extract_model([entry], [output.name]), path)
+            part = extractor.extract_model([entry], [output.name])
+            pad_channels(part, self.channel_block)
+            onnx.save(part, path)
             sessions.append(open_session(path, threads=self.threads))
         read = ticks(clock_for(self.threads))
         times = np.zeros((self.runs, len(sessions)))

@@ -22,6 +22,7 @@ from torch import nn
 from decomposition import integer_layers, rounded_parameters, without_rounding
 from decomposition.inputs import ExampleInputs
 from decomposition.surgery import copied
+from rankrl.export.channel_padding import pad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.onnx_file import ExportResult, export_onnx
@@ -39,6 +40,7 @@ def export_network(
     inputs: Iterable[Batch],
     *,
     opset: int | None = None,
+    channel_block: int = 1,
     **options: Any,
 ) -> ExportResult:
     """Write a network, with the integers that its plan asks for.
@@ -50,6 +52,7 @@ def export_network(
         inputs: Batches that set the ranges of activations, as the file takes them; used where a layer
             computes in integers.
         opset: Version of the ONNX operator set; None for the exporter's default, or what 4 bits need.
+        channel_block: As in `export_onnx`.
         **options: The others of `export_onnx`.
 
     Raises:
@@ -62,7 +65,8 @@ def export_network(
             raise ExportError(f"opset is {opset}; weights of 4 bits need {INT4_OPSET} or newer (or null).")
         opset = max(opset or 0, INT4_OPSET)
     if not (computing or stored):
-        return export_onnx(network, path, input_shape, opset=opset, progress=False, **options)
+        options |= {"opset": opset, "channel_block": channel_block, "progress": False}
+        return export_onnx(network, path, input_shape, **options)
     with tempfile.TemporaryDirectory() as folder:  # the float32 file is never seen under the other's name
         scratch = Path(folder) / "network.onnx"
         plain = without_rounding(copied(network))
@@ -71,7 +75,9 @@ def export_network(
             store_integers(scratch, stored, _products(scratch))
         if computing:
             quantise_onnx(scratch, scratch, inputs, weights=computing)
-        write_atomically(path, scratch.read_bytes())
+        model = onnx.load(scratch)
+        pad_channels(model, channel_block)
+        write_atomically(path, model.SerializeToString())
     return replace(written, path=path, file_bytes=path.stat().st_size)
 
 

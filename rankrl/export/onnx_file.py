@@ -26,6 +26,7 @@ from decomposition.inputs import (
     mapped,
 )
 from rankrl.data import Preprocessing
+from rankrl.export.channel_padding import pad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.feeds import input_names
 from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
@@ -68,6 +69,7 @@ def export_onnx(
     fold_batchnorm: bool = True,
     dynamic_batch: bool = True,
     preprocessing: Preprocessing | None = None,
+    channel_block: int = 1,
     progress: Progress = None,
 ) -> ExportResult:
     """Write a model as one self-contained ONNX file that has passed `onnx.checker`.
@@ -90,6 +92,9 @@ def export_onnx(
         preprocessing: What is done to images of bytes before the model. With it the file does that itself:
             it takes uint8 of shape (N, height, width, channels), and its metadata says so under
             `preprocessing`. Without it the file takes what the model takes.
+        channel_block: Fill up fewer channels than that to so many when the file is loaded, where onnxruntime
+            is faster then (`rankrl.export.channel_padding`); `rankrl.device.channel_block()` is what it
+            computes at a time here, 1 leaves all as it is.
         progress: Where progress goes: None draws a bar on a terminal, False shows nothing; a function is
             called with "export", the number of steps that are done and the number of all.
 
@@ -131,6 +136,7 @@ def export_onnx(
         if preprocessing is not None:
             take_bytes(proto.graph, preprocessing)
             notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
+        pad_channels(proto, channel_block)
         set_metadata(proto, notes)
         data = _checked_bytes(proto, name)
         write_atomically(path, data)

@@ -15,6 +15,7 @@ import onnxruntime
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 from onnx import helper
 
+from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.runtimes.onnxruntime_cpu import session_options
 from rankrl.onnx_graph.errors import OnnxGraphError
 
@@ -99,6 +100,7 @@ class OnnxNetwork:
             raise OnnxGraphError(
                 f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
             ) from error
+        unpad_channels(model)
         _name_nodes(model.graph)
         network = cls(model, str(path))
         if not network.inputs:
