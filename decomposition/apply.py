@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -123,16 +123,20 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
     return structure
 
 
-def contracted(model: nn.Module) -> nn.Module:
+def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Module:
     """Return a copy of a compressed model whose layers contract their cores to the dense weight.
 
     It computes the same from the same cores; layers that round between their stages stay as they are. On
     hardware that dislikes many small operations, or behind a runtime that contracts constants once when it
     loads a file, it can be the faster form.
+
+    Args:
+        model: The compressed model; it is not changed.
+        only: Names of the layers to contract; None contracts all.
     """
     network = copied(model)
-    for layer in factorised_layers(network).values():
-        if layer.rounds_between:
+    for name, layer in factorised_layers(network).items():
+        if layer.rounds_between or (only is not None and name not in only):
             continue
         dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
         form = ContractedLayer(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")

@@ -229,7 +229,9 @@ def compress(
     judge: Score = measure if score is None else score
     run.prepare()
     shape = input_shape_of(fitted.inputs)
-    baseline = export_onnx(dense, run.state / "dense.onnx", shape, progress=False).path
+    baseline = export_onnx(
+        dense, run.state / "dense.onnx", shape, channel_block=timing.channel_block, progress=False
+    ).path
     device = model_device(dense)
     batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
     session = session_on_inputs(
@@ -266,6 +268,7 @@ def compress(
         inputs,
         run.onnx,
         opset=None,
+        channel_block=timing.channel_block,
         timing={"batch": timing.batch, "threads": timing.threads, "runs": timing.runs},
         metadata={"plan": found.plan.to_json()},
         scratch=run.state,

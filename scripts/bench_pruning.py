@@ -33,7 +33,7 @@ from torch import nn
 from decomposition import count_macs, count_parameters, reestimate_batch_norm
 from pruning import get_pruner, list_pruners
 from rankrl.data import batches, load_dataset
-from rankrl.device import inference_precision, select_device
+from rankrl.device import channel_block, inference_precision, select_device
 from rankrl.export import compare_latency, export_onnx
 from rankrl.models import create_model, load_checkpoint
 from rankrl.models.resnet import BasicBlock, ZeroPadShortcut
@@ -232,7 +232,7 @@ class Bench:
         with TemporaryDirectory() as folder:
             files = [Path(folder) / f"{name}.onnx" for name in ("dense", "network")]
             for file, each in zip(files, (dense, network), strict=True):
-                export_onnx(each, file, self.data.input_shape)
+                export_onnx(each, file, self.data.input_shape, channel_block=channel_block())
             compared = compare_latency(*files)
         return 1 / compared.ratio
 

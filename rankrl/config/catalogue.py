@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.workflow.measure:ExportOptions.batch": 64,
     "rankrl.workflow.measure:ExportOptions.int8": True,
     "rankrl.workflow.measure:ExportOptions.opset": None,
+    "rankrl.workflow.measure:ExportOptions.pad_channels": True,
     "rankrl.workflow.measure:ExportOptions.preprocess": False,
     "rankrl.workflow.measure:ExportOptions.runs": 30,
     "rankrl.workflow.measure:ExportOptions.threads": 1,

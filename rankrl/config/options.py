@@ -150,7 +150,12 @@ def search_options(config: AppConfig) -> SearchOptions:
         bytes=budget.bytes,
         latency=budget.latency,
         timing=LatencyOptions(
-            export.batch, export.threads, export.runs, cache_folder() / "latencies", export.preprocess
+            batch=export.batch,
+            threads=export.threads,
+            runs=export.runs,
+            folder=cache_folder() / "latencies",
+            preprocess=export.preprocess,
+            pad_channels=export.pad_channels,
         ),
         reward=reward,
         reward_options=reward_options,
@@ -330,6 +335,7 @@ def export_options(config: AppConfig) -> ExportOptions:
         threads=export.threads,
         runs=export.runs,
         preprocess=export.preprocess,
+        pad_channels=export.pad_channels,
         int8=export.int8,
         runtimes=_runtimes(config),
     )

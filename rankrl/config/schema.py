@@ -324,6 +324,7 @@ class ExportConfig:
 
     opset: int | None = owned(_EXPORT, "opset")
     preprocess: bool = owned(_EXPORT, "preprocess")
+    pad_channels: bool = owned(_EXPORT, "pad_channels")
     batch: int = owned(_EXPORT, "batch")
     threads: int = owned(_EXPORT, "threads")
     runs: int = owned(_EXPORT, "runs")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -12,19 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from decomposition import Inputs, calibrate_ranges, contracted, factorised_layers
+from decomposition import Inputs, calibrate_ranges
 from decomposition.inputs import InputShape
-from decomposition.rounding import is_rounded
 from rankrl.data import Preprocessing
-from rankrl.export import compare_latency, export_network, export_onnx
+from rankrl.export import compare_latency, export_network
 from rankrl.export.latency import LatencyComparison
 from rankrl.export.runtimes import Batch
-from rankrl.files import write_atomically, write_json
+from rankrl.files import write_atomically
+from rankrl.workflow.form import fastest_form
 
 log = logging.getLogger(__name__)
-
-FORM_FILE = "onnx-form.json"
-"""Where the form of the exported file is kept, beside the files that were timed."""
 
 
 class FileInputs(ABC):
@@ -80,6 +75,7 @@ def export_file(
     path: Path,
     *,
     opset: int | None,
+    channel_block: int,
     timing: Mapping[str, Any],
     metadata: Mapping[str, str],
     scratch: Path,
@@ -94,6 +90,7 @@ def export_file(
         inputs: What the file takes.
         path: The ONNX file to write.
         opset: ONNX operator set; None for the exporter's default.
+        channel_block: As in `export_onnx`.
         timing: `batch`, `threads` and `runs` of `compare_latency`.
         metadata: Text to store in the file.
         scratch: Folder for files that are needed for timing only, or have yet to be verified.
@@ -106,16 +103,22 @@ def export_file(
             stays in the scratch folder then.
     """
     calibrate_ranges(network, inputs.ranges())
-    fastest, execution = _faster_form(network, inputs, scratch, opset, timing)
+    options: dict[str, Any] = {
+        "opset": opset,
+        "channel_block": channel_block,
+        "preprocessing": inputs.preprocessing,
+    }
+    fastest, execution = fastest_form(
+        network, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
+    )
     unverified = scratch / "unverified.onnx"
     written = export_network(
         fastest,
         unverified,
         inputs.shape,
         inputs.feeds(),
-        opset=opset,
         metadata=metadata,
-        preprocessing=inputs.preprocessing,
+        **options,
     )
     difference, agreement = inputs.verified(network, unverified, scratch)
     write_atomically(path, unverified.read_bytes())
@@ -155,41 +158,3 @@ def warn_if_busy(busy: str | None) -> None:
             "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
             busy,
         )
-
-
-def _faster_form(
-    network: nn.Module, inputs: FileInputs, scratch: Path, opset: int | None, timing: Mapping[str, Any]
-) -> tuple[nn.Module, str]:
-    """Return the form of a compressed network that is faster in onnxruntime, and its name.
-
-    Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores as layers,
-    `contracted` contracts them to dense weights once, when the file is loaded. Both hold the same cores; of
-    two that are equally fast the first is taken. What was chosen is kept in the scratch folder, so that a run
-    that goes on after an interruption does not choose otherwise by a later timing.
-    """
-    layers = factorised_layers(network).values()
-    if not layers:
-        return network, "dense"
-    if is_rounded(network):  # cores are stored as they are, stages computed in integers
-        return network, "staged"
-    forms = {"staged": network, "contracted": contracted(network)}
-    for name, form in forms.items():
-        path = scratch / f"{name}.onnx"
-        export_onnx(form, path, inputs.shape, opset=opset, preprocessing=inputs.preprocessing)
-    staged, whole = scratch / "staged.onnx", scratch / "contracted.onnx"
-    digest = hashlib.sha256(staged.read_bytes()).hexdigest()
-    chosen = _form_chosen_before(scratch / FORM_FILE, digest)
-    if chosen not in forms:
-        times = compare_latency(staged, whole, inputs=inputs.timed, **timing)
-        chosen = "contracted" if times.ratio > 1 and not times.unchanged else "staged"
-        write_json(scratch / FORM_FILE, {"chosen": chosen, "of": digest})
-    return forms[chosen], chosen
-
-
-def _form_chosen_before(path: Path, digest: str) -> str:
-    """Return the form that was chosen for the same network, or nothing where none was."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return str(content["chosen"]) if content["of"] == digest else ""
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""

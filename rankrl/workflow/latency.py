@@ -29,6 +29,7 @@ from decomposition import (
 )
 from decomposition.inputs import InputShape
 from rankrl.data import Preprocessing
+from rankrl.device import channel_block
 from rankrl.export import compare_latency, export_network, measure_layer_latencies
 from rankrl.export.feeds import random_feed
 from rankrl.export.latency import SMALLEST_CHANGE
@@ -96,6 +97,7 @@ class LatencyOptions:
         runs: Timed passes.
         folder: Where tables of measured layers are kept for later runs, or None.
         preprocess: Whether the exported network normalises its images itself.
+        pad_channels: Whether fewer channels than the processor computes at a time are filled up.
     """
 
     batch: int = 64
@@ -103,6 +105,12 @@ class LatencyOptions:
     runs: int = 30
     folder: Path | None = None
     preprocess: bool = False
+    pad_channels: bool = True
+
+    @property
+    def channel_block(self) -> int:
+        """What channels are filled up to in exported networks (`export_onnx`)."""
+        return channel_block() if self.pad_channels else 1
 
 
 class LatencyBudget:
@@ -253,7 +261,7 @@ class LatencyBudget:
                 nn.init.normal_(parameter, std=0.1)
         options, sample = self.options, self._sample
         path = Path(self._scratch.name) / "compressed.onnx"
-        export_network(compressed, path, self.shape, [sample], preprocessing=self.inside)
+        self._export(compressed, path)
         times = compare_latency(
             self._dense_file,
             path,
@@ -263,6 +271,12 @@ class LatencyBudget:
             inputs=sample,
         )
         return 1 / times.ratio
+
+    def _export(self, network: nn.Module, path: Path) -> None:
+        block = self.options.channel_block
+        export_network(
+            network, path, self.shape, [self._sample], preprocessing=self.inside, channel_block=block
+        )
 
     @cached_property
     def _sample(self) -> Batch:
@@ -277,7 +291,7 @@ class LatencyBudget:
     def _dense_file(self) -> Path:
         """The dense network's file, which dozens of plans are timed beside."""
         path = Path(self._scratch.name) / "dense.onnx"
-        export_network(self.model, path, self.shape, [self._sample], preprocessing=self.inside)
+        self._export(self.model, path)
         return path
 
     def holding(self, problem: SearchProblem, result: SearchResult, count: int) -> TimedPlans:
@@ -346,6 +360,7 @@ class LatencyBudget:
                 batch=self.options.batch,
                 threads=self.options.threads,
                 runs=self.options.runs,
+                channel_block=self.options.channel_block,
                 folder=self.options.folder,
                 progress=lambda _: bar.advance(),
             )

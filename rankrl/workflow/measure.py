@@ -31,7 +31,7 @@ from decomposition import (
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
-from rankrl.device import select_device
+from rankrl.device import channel_block, select_device
 from rankrl.export import (
     DEFAULT_RUNTIME,
     ExportError,
@@ -70,6 +70,9 @@ class ExportOptions:
         preprocess: Whether the normalisation is part of the graph: the file then takes images as bytes, uint8
             (N, height, width, channels). If not, it takes float32 (N, channels, height, width), normalised as
             its metadata says.
+        pad_channels: Whether channels that are fewer than the processor computes at a time (16 with AVX-512,
+            8 with AVX2) are filled up with zeros when onnxruntime loads a file, where it is faster then. What
+            is filled up is no constant of the graph any more, as other tools may want it.
         int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
             to beat, since onnxruntime makes it in half a minute without any training.
         runtimes: Where the finished files are verified and timed side by side; budgets and choices go by
@@ -81,8 +84,14 @@ class ExportOptions:
     threads: int = 1
     runs: int = 30
     preprocess: bool = False
+    pad_channels: bool = True
     int8: bool = True
     runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
+
+    @property
+    def channel_block(self) -> int:
+        """What channels are filled up to (`export_onnx`)."""
+        return channel_block() if self.pad_channels else 1
 
     @property
     def timing(self) -> dict[str, Any]:
@@ -126,8 +135,14 @@ def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: Expor
         ExportError: It cannot be exported; the layer is named.
     """
     path = folder / "dense.onnx"
-    inside = options.inside(data)
-    return export_onnx(dense, path, data.input_shape, opset=options.opset, preprocessing=inside).path
+    return export_onnx(
+        dense,
+        path,
+        data.input_shape,
+        opset=options.opset,
+        preprocessing=options.inside(data),
+        channel_block=options.channel_block,
+    ).path
 
 
 def export_numbers(
@@ -168,6 +183,7 @@ def export_numbers(
         inputs,
         path,
         opset=options.opset,
+        channel_block=options.channel_block,
         timing=options.timing,
         metadata=notes,
         scratch=scratch,

@@ -26,7 +26,7 @@ from rankrl.config.schema import AppConfig
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.export import ExportError
 from rankrl.tasks import list_tasks
-from rankrl.workflow.file_export import FORM_FILE
+from rankrl.workflow.form import FORM_FILE
 
 Command = Callable[..., None]
 
