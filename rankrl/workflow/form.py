@@ -110,8 +110,9 @@ def faster_contracted(
             channel_block=channel_block,
         )
         for name, layer in factorised_layers(network).items():
-            if layer.execution != whole[name].execution:
-                staged, one = timer.forms(specs[name], [layer, whole[name]])
+            spec = specs.get(name)
+            if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:
+                staged, one = timer.forms(spec, [layer, whole[name]])
                 if one < _FASTER * staged:
                     found.append(name)
     return found

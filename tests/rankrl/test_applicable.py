@@ -87,6 +87,7 @@ IDLE = [
             ("export.int8", "export.int8=true"),
             ("export.runtimes", "export.runtimes=[openvino]"),
             ("export.training", "export.training=true"),
+            ("export.pad_channels", "export.pad_channels=false"),
             ("search.images", "search.images=50"),
             ("search.augmented", "search.augmented=true"),
             ("search.statistics", "search.statistics=reestimated"),
