@@ -22,7 +22,7 @@ from onnx import helper, numpy_helper
 
 _LEAST_OPSET = 11  # the first in which Pad takes its sizes as an input
 _ALIGNMENT = 4  # of channels that are computed in blocks, whatever the block
-_PREFIX = "padded_"
+_PREFIX = "rankrl_pad_"
 _ELEMENTWISE = frozenset(
     ("Relu", "LeakyRelu", "Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "Sigmoid", "Softplus", "Tanh")
 )
@@ -129,10 +129,14 @@ def unpad_channels(model: onnx.ModelProto) -> bool:
         Whether there was anything to undo.
     """
     graph = model.graph
-    padding = {
-        node.output[0]: node for node in graph.node if node.op_type == "Pad" and node.name.startswith(_PREFIX)
+    sizes = {
+        each.name: numpy_helper.to_array(each) for each in graph.initializer if each.name.startswith(_PREFIX)
     }
-    sizes = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    padding = {
+        node.output[0]: node
+        for node in graph.node
+        if node.op_type == "Pad" and len(node.input) == 2 and node.input[1] in sizes
+    }
     for conv in graph.node:
         if conv.op_type != "Conv":
             continue
@@ -145,10 +149,9 @@ def unpad_channels(model: onnx.ModelProto) -> bool:
         for attribute in conv.attribute:
             if attribute.name == "group" and attribute.i > 1:
                 attribute.i -= added
-    used = {name for node in padding.values() for name in node.input[1:]}
     for node in padding.values():
         graph.node.remove(node)
-    kept = [each for each in graph.initializer if each.name not in used]
+    kept = [each for each in graph.initializer if each.name not in sizes]
     del graph.initializer[:]
     graph.initializer.extend(kept)
     return bool(padding)

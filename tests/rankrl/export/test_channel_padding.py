@@ -212,6 +212,20 @@ def test_a_block_of_one_and_old_files_stay(tmp_path: Path) -> None:
     assert pad_channels(model, 16) == 2
 
 
+def test_what_others_padded_stays_padded() -> None:
+    model = graph_of(20, 12, depthwise=False, bias=True)
+    pads = numpy_helper.from_array(np.array([0, 0, 0, 0, 0, 4, 0, 0]), "sizes")
+    model.graph.initializer.append(pads)
+    model.graph.node.insert(0, helper.make_node("Pad", ["input", "sizes"], ["wider"], "padded_0"))
+    reading = next(node for node in model.graph.node if node.name == "first")
+    reading.input[0] = "wider"
+    before = model.SerializeToString()
+    assert not unpad_channels(model)
+    pad_channels(model, 16)
+    assert unpad_channels(model)
+    assert model.SerializeToString() == before
+
+
 def test_weights_are_stored_once_and_without_zeros(tmp_path: Path) -> None:
     model, path = residual(20, 12), tmp_path / "network.onnx"
     plain, padded = exported(model, path), exported(model, path, 16)
