@@ -23,6 +23,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.runtimes import Batch, open_session
+from rankrl.export.subsampling import selects, store_selections
 from rankrl.files import write_atomically
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
@@ -66,11 +67,12 @@ def quantise_onnx(
     session = open_session(path)
     model = _checked_graph(path, partly=partly and weights is not None)
     before = {node.name for node in model.graph.node}
-    if unpad_channels(model):  # the quantiser takes constants alone for weights
+    changed = [unpad_channels(model), store_selections(model)]
+    if any(changed):  # the quantiser takes constants alone for weights
         with tempfile.TemporaryDirectory() as folder:
-            unpadded = Path(folder) / "network.onnx"
-            onnx.save(model, unpadded)
-            return quantise_onnx(unpadded, target, inputs, weights=weights, partly=partly)
+            stored = Path(folder) / "network.onnx"
+            onnx.save(model, stored)
+            return quantise_onnx(stored, target, inputs, weights=weights, partly=partly)
     nodes = None if weights is None else integer_nodes(model.graph, weights)
     fixed = session.fixed_batch
     feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
@@ -123,7 +125,7 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     """Return the nodes that compute in integers: those of some weights, and what lies between them.
 
     A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
-    too, where one summand is and the other at least is the input of a weight's node.
+    too, where one summand is and the other at least is the input of a weight's node, as it is or subsampled.
 
     Args:
         graph: The float32 graph.
@@ -149,10 +151,16 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     chosen = {node.name for _, node in owners}
     produced = {name for _, node in owners for name in node.output}
     taken = {node.input[0] for _, node in owners}
+    summands = {tuple(node.input) for node in graph.node if node.op_type == "Add"}
+    added_to = dict(summands) | {second: first for first, second in summands}
     for node in graph.node:  # in topological order
         inputs = {name for name in node.input if name and name not in constants}
-        known = produced | taken if node.op_type == "Add" else produced
-        if node.op_type in _PASSING and inputs & produced and inputs <= known:
+        if selects(node):
+            passes = inputs <= produced or (inputs <= taken and added_to.get(node.output[0]) in produced)
+        else:
+            known = produced | taken if node.op_type == "Add" else produced
+            passes = node.op_type in _PASSING and bool(inputs & produced) and inputs <= known
+        if passes:
             chosen.add(node.name)
             produced.update(node.output)
     return [node.name for node in graph.node if node.name in chosen]

@@ -30,6 +30,7 @@ from rankrl.export.channel_padding import pad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.feeds import input_names
 from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
+from rankrl.export.subsampling import convolve_subsampling
 from rankrl.export.tracing import convert, inference_copy, trace
 from rankrl.files import write_atomically
 from rankrl.progress import Progress, progress_bar
@@ -75,7 +76,9 @@ def export_onnx(
     """Write a model as one self-contained ONNX file that has passed `onnx.checker`.
 
     The file computes what the model computes in evaluation mode and float32. Decomposed layers keep their
-    cores: a runtime contracts them once, when it loads the file. The file appears complete or not at all.
+    cores: a runtime contracts them once, when it loads the file. Shortcuts that only subsample and add
+    channels of zeros become convolutions (`rankrl.export.subsampling`). The file appears complete or not at
+    all.
 
     Args:
         model: Any module; it is not changed.
@@ -132,6 +135,7 @@ def export_onnx(
         proto = simplify(graph, fold_batchnorm=fold_batchnorm)
         bar.advance()
         name_batch_axis(proto.graph)
+        convolve_subsampling(proto)
         notes = dict(metadata or {})
         if preprocessing is not None:
             take_bytes(proto.graph, preprocessing)
