@@ -166,12 +166,16 @@ class Fitter:
         # Without a kernel every format is a product of two matrices.
         self._direct = modes.kernel == 1 and modes.plain
 
-    def fit(self, ranks: Ranks, options: FitOptions = FAST) -> Fit:
+    def fit(
+        self, ranks: Ranks, options: FitOptions = FAST, start: Sequence[torch.Tensor] | None = None
+    ) -> Fit:
         """Fit the format at some ranks.
 
         Args:
             ranks: One rank a bond, validated.
             options: How much work to do.
+            start: Cores at these ranks to begin with, of a problem much like this one; `None` begins with the
+                format's own. Without a kernel the best cores are known in any case.
 
         Returns:
             The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, in the Frobenius
@@ -185,7 +189,7 @@ class Fitter:
                 cores: Cores = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
                 error = 0.0
             else:
-                cores, error = self._low_rank(ranks) if self._direct else self._search(ranks, options)
+                cores, error = self._low_rank(ranks) if self._direct else self._search(ranks, options, start)
                 cores = self.tensor_format.balanced(cores)
         return Fit(cores, error, self.tensor_format, self.modes, ranks)
 
@@ -231,9 +235,15 @@ class Fitter:
         cores = self.tensor_format.from_halves(*chosen.halves(rank), self.modes, ranks)
         return cores, max(0.0, squared) ** 0.5
 
-    def _search(self, ranks: Ranks, options: FitOptions) -> tuple[Cores, float]:
+    def _search(
+        self, ranks: Ranks, options: FitOptions, start: Sequence[torch.Tensor] | None
+    ) -> tuple[Cores, float]:
         problem = self._problem
-        best = _search(problem, ranks, options)
+        if start is None:
+            best = _search(problem, ranks, options)
+        else:
+            stop = Stop(options.tolerance, options.patience, options.enough**2)
+            best = problem.minimise(problem.rescale(list(start)), options.iterations, stop)
         if problem.amplification(best) > LARGEST_AMPLIFICATION:
             best = _bounded(problem, ranks, options)
         return problem.unscale(best), max(0.0, float(problem.squared_error(best))) ** 0.5
@@ -248,6 +258,7 @@ def fit_weight(
     options: FitOptions = FAST,
     *,
     sensitivity: torch.Tensor | None = None,
+    start: Sequence[torch.Tensor] | None = None,
 ) -> Fit:
     """Fit a format to a weight at some ranks; for several ranks of one weight take a `Fitter`.
 
@@ -259,6 +270,7 @@ def fit_weight(
         metric: As for `Fitter`.
         options: How much work to do.
         sensitivity: As for `Fitter`.
+        start: As for `Fitter.fit`.
 
     Returns:
         What `Fitter.fit` returns.
@@ -266,7 +278,7 @@ def fit_weight(
     Raises:
         DecompositionError: If the weight, the metric or the sensitivity is not finite.
     """
-    return Fitter(tensor_format, weight, modes, metric, sensitivity).fit(ranks, options)
+    return Fitter(tensor_format, weight, modes, metric, sensitivity).fit(ranks, options, start)
 
 
 def _at(terms: torch.Tensor, rank: int) -> float:

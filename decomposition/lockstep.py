@@ -13,7 +13,7 @@ inputs arrive.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -51,11 +51,14 @@ class RefitProblem:
         metric: E[y y'] of the arriving patches, (D, D); around the mean where the mean is corrected; `None`
             fits to the weight itself.
         count: Number of patches.
+        start: Cores of a fit to a problem much like this one, which a factorisation begins with; `None` takes
+            the format's own.
     """
 
     target: torch.Tensor
     metric: Metric | None
     count: int = 0
+    start: Sequence[torch.Tensor] | None = None
 
 
 _Replaced = TypeVar("_Replaced", bound=nn.Module)
@@ -334,11 +337,35 @@ def _many_patches(
     outputs = dense @ weight.T.to(dense)
     cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
     share = 0.0 if labels is None else shrinkage(arriving, labels, covariance, mean.to(arriving))
+    return target_and_metric(weight, covariance, cross, weight @ dense_mean, mean, share, centred=centred)
+
+
+def target_and_metric(
+    weight: torch.Tensor,
+    covariance: torch.Tensor,
+    cross: torch.Tensor,
+    outputs_mean: torch.Tensor,
+    mean: torch.Tensor,
+    share: float,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
+
+    Args:
+        weight: W of the dense layer, (out, in * kernel).
+        covariance: Of the patches y that arrive, (D, D).
+        cross: Covariance of the dense layer's outputs W x and y, (out, D).
+        outputs_mean: Mean of W x, (out,).
+        mean: Mean of y, (D,).
+        share: By which both are shrunk (`decomposition.shrinkage`).
+        centred: Whether the layer is fitted around the mean.
+    """
     metric = shrunk_matrix(covariance, share)
     cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
     if not centred:
         metric = metric + torch.outer(mean, mean)
-        cross = cross + torch.outer(weight @ dense_mean, mean)
+        cross = cross + torch.outer(outputs_mean, mean)
     ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
     regularised = metric + ridge * torch.eye(len(metric), dtype=metric.dtype)
     return torch.linalg.solve(regularised, (cross + ridge * weight).T).T, metric

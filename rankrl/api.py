@@ -16,10 +16,11 @@ from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
 from rankrl.progress import Progress
 from rankrl.selectors import check_selector
+from rankrl.workflow.calibration import CALIBRATION_BATCH
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import CALIBRATION_BATCH, session_on_inputs
+from rankrl.workflow.session import session_on_inputs
 
 __all__ = ["apply_plan", "load_compressed", "search"]
 

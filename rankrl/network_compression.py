@@ -34,6 +34,7 @@ from rankrl.progress import Progress, progress_bar
 from rankrl.report import collect_setup, write_report
 from rankrl.selectors import check_selector
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
+from rankrl.workflow.calibration import CALIBRATION_BATCH
 from rankrl.workflow.file_export import export_file
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_rows
@@ -41,7 +42,7 @@ from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs, Sample
 from rankrl.workflow.run_folder import RunFolder, check_writable
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import CALIBRATION_BATCH, session_on_inputs
+from rankrl.workflow.session import session_on_inputs
 
 log = logging.getLogger(__name__)
 

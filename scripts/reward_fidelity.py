@@ -40,10 +40,10 @@ from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, accuracy, train
 from rankrl.wording import counted
-from rankrl.workflow.calibration import calibration_images
+from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.workflow.measure import test_accuracy
 from rankrl.workflow.search_options import CandidateOptions
-from rankrl.workflow.session import CALIBRATION_BATCH, calibrated_library
+from rankrl.workflow.session import calibrated_library
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",

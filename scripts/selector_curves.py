@@ -7,10 +7,12 @@
 The task is MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION, an entry a selector with its options. Every
 search scores its plans on the first held-out images (`--images`, `--term`). The best plan after so many
 evaluations is then judged by its accuracy on the last held-out images (`--judged`), so that a plan which was
-lucky in the search gains nothing by it. With `--refit` the plan that each search ends with is applied, layer
-by layer, and judged by the same images; with `--finetune EPOCHS` it is then fine-tuned by the recipe of
-`finetune=full`, and its last epoch tested. Searches and judgements are kept in the folder: a killed run goes
-on, and more entries or seeds are added to those that are there. A policy that knows the task is refused.
+lucky in the search gains nothing by it. With `--statistics refitted` searches see what plans become, and so
+does the judge; a folder is for one kind of score. With `--refit` the plan that each search ends with is
+applied, layer by layer, and judged by the same images; with `--finetune EPOCHS` it is then fine-tuned by
+the recipe of `finetune=full`, and its last epoch tested. Searches and judgements are kept in the folder: a
+killed run goes on, and more entries or seeds are added to those that are there. A policy that knows the task
+is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from rankrl.data import Images
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
 from rankrl.plan_search.divergence import single_layer_divergences
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Term
+from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
@@ -140,10 +142,11 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
     policies = {str(each.options["policy"]) for each in options.entries if each.options.get("policy")}
     for policy in policies:
         read_policy(policy).card.check_held_out(task)
-    evaluator = prepared.evaluator(heldout.first(options.images), EvaluatorOptions(term=options.term))
+    scoring = EvaluatorOptions(term=options.term, statistics=options.statistics)
+    evaluator = prepared.evaluator(heldout.first(options.images), scoring)
     problem = replace(problem, divergences=partial(single_layer_divergences, evaluator))
     judging = heldout.subset(torch.arange(len(heldout) - options.judged, len(heldout)))
-    judge = prepared.evaluator(judging)
+    judge = prepared.evaluator(judging, EvaluatorOptions(statistics=options.statistics))
     ends = Ends(prepared, judging, options)
     kept = ResultRows(options.folder / f"judged-{options.judged}.csv", ("plan",), ("accuracy",))
 
@@ -296,6 +299,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--images", type=int, default=1000, help="held-out images of a search")
     parser.add_argument("--term", choices=get_args(Term), default="accuracy")
+    parser.add_argument(
+        "--statistics",
+        choices=get_args(Statistics),
+        default="corrected",
+        help="how plans are scored and judged",
+    )
     parser.add_argument("--judged", type=int, default=3000, help="held-out images, the last ones, that judge")
     parser.add_argument("--refit", action="store_true", help="apply the plan that each search ends with")
     parser.add_argument("--finetune", type=int, default=0, help="epochs of fine-tuning after that")

@@ -37,10 +37,10 @@ from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
 from rankrl.training import predict_logits, report_accuracy, train
-from rankrl.workflow.calibration import calibration_images
+from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.search_options import CandidateOptions
-from rankrl.workflow.session import CALIBRATION_BATCH, calibrated_library
+from rankrl.workflow.session import calibrated_library
 
 CALIBRATION_IMAGES = 768
 MEASURES = ("params", "macs", "bytes")
@@ -194,6 +194,7 @@ class Prepared:
             mean=data.mean,
             std=data.std,
             augmentation=data.augmentation,
+            calibration=self.inputs,
             options=options,
         )
 

@@ -111,6 +111,7 @@ class Factorise(LayerOperation):
             problem.metric,
             options,
             sensitivity=sensitivity,
+            start=problem.start,
         )
         layer.load(fit.cores, cast(DecomposableModule, module).bias, fit.error)
         weight = layer.to_dense().weight.detach()

@@ -220,8 +220,14 @@ RULES = (
     Rule(
         "search.reestimation_images",
         lambda config: config["search"]["statistics"] != "reestimated",
-        "nothing is measured on images with search.statistics=corrected",
+        "statistics are measured anew with search.statistics=reestimated alone",
         "leave it out, or set search.statistics=reestimated",
+    ),
+    Rule(
+        "search.refit_images",
+        lambda config: config["search"]["statistics"] != "refitted",
+        "plans are refitted with search.statistics=refitted alone",
+        "leave it out, or set search.statistics=refitted",
     ),
     Rule(
         "search.halving.keep",

@@ -21,6 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.plan_search.evaluator:EvaluatorOptions.augmented": True,
     "rankrl.plan_search.evaluator:EvaluatorOptions.batch_size": None,
     "rankrl.plan_search.evaluator:EvaluatorOptions.reestimation_images": 500,
+    "rankrl.plan_search.evaluator:EvaluatorOptions.refit_images": 512,
     "rankrl.plan_search.evaluator:EvaluatorOptions.statistics": "corrected",
     "rankrl.plan_search.evaluator:EvaluatorOptions.term": "accuracy",
     "rankrl.plan_search.evaluator:Halving.keep": 0.5,

@@ -209,6 +209,7 @@ def evaluator_options(config: AppConfig) -> EvaluatorOptions:
         augmented=search.augmented,
         statistics=search.statistics,  # type: ignore[arg-type]
         reestimation_images=search.reestimation_images,
+        refit_images=search.refit_images,
         batch_size=search.batch_size,
         halving=halving,
         seed=config.seed,

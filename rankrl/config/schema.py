@@ -149,6 +149,7 @@ class SearchConfig:
     augmented: bool = owned(_EVALUATOR, "augmented")
     statistics: str = owned(_EVALUATOR, "statistics")
     reestimation_images: int = owned(_EVALUATOR, "reestimation_images")
+    refit_images: int = owned(_EVALUATOR, "refit_images")
     batch_size: int | None = owned(_EVALUATOR, "batch_size")
     halving: HalvingConfig = field(default_factory=HalvingConfig)
     finalists: int = owned(_SEARCH, "finalists")

@@ -17,10 +17,11 @@ from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.refitting_network import RefittingNetwork
 from rankrl.plan_search.scoring_network import CACHE_BYTES, ScoringNetwork
 
 Term = Literal["accuracy", "agreement", "soft_agreement"]
-Statistics = Literal["corrected", "reestimated"]
+Statistics = Literal["corrected", "reestimated", "refitted"]
 
 # Small batches keep the feature maps in the processor's cache; a GPU wants large ones.
 _BATCH_SIZE = {"cpu": 125, "cuda": 1000}
@@ -89,8 +90,11 @@ class EvaluatorOptions:
         augmented: Score one fixed augmented copy of the held-out images: a network that has seen them in its
             training has not seen them like this.
         statistics: `corrected` moves biases and batch-norm means analytically; `reestimated` measures all
-            batch-norm statistics anew for every plan (which costs one forward pass more over those images).
+            batch-norm statistics anew for every plan (which costs one forward pass more over those images);
+            `refitted` solves every layer for what reaches it, as applying the plan does, which is what a plan
+            becomes and takes several times as long (`decomposition.quick_refit`).
         reestimation_images: Held-out images that `reestimated` measures on, augmented as in training.
+        refit_images: Training images that `refitted` solves on.
         halving: Score unpromising plans on a part of the images only; None scores all on all.
         seed: Seed of the augmented copy.
         batch_size: Images in a batch; None for what suits the device.
@@ -101,6 +105,7 @@ class EvaluatorOptions:
     augmented: bool = True
     statistics: Statistics = "corrected"
     reestimation_images: int = 500
+    refit_images: int = 512
     halving: Halving | None = None
     seed: int = 0
     batch_size: int | None = None
@@ -113,11 +118,10 @@ class EvaluatorOptions:
             raise ConfigError(
                 f"search.statistics must be one of {', '.join(get_args(Statistics))}, got {self.statistics!r}"
             )
-        if self.reestimation_images < 1 or (self.batch_size is not None and self.batch_size < 1):
-            raise ConfigError(
-                "search.reestimation_images and search.batch_size must be at least 1, got "
-                f"{self.reestimation_images} and {self.batch_size}"
-            )
+        for name in ("reestimation_images", "refit_images", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"search.{name} must be at least 1, got {value}")
 
 
 class Evaluator(Protocol):
@@ -151,13 +155,15 @@ class PlanEvaluator:
         mean: Per-channel mean for pixels in [0, 1].
         std: Per-channel standard deviation for pixels in [0, 1].
         augmentation: Crops and flips for `options.augmented`.
+        calibration: Normalised training images (N, C, H, W), float32, for `options.statistics` of `refitted`.
         options: How plans are scored.
         precision: Device and precision; the fastest safe one when omitted.
 
     Raises:
         TypeError: `images` is not `Images` (test images choose nothing).
         DataError: There are no images.
-        ConfigError: `options.augmented` without an augmentation.
+        ConfigError: `options.augmented` without an augmentation, `refitted` without calibration images, or
+            with candidates that take channels or blocks away.
     """
 
     def __init__(
@@ -170,6 +176,7 @@ class PlanEvaluator:
         mean: Sequence[float],
         std: Sequence[float],
         augmentation: Augmentation | None = None,
+        calibration: Tensor | None = None,
         options: EvaluatorOptions | None = None,
         precision: Precision | None = None,
     ) -> None:
@@ -189,15 +196,21 @@ class PlanEvaluator:
             images = augmented_copy(images, augmentation, self.options.seed)
         self._digest = images.digest()
         example = next(iter(batches(images, _FOLDING_EXAMPLES, mean=mean, std=std)))[0]
-        self.network = ScoringNetwork(
-            model,
-            library,
-            problem.sites,
-            self.precision,
-            example,
-            fold=self.options.statistics == "corrected",
-            cache_bytes=self.options.cache_bytes,
-        )
+        self.network: ScoringNetwork | RefittingNetwork
+        if self.options.statistics == "refitted":
+            if calibration is None:
+                raise ConfigError("scoring refitted plans needs training images; pass calibration")
+            self.network = RefittingNetwork(model, library, problem.sites, self.precision, calibration)
+        else:
+            self.network = ScoringNetwork(
+                model,
+                library,
+                problem.sites,
+                self.precision,
+                example,
+                fold=self.options.statistics == "corrected",
+                cache_bytes=self.options.cache_bytes,
+            )
         size = self.batch_size = self.options.batch_size or batch_size(self.precision.device.type)
         self._x, self._y = self._load(images, size, mean, std)
         self._calibration: list[Tensor] = []
@@ -218,7 +231,10 @@ class PlanEvaluator:
     @property
     def fingerprint(self) -> str:
         """Hash of the images and options, for telling whether two searches score alike."""
-        text = f"{self._digest} {asdict(self.options)} {self.precision.dtype} {self.precision.device.type}"
+        options = asdict(self.options)
+        if self.options.statistics != "refitted":
+            del options["refit_images"]  # searches from before there was such an option go on
+        text = f"{self._digest} {options} {self.precision.dtype} {self.precision.device.type}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -270,7 +286,7 @@ class PlanEvaluator:
         """
         if choices != self._written:
             self.network.write(choices)
-            if self.options.statistics == "reestimated":
+            if isinstance(self.network, ScoringNetwork) and self.options.statistics == "reestimated":
                 self.network.reestimate(self._calibration)
             self._written = choices
         if start == stop:

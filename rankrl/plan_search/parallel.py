@@ -52,6 +52,7 @@ class GivenFits(FitLibrary):
                 name: InputMoments(library.moments[name].mean, nothing, library.moments[name].count)
                 for name in library.specs
             }
+        self.sensitivities = library.sensitivities
         self.cache = library.cached(problem.sites)
         self._folder = None
 
@@ -191,6 +192,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         mean: Sequence[float],
         std: Sequence[float],
         augmentation: Augmentation | None = None,
+        calibration: Tensor | None = None,
         options: EvaluatorOptions | None = None,
         precision: Precision | None = None,
     ) -> None:
@@ -199,6 +201,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
             "mean": tuple(mean),
             "std": tuple(std),
             "augmentation": augmentation,
+            "calibration": calibration,
             "options": options,
             "precision": precision,
         }

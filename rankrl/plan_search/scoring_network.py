@@ -122,9 +122,7 @@ class ScoringNetwork:
 
     def logits(self, batches: Sequence[Tensor]) -> Tensor:
         """Return the class scores of batches, concatenated, (N, classes) float32."""
-        with torch.inference_mode(), self.precision.autocast(), deterministic_kernels():
-            parts = [self.model(in_layout(batch, self.layout)) for batch in batches]
-            return torch.cat([scores.float() for scores in parts])
+        return class_scores(self.model, batches, self.precision, self.layout)
 
     def reestimate(self, batches: Sequence[Tensor]) -> None:
         """Replace every batch norm's statistics by those of the given batches (their plain average)."""
@@ -219,6 +217,22 @@ class ScoringNetwork:
             weight = weight * scale[:, None, None]
         written = torch.empty_like(dense.weight).copy_(weight.reshape(dense.weight.shape))
         return _Weight(written, shift)
+
+
+def class_scores(
+    model: nn.Module, batches: Sequence[Tensor], precision: Precision, layout: torch.memory_format
+) -> Tensor:
+    """Return a network's class scores of batches, concatenated, (N, classes) float32.
+
+    Args:
+        model: The network, in evaluation mode, on the device of `precision`.
+        batches: Normalised images, each (n, C, H, W), on that device.
+        precision: Device and precision to run in.
+        layout: Memory order that the network takes images in.
+    """
+    with torch.inference_mode(), precision.autocast(), deterministic_kernels():
+        parts = [model(in_layout(batch, layout)) for batch in batches]
+        return torch.cat([scores.float() for scores in parts])
 
 
 def _equal(before: object, after: object) -> bool:

@@ -36,7 +36,7 @@ from rankrl.report import (
 )
 from rankrl.training import EpochRow, RankConstraint, TrainingRecipe, TrainingResult
 from rankrl.wording import counted
-from rankrl.workflow.calibration import calibration_images
+from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.workflow.measure import with_preprocessing
 from rankrl.workflow.network import (
     build_network,
@@ -46,7 +46,7 @@ from rankrl.workflow.network import (
     run_training,
 )
 from rankrl.workflow.run_folder import RunFolder, cache_folder
-from rankrl.workflow.session import CALIBRATION_BATCH, SearchSession, calibrated_library, check_reachable
+from rankrl.workflow.session import SearchSession, calibrated_library, check_reachable
 from rankrl.workflow.training_step import write_training_step
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,9 @@ from torch import Tensor
 from rankrl.data import ImageData, Images, batches
 from rankrl.data.batches import augmented_copy
 from rankrl.errors import ConfigError
-from rankrl.workflow.session import CALIBRATION_BATCH
+
+CALIBRATION_BATCH = 256
+"""Inputs that pass through a network at a time."""
 
 
 def check_calibration(count: int) -> None:

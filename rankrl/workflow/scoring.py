@@ -23,6 +23,7 @@ from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.score_evaluator import Score, ScoreEvaluator, check_score, scored
 from rankrl.plan_search.workers import WorkerCluster
 from rankrl.training import predict_logits
+from rankrl.workflow.calibration import calibration_images
 
 
 class Scoring(Protocol):
@@ -85,12 +86,15 @@ class ImageScoring:
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        data = self.data
+        data, options, calibration = self.data, self.options, None
+        if options.statistics == "refitted":  # the first of those that layers are fitted on
+            calibration = calibration_images(data, options.refit_images, seed=options.seed)
         return {
             "mean": data.mean,
             "std": data.std,
             "augmentation": data.augmentation,
-            "options": self.options,
+            "calibration": calibration,
+            "options": options,
         }
 
     def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:

@@ -39,8 +39,6 @@ from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 
 log = logging.getLogger(__name__)
 
-CALIBRATION_BATCH = 256
-
 Apply = Callable[[CompressionPlan], nn.Module]
 """From a plan to the compressed network."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,18 +13,20 @@ from torch import nn
 
 from decomposition.layers import compressible_layers
 from decomposition.library import FitLibrary
+from decomposition.quick_refit import QuickRefit
 from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.refitting_network import RefittingNetwork
 from rankrl.plan_search.scoring_network import ScoringNetwork
 
 EXACT = Precision(torch.device("cpu"), torch.float32)
 NORMALISATION = {"mean": (0.5,), "std": (0.25,)}
 
 
-def make(network, library, problem, images, precision=EXACT, **options) -> PlanEvaluator:
+def make(network, library, problem, images, precision=EXACT, calibration=None, **options) -> PlanEvaluator:
     return PlanEvaluator(
         network,
         library,
@@ -32,6 +35,7 @@ def make(network, library, problem, images, precision=EXACT, **options) -> PlanE
         **NORMALISATION,
         precision=precision,
         augmentation=Augmentation(padding=1),
+        calibration=calibration,
         options=EvaluatorOptions(**{"augmented": False, **options}),
     )
 
@@ -197,8 +201,48 @@ def test_no_images_are_refused(small_network, small_library, small_problem, smal
         make(small_network, small_library, small_problem, small_images.subset(torch.arange(0)))
 
 
+def test_refitted_plans_are_scored_as_the_network_that_they_become(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    calibration = next(iter(batches(small_images, len(small_images), **NORMALISATION)))[0]
+    given = {"calibration": calibration, "statistics": "refitted"}
+    evaluator = make(small_network, small_library, small_problem, small_images, **given)
+    plan = random_choices(small_problem, 1)
+    names = [
+        (site.name, site.candidates[j].operations) for site, j in zip(small_problem.sites, plan, strict=True)
+    ]
+    network = copy.deepcopy(small_network)
+    QuickRefit(network, small_library, calibration).take(dict(names))
+    found = logits(network, small_images)
+    evaluation = evaluator(plan)
+    assert evaluation.accuracy == pytest.approx(float((found.argmax(1) == small_images.y).float().mean()))
+    np.testing.assert_allclose(evaluator.forward(plan, 0, evaluator.batches), found, rtol=1e-4, atol=1e-4)
+    apart = make(small_network, small_library, small_problem, small_images)
+    assert apart.fingerprint != evaluator.fingerprint
+    assert (apart.forward(plan, 0, 1) - evaluator.forward(plan, 0, 1)).abs().max() > 1e-3
+
+
+def test_refitting_needs_training_images_and_layers_that_stay(
+    small_network, small_library, small_problem, small_images
+) -> None:
+    with pytest.raises(ConfigError, match="training images"):
+        make(small_network, small_library, small_problem, small_images, statistics="refitted")
+    site = small_problem.sites[0]
+    narrow = replace(site.candidates[0], reads=(0,))
+    sites = (replace(site, candidates=(narrow, *site.candidates[1:])), *small_problem.sites[1:])
+    with pytest.raises(ConfigError, match=rf"{site.name}.* may lose channels .*statistics=corrected"):
+        RefittingNetwork(small_network, small_library, sites, EXACT, torch.zeros(2, 1, 8, 8))
+
+
 @pytest.mark.parametrize(
-    "options", [{"term": "loss"}, {"statistics": "moving"}, {"batch_size": 0}, {"reestimation_images": 0}]
+    "options",
+    [
+        {"term": "loss"},
+        {"statistics": "moving"},
+        {"batch_size": 0},
+        {"reestimation_images": 0},
+        {"refit_images": 0},
+    ],
 )
 def test_options_out_of_range_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
