@@ -5,10 +5,11 @@
 
 Draws random plans at one budget: greedy's importances changed by noise of growing scale, so that rewards
 spread widely and also cluster near the best. Scores every plan with every reward (fits to the weights, to the
-data, to the data with batch-norm statistics re-estimated; accuracy, agreement, soft agreement; plain and
-augmented held-out images), applies it layer by layer, fine-tunes it with the dense network as teacher,
-and correlates (Spearman) rewards with accuracies after fine-tuning, over all plans and among the best
-quarter. Every finished plan is a line in the file of `--rows`; a killed run goes on from there.
+data, to the data with batch-norm statistics re-estimated or with layers refitted; accuracy, agreement, soft
+agreement; plain and augmented held-out images), applies it layer by layer, fine-tunes it with the dense
+network as teacher, and correlates (Spearman) rewards with accuracies after fine-tuning, over all plans and
+among the best quarter. Every finished plan is a line in the file of `--rows`; a killed run goes on from
+there.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ FITS: dict[str, Statistics] = {
     "weights + BN": "reestimated",
     "data": "corrected",
     "data + BN": "reestimated",
+    "data + refit": "refitted",
 }
 AFTER = ("heldout_finetuned", "test_finetuned")
 # Log-importances of the plan changed most; the first plan is greedy's own.
@@ -102,10 +104,16 @@ class Rewards:
         libraries: Fits to the `weights` and to the `data`.
         problem: The search problem.
         data: The dataset; its held-out images score plans.
+        images: Calibration images (N, C, H, W) that layers are refitted to.
     """
 
     def __init__(
-        self, model: nn.Module, libraries: Mapping[str, FitLibrary], problem: SearchProblem, data: ImageData
+        self,
+        model: nn.Module,
+        libraries: Mapping[str, FitLibrary],
+        problem: SearchProblem,
+        data: ImageData,
+        images: torch.Tensor,
     ) -> None:
         self._evaluators = {
             (fit, augmented): PlanEvaluator(
@@ -116,6 +124,7 @@ class Rewards:
                 mean=data.mean,
                 std=data.std,
                 augmentation=data.augmentation,
+                calibration=images,
                 options=EvaluatorOptions(augmented=augmented, statistics=statistics),
             )
             for fit, statistics in FITS.items()
@@ -224,7 +233,7 @@ def measure(options: argparse.Namespace, setup: str) -> list[Row]:
     sites = fitted.all_candidates(limit=candidates.candidates)
     problem = SearchProblem.from_model(model, sites, data.input_shape, params=options.params, library=fitted)
     plans = draw_plans(problem, options.plans, options.seed)
-    rewards = Rewards(model, libraries, problem, data)
+    rewards = Rewards(model, libraries, problem, data, images)
     if options.images is not None:
         order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(options.seed))
         data = dataclasses.replace(data, train=data.train.subset(order[: options.images]))

@@ -9,7 +9,7 @@ import pytest
 import reward_fidelity as script
 
 from decomposition import FitLibrary
-from rankrl.data import Augmentation, ImageData, TestImages
+from rankrl.data import Augmentation, ImageData, TestImages, batches
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 
@@ -42,7 +42,8 @@ def test_rewards_are_those_of_the_evaluator(
     )
     bare = FitLibrary(small_network, list(small_library.specs.values()), "tucker")
     libraries = {"data": small_library, "weights": bare}
-    found = script.Rewards(small_network, libraries, small_problem, data)
+    images = next(iter(batches(small_images, len(small_images), mean=(0.5,), std=(0.25,))))[0]
+    found = script.Rewards(small_network, libraries, small_problem, data, images)
     choices = tuple(small_problem.preset.tolist())
     row = found(choices)
     assert list(row) == script.reward_names()
@@ -57,6 +58,7 @@ def test_rewards_are_those_of_the_evaluator(
     )
     assert row["data, plain, soft_agreement"] == evaluator(choices).score
     assert row["weights, plain, soft_agreement"] != row["data, plain, soft_agreement"]
+    assert row["data + refit, plain, soft_agreement"] > row["data, plain, soft_agreement"]
 
 
 def rows(count: int = 8) -> list[dict[str, float]]:
