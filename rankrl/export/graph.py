@@ -120,7 +120,7 @@ def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
         conv.input[:] = [conv.input[0], f"{name}_weight", f"{name}_bias"]
         conv.output[0] = name
         graph.node.remove(batchnorm)
-    _remove_unused_constants(graph)
+    remove_unused_constants(graph)
 
 
 def name_batch_axis(graph: onnx.GraphProto) -> None:
@@ -135,7 +135,7 @@ def name_batch_axis(graph: onnx.GraphProto) -> None:
     if not symbol:
         return
     occurrence = re.compile(rf"\b{re.escape(symbol)}\b")
-    for each in _with_subgraphs(graph):
+    for each in with_subgraphs(graph):
         for value in (*each.input, *each.output, *each.value_info):
             for axis in value.type.tensor_type.shape.dim:
                 if axis.dim_param:
@@ -154,7 +154,7 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
     """
     entry = graph.input[0]
     stages = [f"{entry.name}_{stage}" for stage in ("planes", "float", "scaled", "normalised")]
-    for each in _with_subgraphs(graph):
+    for each in with_subgraphs(graph):
         for node in each.node:
             for position, name in enumerate(node.input):
                 if name == entry.name:
@@ -177,13 +177,13 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
     entry.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.UINT8, shape))
 
 
-def _with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield the graph and the bodies of its control flow, which see its values."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from _with_subgraphs(body)
+                yield from with_subgraphs(body)
 
 
 def set_metadata(proto: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
@@ -208,8 +208,10 @@ def _should_fold(node: ir.Node) -> bool | None:
     return None
 
 
-def _remove_unused_constants(graph: onnx.GraphProto) -> None:
-    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+def remove_unused_constants(graph: onnx.GraphProto) -> None:
+    """Remove constants that nothing reads any more, and what is known of tensors that nothing makes."""
+    used = {name for each in with_subgraphs(graph) for node in each.node for name in node.input}
+    used |= {output.name for each in with_subgraphs(graph) for output in each.output}
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     shapes = [value for value in graph.value_info if any(value.name in node.output for node in graph.node)]
     del graph.initializer[:], graph.value_info[:]

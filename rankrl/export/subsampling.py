@@ -20,6 +20,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from rankrl.export.graph import remove_unused_constants, with_subgraphs
+
 _PREFIX = "rankrl_select_"
 _MOST_CHANNELS = 64
 """Channels that are read at most: a convolution mixes all of them, and more are copied faster (as timed)."""
@@ -57,7 +59,7 @@ def convolve_subsampling(model: onnx.ModelProto) -> int:
     graph = model.graph
     constants = {each.name: each for each in graph.initializer}
     channels = _channels(graph)
-    uses = Counter(name for node in graph.node for name in node.input)
+    uses = Counter(name for each in with_subgraphs(graph) for node in each.node for name in node.input)
     uses.update(output.name for output in graph.output)
     readers = {name: node for node in graph.node for name in node.input}
     made, done = 0, set[str]()
@@ -72,7 +74,7 @@ def convolve_subsampling(model: onnx.ModelProto) -> int:
         _replace(graph, chain, count)
         made += 1
     if made:
-        _drop_unused(graph, done)
+        remove_unused_constants(graph)
     return made
 
 
@@ -87,7 +89,8 @@ def store_selections(model: onnx.ModelProto) -> bool:
     """
     graph = model.graph
     nodes = {node.output[0]: node for node in graph.node if node.output[0].startswith(_PREFIX)}
-    sizes = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    own = [each for each in graph.initializer if each.name.startswith(_PREFIX)]
+    sizes = {each.name: numpy_helper.to_array(each) for each in own}
     weights = [name for name, node in nodes.items() if node.op_type == "Reshape"]
     for name in weights:
         eye = nodes[nodes[name].input[0]]
@@ -98,7 +101,7 @@ def store_selections(model: onnx.ModelProto) -> bool:
     for node in nodes.values():
         graph.node.remove(node)
     if weights:
-        _drop_unused(graph, set())
+        remove_unused_constants(graph)
     return bool(weights)
 
 
@@ -213,13 +216,3 @@ def _weight(graph: onnx.GraphProto, rows: int, columns: int, offset: int) -> str
     for position, node in enumerate(steps):
         graph.node.insert(position, node)
     return base
-
-
-def _drop_unused(graph: onnx.GraphProto, gone: set[str]) -> None:
-    """Remove constants that nothing reads any more, and what is known of tensors that are gone."""
-    used = {name for node in graph.node for name in node.input} | {each.name for each in graph.output}
-    kept = [each for each in graph.initializer if each.name in used]
-    shapes = [each for each in graph.value_info if each.name not in gone or each.name in used]
-    del graph.initializer[:], graph.value_info[:]
-    graph.initializer.extend(kept)
-    graph.value_info.extend(shapes)
