@@ -10,6 +10,9 @@ network's in turns. Accuracies are the files' own on the test set, before and af
 checkpoint DATASET-MODEL.th or .safetensors; torchvision's see the same images at 224 x 224 with random
 weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the processor's
 lanes empty with ranks of any size.
+
+With --folders the rows are finished runs of `rankrl`, such as those of `scripts/results.py --grid
+scripts/latency.yaml`, which trains them and can be interrupted: all files of a network are timed in turns.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timed_runs import run_rows
 from torch import nn
 
 from decomposition import DecompositionError, apply_plan
@@ -110,7 +114,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=60, help="L-BFGS iterations of a candidate's fit")
     parser.add_argument("--images", type=int, default=768, help="calibration images")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--folders", type=Path, nargs="+", help="time these finished runs, and nothing else")
+    parser.add_argument("--repeats", type=int, default=5, help="comparisons of --folders")
     chosen = parser.parse_args(arguments)
+    if chosen.folders:
+        lines = run_rows(chosen.folders, runs=chosen.runs, repeats=chosen.repeats)
+    else:
+        lines = searched_rows(chosen)
+    if chosen.predictions:
+        lines += [
+            "",
+            "Sums of layers' times against whole files, random plans at "
+            f"{_SHARES[0]} to {_SHARES[1]} of the dense time:",
+            "",
+            "| network | plans | mean error | median | largest |",
+            "|---|---:|---:|---:|---:|",
+            *(predictions_row(name, *network_and_data(name, chosen), chosen) for name in chosen.models),
+        ]
+    text = "\n".join(lines)
+    print(text)
+    if chosen.output is not None:
+        shortened = {str(chosen.checkpoints): "CHECKPOINTS"}
+        shortened |= {str(folder): f"RUNS/{folder.name}" for folder in chosen.folders or ()}
+        section = f"`{shown_command(sys.argv, shortened=shortened)}`\n\n{hardware_line()}\n\n{text}"
+        write_section(chosen.output, "bench_latency", "Budgets in time", section)
+
+
+def searched_rows(chosen: argparse.Namespace) -> list[str]:
+    """Search, apply, fine-tune and export for every cell, and return the table's lines."""
     lines = [
         "| network | format | precision | ranks | asked | measured | ms dense | ms | parameters | MACs "
         "| accuracy dense | accuracy | fine-tuned | agreement | minutes |",
@@ -130,22 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
         for cell in cells:
             lines.append(row(name, model, data, Cell(*cell), chosen))
             print(lines[-1], flush=True)
-    if chosen.predictions:
-        lines += [
-            "",
-            "Sums of layers' times against whole files, random plans at "
-            f"{_SHARES[0]} to {_SHARES[1]} of the dense time:",
-            "",
-            "| network | plans | mean error | median | largest |",
-            "|---|---:|---:|---:|---:|",
-            *(predictions_row(name, *network_and_data(name, chosen), chosen) for name in chosen.models),
-        ]
-    text = "\n".join(lines)
-    print(text)
-    if chosen.output is not None:
-        command = shown_command(sys.argv, shortened={str(chosen.checkpoints): "CHECKPOINTS"})
-        section = f"`{command}`\n\n{hardware_line()}\n\n{text}"
-        write_section(chosen.output, "bench_latency", "Budgets in time", section)
+    return lines
 
 
 def network_and_data(name: str, chosen: argparse.Namespace) -> tuple[nn.Module, ImageData]:
