@@ -31,7 +31,7 @@ from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.shrinkage import labels_or_single, shrinkage
 
 QUICK = FitOptions(iterations=10, tolerance=1e-4, patience=5)
-MAX_PATCHES = 16_384
+MAX_PATCHES = 8_192
 
 
 @dataclass(frozen=True)
