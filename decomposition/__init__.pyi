@@ -1,7 +1,8 @@
-from .allocation import Budget, allocate, allocate_many
+from .allocation import allocate, allocate_many
 from .apply import apply_plan, build_structure, contracted, factorised_layers
 from .attention import PlainAttention, plain_attention
 from .batch_norm import reestimate_batch_norm
+from .budget import Budget
 from .candidates import Candidate, CandidateSet, plan_from_choices
 from .compensation import compensate
 from .cost import count_macs, count_parameters, evaluation_mode

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition.allocation import Budget, allocate
+from decomposition.allocation import allocate
+from decomposition.budget import Budget
 from decomposition.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import CHOOSING, FitOptions

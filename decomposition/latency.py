@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from decomposition.allocation import Budget
+from decomposition.budget import Budget
 from decomposition.candidates import CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.files import replacing

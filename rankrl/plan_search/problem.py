@@ -12,7 +12,8 @@ from typing import Literal, cast
 import numpy as np
 from torch import nn
 
-from decomposition.allocation import Budget, allocate
+from decomposition.allocation import allocate
+from decomposition.budget import Budget
 from decomposition.candidates import CandidateSet, plan_from_choices, saved
 from decomposition.cost import count_macs, count_parameters
 from decomposition.inputs import ExampleInputs, InputShape, input_shape_of, shape_to_json

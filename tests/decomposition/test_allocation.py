@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decomposition.allocation import Budget, allocate, allocate_many
+from decomposition.allocation import allocate, allocate_many
+from decomposition.budget import Budget
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.layers import LayerSpec

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decomposition import Budget, CandidateSet, LatencyTable, Quantise, allocate, allocate_many
-from decomposition.allocation import _Table
 from decomposition.candidates import Candidate
+from decomposition.cost_table import CostTable
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 
@@ -54,7 +54,7 @@ def test_the_way_of_least_cost_is_found_exactly(
 ) -> None:
     sites, borders = chain
     budget = Budget(1.0, "latency", 100.0, 0.0, borders)
-    table = _Table(sites, budget)
+    table = CostTable(sites, budget)
     price = np.array([[multiplier]])
     chosen = table.least(table.losses + table.shares(price), price)[0]
 

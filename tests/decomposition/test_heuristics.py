@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.allocation import Budget
+from decomposition.budget import Budget
 from decomposition.candidates import CandidateSet
 from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError

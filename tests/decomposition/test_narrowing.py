@@ -30,7 +30,7 @@ from decomposition import (
     compressible_layers,
     plan_from_choices,
 )
-from decomposition.allocation import _Table
+from decomposition.cost_table import CostTable
 from decomposition.input_selection import Narrowing
 from decomposition.layers import LayerSpec
 
@@ -129,7 +129,7 @@ def spent_by_hand(sites: list[CandidateSet], borders: tuple[float, ...], choices
 def test_neighbours_are_counted_together(chain: tuple[list[CandidateSet], tuple[float, ...]]) -> None:
     sites, borders = chain
     budget = Budget(1.0, "latency", 100.0, 3.0, borders)
-    table = _Table(sites, replace(budget, fraction=0.5))
+    table = CostTable(sites, replace(budget, fraction=0.5))
     every = np.array(list(everything(sites)))
     used = table.used(every)[:, 0] * (50.0 - 3.0)
     for choices, share in zip(map(tuple, every.tolist()), used, strict=True):
@@ -150,7 +150,7 @@ def test_the_way_of_least_cost_is_found_exactly(
     chain: tuple[list[CandidateSet], tuple[float, ...]], multiplier: float
 ) -> None:
     sites, borders = chain
-    table = _Table(sites, Budget(1.0, "latency", 100.0, 0.0, borders))
+    table = CostTable(sites, Budget(1.0, "latency", 100.0, 0.0, borders))
     price = np.array([[multiplier]])
     chosen = table.least(table.losses + table.shares(price), price)[0]
 
