@@ -60,7 +60,7 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
         )
     policy = pretrained(episodes, episode_options, training, seed=config.seed)
     policy.save(folder.path / POLICY_FILE)
-    fits = task_fits(episodes, policy)
+    fits = task_fits(episodes, policy, training, seed=config.seed)
     write_json(
         folder.metrics,
         {
@@ -130,11 +130,15 @@ def _added(run: Path) -> list[TaskEpisodes]:
 def _table(fits: Sequence[TaskFit]) -> Table:
     table = Table(title="What the additive model leaves over of the gains", header_style="bold")
     table.add_column("task", overflow="fold")
-    for column in ("plans", "greedy", "policy"):
+    for column in ("plans", "greedy", "policy", "unseen"):
         table.add_column(column, justify="right")
     for fit in fits:
-        table.add_row(str(fit.task), str(fit.plans), f"{fit.greedy:.3f}", f"{fit.policy:.3f}")
-    table.add_row(
-        "mean", "", f"{fmean(fit.greedy for fit in fits):.3f}", f"{fmean(fit.policy for fit in fits):.3f}"
-    )
+        table.add_row(str(fit.task), str(fit.plans), *map(_share, (fit.greedy, fit.policy, fit.unseen)))
+    unseen = [fit.unseen for fit in fits if fit.unseen is not None]
+    means = fmean(fit.greedy for fit in fits), fmean(fit.policy for fit in fits)
+    table.add_row("mean", "", *map(_share, (*means, fmean(unseen) if unseen else None)))
     return table
+
+
+def _share(left: float | None) -> str:
+    return "–" if left is None else f"{left:.3f}"

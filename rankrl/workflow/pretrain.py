@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -190,17 +190,43 @@ class TaskFit:
         task: The task.
         plans: Its scored plans.
         greedy: Share of their gains left over where all layers count as greedy has it.
-        policy: The same where they count as the policy has it.
+        policy: The same where they count as the policy has it, which learnt from these plans.
+        unseen: The same with a policy that was trained without any task of this network in these formats, as
+            if it were new to it; None where there are no other tasks.
     """
 
     task: PolicyTask
     plans: int
     greedy: float
     policy: float
+    unseen: float | None
 
 
-def task_fits(episodes: Iterable[TaskEpisodes], policy: PolicyFile) -> list[TaskFit]:
-    """Return how well a policy explains the gains of every task."""
+def task_fits(
+    episodes: Sequence[TaskEpisodes], policy: PolicyFile, training: PretrainingOptions, *, seed: int
+) -> list[TaskFit]:
+    """Return how well a policy explains the gains of every task, and how well one that has not seen them.
+
+    Args:
+        episodes: Of every task that the policy was trained on.
+        policy: The policy.
+        training: How it was trained.
+        seed: With which seed.
+    """
+    kinds = [(each.task.network, each.task.formats) for each in episodes]
+    without: dict[tuple[str, tuple[str, ...]], PolicyFile | None] = {}
+    with progress_bar("leave out", total=len(set(kinds))) as bar:
+        for kind in dict.fromkeys(kinds):
+            others = [each for each, own in zip(episodes, kinds, strict=True) if own != kind]
+            without[kind] = train_policy(others, policy.card, training, seed=seed) if others else None
+            bar.update(len(without))
     return [
-        TaskFit(each.task, len(each.gains), unexplained(each), unexplained(each, policy)) for each in episodes
+        TaskFit(
+            each.task,
+            len(each.gains),
+            unexplained(each),
+            unexplained(each, policy),
+            None if without[kind] is None else unexplained(each, without[kind]),
+        )
+        for each, kind in zip(episodes, kinds, strict=True)
     ]

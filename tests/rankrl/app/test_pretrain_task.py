@@ -52,6 +52,7 @@ def test_the_card_names_every_task_that_can_be_reached(whole: Path) -> None:
     assert "torch" in card.versions
     metrics = read_json(whole / "metrics.json")
     assert len(metrics["tasks"]) == 4
+    assert all(each["unseen"] is not None for each in metrics["tasks"])
     assert len(metrics["warnings"]) == 2
     assert "cannot be reached" in metrics["warnings"][0]
 

@@ -23,6 +23,7 @@ from rankrl.pretraining.episodes import (
     weights_fingerprint,
 )
 from rankrl.pretraining.training import PretrainingOptions, train_policy, unexplained
+from rankrl.workflow.pretrain import task_fits
 
 QUICK = PretrainingOptions(hidden=(8,), steps=150, learning_rate=1e-2, restraint=0.0)
 CARD = PolicyCard(DESCRIBING, 2.0, (8,), ())
@@ -53,6 +54,23 @@ def test_the_policy_explains_the_gains_of_tasks_that_it_has_not_seen(policy) -> 
     for seed, layers in ((50, 9), (51, 30)):
         unseen = task(seed, layers)
         assert unexplained(unseen, policy) < 0.4 * unexplained(unseen)
+
+
+def test_what_is_left_of_a_task_is_told_by_a_policy_that_has_not_seen_its_network() -> None:
+    tasks = [task(seed, 12) for seed in range(4)]
+    # Two tasks of one network and format, and a network of its own in which other layers count.
+    tasks[1] = replace(tasks[1], task=replace(tasks[0].task, budgets={"params": 0.1}))
+    contrary = np.random.default_rng(7).uniform(0, 1, (12, 5))
+    tasks[3] = invented(contrary, np.where(contrary[:, 0] > 0.5, -0.4, 0.4), 3)
+    options = replace(QUICK, steps=60)
+    found = task_fits(tasks, train_policy(tasks, CARD, options, seed=0), options, seed=0)
+    alone = train_policy(tasks[2:], CARD, options, seed=0)
+    assert [fit.unseen for fit in found[:2]] == [unexplained(each, alone) for each in tasks[:2]]
+    assert [fit.greedy for fit in found] == [unexplained(each) for each in tasks]
+    assert found[3].unseen is not None
+    assert found[3].policy < found[3].unseen
+    single = task_fits(tasks[:2], alone, options, seed=0)
+    assert [fit.unseen for fit in single] == [None, None]
 
 
 def test_nothing_is_left_over_where_the_additive_model_holds() -> None:

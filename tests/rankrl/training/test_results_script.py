@@ -57,6 +57,14 @@ def test_the_grid_that_ships_is_read() -> None:
     assert compressed == {cell.network for cell in cells if "control" in cell.name}
 
 
+def test_the_grid_of_budgets_in_time_is_read() -> None:
+    cells = results.read_grid(results.GRID.with_name("latency.yaml"), Path("checkpoints"), 1)
+    assert [cell.epochs for cell in cells[:4]] == [8, 12, 8, 1]
+    assert all(any(option.startswith("budget.latency=") for option in cell.options) for cell in cells)
+    shared = "decomposition.rank_multiple=16"
+    assert all(shared in cell.options for cell in cells)
+
+
 def test_what_a_grid_cannot_mean_is_refused(tmp_path: Path) -> None:
     unknown = {**GRID, "cells": [{**GRID["cells"][0], "network": "another"}]}
     with pytest.raises(SystemExit, match=r"cell 'cp' is of the network 'another'; there are small, digits"):
