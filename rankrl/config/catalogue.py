@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.plan_search.evaluator:EvaluatorOptions.statistics": "corrected",
     "rankrl.plan_search.evaluator:EvaluatorOptions.term": "accuracy",
     "rankrl.plan_search.evaluator:Halving.keep": 0.5,
-    "rankrl.pretraining.training:PretrainingOptions.jitter": 0.05,
+    "rankrl.pretraining.training:PretrainingOptions.jitter": 0.15,
     "rankrl.pretraining.training:PretrainingOptions.learning_rate": 0.003,
     "rankrl.pretraining.training:PretrainingOptions.restraint": 0.05,
     "rankrl.pretraining.training:PretrainingOptions.steps": 400,

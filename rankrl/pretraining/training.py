@@ -43,7 +43,7 @@ class PretrainingOptions:
     steps: int = 400
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
-    jitter: float = 0.05
+    jitter: float = 0.15
     restraint: float = 0.05
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from rankrl.pretraining.episodes import (
 from rankrl.pretraining.training import PretrainingOptions, train_policy, unexplained
 from rankrl.workflow.pretrain import task_fits
 
-QUICK = PretrainingOptions(hidden=(8,), steps=150, learning_rate=1e-2, restraint=0.0)
+QUICK = PretrainingOptions(hidden=(8,), steps=150, learning_rate=1e-2, jitter=0.05, restraint=0.0)
 CARD = PolicyCard(DESCRIBING, 2.0, (8,), ())
 
 
