@@ -21,6 +21,7 @@ from decomposition import (
     DecompositionError,
     FitLibrary,
     LatencyTable,
+    LayerPlan,
     LayerSpec,
     build_structure,
     factorised_layers,
@@ -40,7 +41,6 @@ from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.progress import progress_bar
-from rankrl.wording import counted
 from rankrl.workflow.latency_fit import Trial, corrected, correction, first_trials
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,7 @@ class LatencyBudget:
         self.further = {name: kept for name, kept in (further or {}).items() if kept is not None}
         self.inside = preprocessing if options.preprocess else None
         self._scratch = tempfile.TemporaryDirectory()
+        self._timed: dict[tuple[LayerPlan, ...], float] = {}
 
     @property
     def asked(self) -> float:
@@ -189,7 +190,8 @@ class LatencyBudget:
         networks differ by several percent from one time to another.
         """
         _, sites = self._faster
-        first, later, tried = self._trials(table), list[Trial](), {}
+        first, later = self._trials(table), list[Trial]()
+        tried: set[tuple[LayerPlan, ...]] = set()
         found: list[_Tried] = []
         scale, new = 1.0, False
         for _ in range(_ADJUSTMENTS):
@@ -205,12 +207,10 @@ class LatencyBudget:
             problem = self._problem(fitted, wanted, library)
             plan = problem.plan(problem.preset, "greedy")
             choices = list(zip(problem.sites, problem.preset, strict=True))
-            new = plan.layers not in tried
+            new, kept = plan.layers not in tried, self._once(plan)
             if new:
-                tried[plan.layers] = self.measured(plan)
-                chosen = [site.candidates[j] for site, j in choices]
-                later.append(Trial.of(table, sites, chosen, tried[plan.layers]))
-            kept = tried[plan.layers]
+                tried.add(plan.layers)
+                later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], kept))
             shown = (self.beside * each for each in (self.fraction, wanted, kept))
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", *shown)
             loss = sum(float(site.losses[j]) for site, j in choices)
@@ -249,6 +249,12 @@ class LatencyBudget:
         if path is not None:
             write_json(path, [[each.parts, each.time] for each in found])
         return found
+
+    def _once(self, plan: CompressionPlan) -> float:
+        """Return what `measured` said of a plan the first time: a second timing differs by chance alone."""
+        if plan.layers not in self._timed:
+            self._timed[plan.layers] = self.measured(plan)
+        return self._timed[plan.layers]
 
     def measured(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the dense one, exported and timed in turns.
@@ -306,7 +312,7 @@ class LatencyBudget:
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
         nearest, least = tried[0], float("inf")
         for row in tried:
-            kept = self.measured(problem.plan(row.key, result.plan.chosen_by))
+            kept = self._once(problem.plan(row.key, result.plan.chosen_by))
             if kept < least:
                 nearest, least = row, kept
             if kept <= self.fraction:
@@ -317,10 +323,9 @@ class LatencyBudget:
             return TimedPlans(found)
         return TimedPlans(
             [nearest],
-            f"budget.latency={self.asked} is missed: of the {counted(len(tried), 'best plan')} none is "
-            f"that fast when it is exported. The fastest was taken; it keeps {self.beside * least:.3f} of "
-            "the dense network's time. Ask for a little less, measure on a quiet machine, or raise "
-            "search.episodes",
+            f"budget.latency={self.asked} is missed: {_none_of(len(tried))} that fast when it is exported. "
+            f"The fastest was taken; it keeps {self.beside * least:.3f} of the dense network's time. Ask for "
+            "a little less, measure on a quiet machine, or raise search.episodes",
         )
 
     def _path(self, table: LatencyTable, kind: str, *further: Any) -> Path | None:
@@ -378,3 +383,7 @@ class LatencyBudget:
             latencies=table,
             library=library,
         )
+
+
+def _none_of(plans: int) -> str:
+    return "the only plan is not" if plans == 1 else f"of the {plans} best plans none is"

@@ -308,13 +308,33 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
     result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
     for count in (1, 2, 5):
         assert budget.holding(problem, result, count) == TimedPlans(best_rows(rows, count))
-    budget.factor = 100.0
-    timed = budget.holding(problem, result, 1)
+    slow = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    slow.factor = 100.0
+    timed = slow.holding(problem, result, 1)
     assert timed.rows == [min(rows, key=lambda row: problem.cost(row.key).params)], (
         "the fastest is the nearest"
     )
     assert timed.missed is not None
     assert timed.missed.startswith("budget.latency=0.6 is missed: of the 3 best plans none is that fast")
+
+
+def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
+    model: nn.Module, library: FitLibrary
+) -> None:
+    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    problem = budget.problem(library)
+    choices = tuple(problem.preset.tolist())
+    cost = problem.cost(choices)
+    row = make_row(None, choices, "test", Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 1, 0.0), 1.0)
+    result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
+    budget.factor, measurements = 1.5, budget.measurements
+    assert budget.holding(problem, result, 1) == TimedPlans([row])
+    assert budget.measurements == measurements
+    another = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    another.factor = 1.5
+    missed = another.holding(problem, result, 1).missed
+    assert missed is not None
+    assert missed.startswith("budget.latency=0.6 is missed: the only plan is not that fast")
 
 
 @pytest.mark.parametrize(("factor", "refused"), [(1.02, False), (1.05, True)])

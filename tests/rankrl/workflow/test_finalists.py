@@ -119,7 +119,7 @@ class Clock(LatencyBudget):
     """Times plans by a table instead of a clock."""
 
     def __init__(self, fraction, times) -> None:
-        self.fraction, self.times, self.timed = fraction, times, []
+        self.fraction, self.times, self.timed, self._timed = fraction, times, [], {}
 
     def measured(self, plan) -> float:
         self.timed.append(plan)
