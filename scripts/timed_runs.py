@@ -124,8 +124,9 @@ def _network_rows(runs: Sequence[Run], passes: int, repeats: int) -> list[str]:
     ]
     for position, run in enumerate(runs):
         found, low, high = run.metrics, *np.percentile(spread[:, position], (0, 100))
-        after = f"{found['finetuned']['accuracy']:.2%}" if "finetuned" in found else ""
-        epochs = found["trainings"]["finetune"]["epochs"] if "finetuned" in found else 0
+        training = found.get("trainings", {}).get("finetune")
+        after = "" if training is None else f"{found['finetuned']['accuracy']:.2%}"
+        epochs = 0 if training is None else training["epochs"]
         agreement = found["onnx"]["agreement"]
         at = position + 2
         lines.append(
