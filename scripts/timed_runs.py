@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rankrl.config.options import default_precisions
 from rankrl.data import load_dataset
 from rankrl.export import DEFAULT_RUNTIME
 from rankrl.export.latency import TimedTurns, time_in_turns
@@ -52,6 +53,8 @@ class Run:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if "onnx" not in found:
             raise SystemExit(f"{self.folder} has written no ONNX file that could be timed")
+        if found["dense_int8"] is None:
+            raise SystemExit(f"{self.folder} did not measure the dense network in integers (export.int8)")
         return found
 
     @cached_property
@@ -75,10 +78,11 @@ class Run:
     @property
     def choices(self) -> str:
         """What the plan was chosen from, for the table."""
-        found = self.settings["decomposition"]
+        found, budget = self.settings["decomposition"], self.settings["budget"]
         formats = found["formats"] or [found["format"]]
         kinds = "+".join(formats) + "+channels" * bool(found["channels"]) + "+blocks" * found["blocks"]
-        return f"{kinds}, {'+'.join(found['precisions'] or ['float32', 'int8'])}"
+        usual = default_precisions(latency=budget["latency"], size=budget["bytes"])
+        return f"{kinds}, {'+'.join(found['precisions'] or usual)}"
 
 
 def run_rows(folders: Sequence[Path], *, runs: int, repeats: int) -> list[str]:

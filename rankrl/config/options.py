@@ -70,8 +70,7 @@ def _precisions(config: AppConfig) -> tuple[str, ...]:
     """Return what layers may compute with or be stored in; by default what lowers the budget's measure."""
     given = config.decomposition.precisions
     if given is None:
-        finer = {"int8": config.budget.latency, "int8_weights": config.budget.bytes}
-        return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
+        return default_precisions(latency=config.budget.latency, size=config.budget.bytes)
     for name in given:
         if name not in PRECISIONS:
             raise ConfigError(
@@ -81,6 +80,12 @@ def _precisions(config: AppConfig) -> tuple[str, ...]:
     if not given:
         raise ConfigError(f"decomposition.precisions is empty; choose from {', '.join(PRECISIONS)}")
     return tuple(given)
+
+
+def default_precisions(*, latency: float | None, size: float | None) -> tuple[str, ...]:
+    """Return the precisions that lower what budgets in time and in bytes measure, beside float32."""
+    finer = {"int8": latency, "int8_weights": size}
+    return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
 
 
 def decomposition_name(config: AppConfig) -> str:

@@ -48,6 +48,7 @@ def test_rows_hold_what_runs_wrote_down_and_times_of_their_files(
     assert row[6:9] == [f"{each['accuracy']:.2%}" for each in shown]
     assert row[9] == str(metrics["trainings"]["finetune"]["epochs"])
     assert f"{metrics['ratios']['params']:.2f}x fewer" in row
+    assert row[1].endswith(", float32")
     assert row[2] == ""  # no budget in time
 
 
