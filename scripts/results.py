@@ -197,7 +197,8 @@ def record_of(metrics: Mapping[str, Any]) -> dict[str, object]:
         return record
     ratios, onnx = metrics["ratios"], metrics["onnx"]
     return record | {
-        "epochs": metrics["trainings"]["finetune"]["epochs"],  # the run's own: a call may ask for others
+        # The run's own: a call may ask for others.
+        "epochs": metrics.get("trainings", {}).get("finetune", {"epochs": 0})["epochs"],
         "before": metrics["compressed"]["accuracy"],
         "after": metrics["finetuned"]["accuracy"],
         "params": ratios["params"],

@@ -65,6 +65,20 @@ def test_the_grid_of_budgets_in_time_is_read() -> None:
     assert all(shared in cell.options for cell in cells)
 
 
+def test_a_run_without_epochs_is_a_row_like_the_others() -> None:
+    metrics = {
+        "baseline": {"accuracy": 0.9},
+        "compressed": {"accuracy": 0.8},
+        "finetuned": {"accuracy": 0.8},
+        "ratios": {"params": 4.0, "macs": 2.0, "latency": 2.0},
+        "onnx": {"baseline_file_bytes": 40, "file_bytes": 10},
+    }
+    record = results.record_of(metrics)
+    assert (record["epochs"], record["before"], record["after"], record["file"]) == (0, 0.8, 0.8, 4.0)
+    trained = results.record_of({**metrics, "trainings": {"finetune": {"epochs": 3}}})
+    assert trained["epochs"] == 3
+
+
 def test_what_a_grid_cannot_mean_is_refused(tmp_path: Path) -> None:
     unknown = {**GRID, "cells": [{**GRID["cells"][0], "network": "another"}]}
     with pytest.raises(SystemExit, match=r"cell 'cp' is of the network 'another'; there are small, digits"):
