@@ -6,8 +6,14 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rankrl.files import write_atomically
+
+
+def epochs_of(metrics: Mapping[str, Any]) -> int:
+    """Return how many epochs a finished run fine-tuned for: its own, a later call may ask for others."""
+    return int(metrics.get("trainings", {}).get("finetune", {"epochs": 0})["epochs"])
 
 
 class ResultRows:

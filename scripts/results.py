@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import yaml
-from result_rows import ResultRows
+from result_rows import ResultRows, epochs_of
 
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
@@ -197,8 +197,7 @@ def record_of(metrics: Mapping[str, Any]) -> dict[str, object]:
         return record
     ratios, onnx = metrics["ratios"], metrics["onnx"]
     return record | {
-        # The run's own: a call may ask for others.
-        "epochs": metrics.get("trainings", {}).get("finetune", {"epochs": 0})["epochs"],
+        "epochs": epochs_of(metrics),
         "before": metrics["compressed"]["accuracy"],
         "after": metrics["finetuned"]["accuracy"],
         "params": ratios["params"],

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_rows import epochs_of
 
 from rankrl.config.options import default_precisions
 from rankrl.data import load_dataset
-from rankrl.export import DEFAULT_RUNTIME
+from rankrl.export import DEFAULT_RUNTIME, quantise_onnx
 from rankrl.export.latency import TimedTurns, time_in_turns
-from rankrl.workflow.measure import ExportOptions, dense_in_integers
+from rankrl.report.run_folder import read_metrics
+from rankrl.workflow.measure import ExportOptions, range_batches
 
 HEAD = [
     "| network | chosen from | asked | time | of the integers' | ms | before | after | in the file | epochs "
@@ -50,7 +52,7 @@ class Run:
         path = self.folder / "metrics.json"
         if not path.exists():
             raise SystemExit(f"{self.folder} is no finished run: it has no metrics.json. Resume it first")
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = read_metrics(self.folder)
         if "onnx" not in found:
             raise SystemExit(f"{self.folder} has written no ONNX file that could be timed")
         if found["dense_int8"] is None:
@@ -108,7 +110,8 @@ def _network_rows(runs: Sequence[Run], passes: int, repeats: int) -> list[str]:
     dense, options = first.folder / "state" / "dense.onnx", first.export
     with tempfile.TemporaryDirectory() as scratch:
         integers = Path(scratch) / "dense-int8.onnx"
-        dense_in_integers(dense, integers, load_dataset(first.metrics["dataset"], seed=0), options)
+        data = load_dataset(first.metrics["dataset"], seed=0)
+        quantise_onnx(dense, integers, range_batches(data, options))
         files = [dense, integers, *(run.folder / "model.onnx" for run in runs)]
         turns = [_timed(files, options, passes) for _ in range(repeats)]
         rival_bytes = integers.stat().st_size
@@ -127,10 +130,9 @@ def _network_rows(runs: Sequence[Run], passes: int, repeats: int) -> list[str]:
         f"| {dense_bytes / rival_bytes:.1f}x |",
     ]
     for position, run in enumerate(runs):
-        found, low, high = run.metrics, *np.percentile(spread[:, position], (0, 100))
-        training = found.get("trainings", {}).get("finetune")
-        after = "" if training is None else f"{found['finetuned']['accuracy']:.2%}"
-        epochs = 0 if training is None else training["epochs"]
+        found, low, high = run.metrics, spread[:, position].min(), spread[:, position].max()
+        epochs = epochs_of(found)
+        after = f"{found['finetuned']['accuracy']:.2%}" if epochs else ""
         agreement = found["onnx"]["agreement"]
         at = position + 2
         lines.append(

@@ -213,7 +213,8 @@ def remove_unused_constants(graph: onnx.GraphProto) -> None:
     used = {name for each in with_subgraphs(graph) for node in each.node for name in node.input}
     used |= {output.name for each in with_subgraphs(graph) for output in each.output}
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    shapes = [value for value in graph.value_info if any(value.name in node.output for node in graph.node)]
+    made = {name for node in graph.node for name in node.output}
+    shapes = [value for value in graph.value_info if value.name in made]
     del graph.initializer[:], graph.value_info[:]
     graph.initializer.extend(kept)
     graph.value_info.extend(shapes)

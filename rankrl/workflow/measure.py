@@ -234,21 +234,6 @@ def rival_numbers(
         return None
 
 
-def dense_in_integers(baseline: Path, path: Path, data: ImageData, options: ExportOptions) -> None:
-    """Write the dense network in 8-bit integers, with ranges from held-out images.
-
-    Args:
-        baseline: ONNX file of the dense network.
-        path: Where to.
-        data: The dataset.
-        options: How the dense file was written.
-
-    Raises:
-        ExportError: If onnxruntime cannot do it.
-    """
-    quantise_onnx(baseline, path, range_batches(data, options))
-
-
 def int8_numbers(
     baseline: Path, data: ImageData, options: ExportOptions, scratch: Path
 ) -> dict[str, Any] | None:
@@ -269,7 +254,7 @@ def int8_numbers(
         return None
     path = scratch / "dense-int8.onnx"
     try:
-        dense_in_integers(baseline, path, data, options)
+        quantise_onnx(baseline, path, range_batches(data, options))
         accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
         times = compare_latency(baseline, path, **options.timing)
     except ExportError as error:
