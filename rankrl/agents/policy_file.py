@@ -27,7 +27,10 @@ from rankrl.files import write_atomically
 from rankrl.plan_search.problem import SearchProblem
 
 PRETRAINED = "pretrained"
-"""What `selector.policy` calls the policy that comes with rankrl."""
+PRETRAINED_REFITTED = "pretrained_refitted"
+SHIPPED_POLICIES = (PRETRAINED, PRETRAINED_REFITTED)
+"""What `selector.policy` calls the policies that come with rankrl: the first learnt from plans whose layers
+were fitted apart, the second from plans that were refitted before they were scored."""
 
 _VERSION = 1
 _METADATA = "rankrl"
@@ -214,7 +217,7 @@ class PolicyFile:
         if not path.is_file():
             raise CheckpointError(
                 f"selector.policy: there is no policy file {path}; `rankrl task=pretrain` makes one, and "
-                f"selector.policy={PRETRAINED} is the one that comes with rankrl"
+                f"{' and '.join(SHIPPED_POLICIES)} come with rankrl"
             )
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -258,17 +261,17 @@ class PolicyFile:
 
 
 def read_policy(policy: str | Path) -> PolicyFile:
-    """Return the policy of a file, or the one that comes with rankrl.
+    """Return the policy of a file, or one that comes with rankrl.
 
     Args:
-        policy: A path, or `PRETRAINED`.
+        policy: A path, or one of `SHIPPED_POLICIES`.
 
     Raises:
         CheckpointError: There is no such file, or it is none (`PolicyFile.load`).
     """
-    if str(policy) != PRETRAINED:
+    if str(policy) not in SHIPPED_POLICIES:
         return PolicyFile.load(Path(policy))
-    with resources.as_file(resources.files("rankrl.agents") / "pretrained.safetensors") as path:
+    with resources.as_file(resources.files("rankrl.agents") / f"{policy}.safetensors") as path:
         return PolicyFile.load(path)
 
 
