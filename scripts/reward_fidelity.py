@@ -27,7 +27,7 @@ from typing import get_args
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 from torch import nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan, list_formats
@@ -54,9 +54,8 @@ FITS: dict[str, Statistics] = {
     "data + refit": "refitted",
 }
 AFTER = ("heldout_finetuned", "test_finetuned")
-# Log-importances of the plan changed most; the first plan is greedy's own.
-WIDEST_NOISE = 4.0
 ATTEMPTS = 200
+DRAWS = 2000  # of the bootstrap
 
 Row = dict[str, float]
 
@@ -67,13 +66,14 @@ def reward_names() -> list[str]:
     return [f"{fit}, {which}, {term}" for fit in FITS for which in images for term in get_args(Term)]
 
 
-def draw_plans(problem: SearchProblem, count: int, seed: int) -> list[Choices]:
+def draw_plans(problem: SearchProblem, count: int, seed: int, *, widest: float = 4.0) -> list[Choices]:
     """Return different plans that spend the budget, from greedy's own to far from it.
 
     Args:
         problem: The search problem; it has a budget.
         count: How many plans.
         seed: Seed of the noise.
+        widest: Standard deviation of the noise on the log-importances of the plan that is changed most.
 
     Raises:
         ValueError: There are not so many different plans near enough.
@@ -83,7 +83,7 @@ def draw_plans(problem: SearchProblem, count: int, seed: int) -> list[Choices]:
     found: list[Choices] = []
     for number in range(count):
         # Squared, so that half of the plans lie within a quarter of the widest noise.
-        scale = WIDEST_NOISE * (number / max(1, count - 1)) ** 2
+        scale = widest * (number / max(1, count - 1)) ** 2
         for attempt in range(ATTEMPTS):
             # Noise so small that it changes nothing is widened until it does.
             noise = (scale + 0.01 * attempt) * generator.standard_normal(len(problem.sites))
@@ -195,6 +195,19 @@ def correlations(rows: Sequence[Row], reward: str) -> Iterator[float]:
                 yield float(spearmanr(*pairs).statistic)
 
 
+def interval(rows: Sequence[Row], reward: str, after: str) -> tuple[float, float]:
+    """Return the 95 % interval of Spearman's correlation over all plans (bootstrap)."""
+    drawn = np.random.default_rng(0).integers(len(rows), size=(DRAWS, len(rows)))
+    first, second = (np.array([row[name] for row in rows])[drawn] for name in (reward, after))
+    first, second = (rankdata(values, axis=1) - (len(rows) + 1) / 2 for values in (first, second))
+    with np.errstate(invalid="ignore"):  # equal values everywhere: nan, which is left out
+        found = (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
+    if np.isnan(found).all():
+        return float("nan"), float("nan")
+    low, high = np.nanpercentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
 def report(rows: Sequence[Row], epochs: int) -> str:
     """Return the table of correlations and a line on the plans."""
     tuned = [100 * row["test_finetuned"] for row in rows]
@@ -203,13 +216,18 @@ def report(rows: Sequence[Row], epochs: int) -> str:
         f"{len(rows)} plans; test accuracy {min(before):.1f} to {max(before):.1f} % after the sequential "
         f"refit, {min(tuned):.1f} to {max(tuned):.1f} % after {counted(epochs, 'epoch')} of fine-tuning.",
         "",
-        "Spearman correlation of reward and accuracy after fine-tuning (best quarter: by that accuracy):",
+        "Spearman correlation of reward and accuracy after fine-tuning, over all plans with its 95 % "
+        "interval (bootstrap) and in the best quarter by that accuracy:",
         "",
         "| fit | images | term | held-out, all | held-out, best quarter | test, all | test, best quarter |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     for name in [*reward_names(), "heldout_compressed"]:
-        cells = " | ".join("–" if np.isnan(value) else f"{value:.2f}" for value in correlations(rows, name))
+        shown = ["–" if np.isnan(value) else f"{value:.2f}" for value in correlations(rows, name)]
+        for column, after in zip((0, 2), AFTER, strict=True):
+            low, high = interval(rows, name, after)
+            shown[column] += "" if np.isnan(low) else f" ({low:.2f} to {high:.2f})"
+        cells = " | ".join(shown)
         title = name.replace(", ", " | ") if ", " in name else "sequential refit | plain | accuracy"
         lines.append(f"| {title} | {cells} |")
     return "\n".join(lines)
@@ -232,7 +250,7 @@ def measure(options: argparse.Namespace, setup: str) -> list[Row]:
     libraries = {"data": fitted, "weights": FitLibrary(model, list(fitted.specs.values()), options.format)}
     sites = fitted.all_candidates(limit=candidates.candidates)
     problem = SearchProblem.from_model(model, sites, data.input_shape, params=options.params, library=fitted)
-    plans = draw_plans(problem, options.plans, options.seed)
+    plans = draw_plans(problem, options.plans, options.seed, widest=options.noise)
     rewards = Rewards(model, libraries, problem, data, images)
     if options.images is not None:
         order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(options.seed))
@@ -267,6 +285,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--format", choices=list_formats(), default="tucker")
     parser.add_argument("--params", type=float, default=0.25, help="kept fraction of the parameters")
     parser.add_argument("--plans", type=int, default=24)
+    parser.add_argument("--noise", type=float, default=4.0, help="on greedy's log-importances at most")
     parser.add_argument("--epochs", type=int, default=2, help="epochs of fine-tuning (default 2)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of fine-tuning (default 1e-4)")
     parser.add_argument("--images", type=int, help="training images of fine-tuning (default all)")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import reward_fidelity as script
+from scipy.stats import spearmanr
 
 from decomposition import FitLibrary
 from rankrl.data import Augmentation, ImageData, TestImages, batches
@@ -20,6 +21,14 @@ def test_plans_differ_keep_the_budget_and_begin_with_greedys(small_problem: Sear
     assert all(small_problem.keeps_budget(choices) for choices in plans)
     assert plans[0] == tuple(small_problem.preset)
     assert plans == script.draw_plans(small_problem, 8, seed=1)
+
+
+def test_less_noise_draws_plans_nearer_to_greedys(small_problem: SearchProblem) -> None:
+    def distance(widest: float) -> int:
+        plans = script.draw_plans(small_problem, 8, seed=1, widest=widest)
+        return sum(int(np.abs(np.array(each) - small_problem.preset).sum()) for each in plans)
+
+    assert distance(0.5) < distance(4.0)
 
 
 def test_more_plans_than_there_are_is_refused(small_problem: SearchProblem) -> None:
@@ -82,9 +91,22 @@ def test_correlations_and_their_table() -> None:
     assert best < 1
     assert np.isnan(list(script.correlations(made, flat))).all()
     text = script.report(made, 2)
-    assert "| weights | plain | accuracy | -1.00 | -1.00 | -1.00 | -1.00 |" in text
-    assert "| weights | augmented | accuracy | 1.00 |" in text
+    sure = "-1.00 (-1.00 to -1.00)"
+    assert f"| weights | plain | accuracy | {sure} | -1.00 | {sure} | -1.00 |" in text
+    assert "| weights | augmented | accuracy | 1.00 (1.00 to 1.00) |" in text
+    assert "| weights | plain | soft_agreement | – | – | – | – |" in text
     assert "sequential refit" in text
+
+
+def test_an_interval_is_that_of_scipys_correlations_of_plans_drawn_again() -> None:
+    random = np.random.default_rng(1)
+    made = [{"reward": number, "after": number + 3 * random.normal()} for number in range(20)]
+    low, high = script.interval(made, "reward", "after")
+    drawn = np.random.default_rng(0).integers(20, size=(script.DRAWS, 20))
+    rewards, after = (np.array([row[name] for row in made]) for name in ("reward", "after"))
+    found = [spearmanr(rewards[each], after[each]).statistic for each in drawn]
+    assert (low, high) == pytest.approx(np.percentile(found, [2.5, 97.5]))
+    assert low < spearmanr(rewards, after).statistic < high
 
 
 def test_rows_are_read_back_and_never_mixed(tmp_path: Path) -> None:
