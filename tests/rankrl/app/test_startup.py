@@ -55,6 +55,17 @@ def test_the_command_line_answers_without_torch(arguments: tuple[str, ...], code
     assert not loaded.intersection(HEAVY)
 
 
+@pytest.mark.parametrize(
+    ("argument", "code", "said"), [("--version", 0, "rankrl "), ("task=pipline", 2, "'pipeline'")]
+)
+def test_the_package_runs_as_the_command_does(argument: str, code: int, said: str) -> None:
+    command = [sys.executable, "-m", "rankrl", argument]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_may_be_read_in_part() -> None:
     command = [sys.executable, "-c", "from rankrl.app import main; main()", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
