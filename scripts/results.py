@@ -118,7 +118,9 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
             )
         options = [*network["options"], *entry["options"]]
         if "checkpoint" in network and not entry.get("from_scratch", False):
-            options += [f"model.checkpoint={checkpoints / network['checkpoint']}", *grid["recipe"]]
+            # What a cell says comes last, so that it may differ from the recipe.
+            weights = f"model.checkpoint={checkpoints / network['checkpoint']}"
+            options = [*grid["recipe"], weights, *options]
         seeds = entry.get("seeds", [0])
         for seed in seeds:
             cells.append(

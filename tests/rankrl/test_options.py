@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hydra
@@ -164,6 +165,12 @@ def test_the_recipe_at_length_differs_from_the_short_one() -> None:
     assert full.epochs > short.epochs
     assert full.lr > short.lr
     assert full.distillation == short.distillation == 0.9
+
+
+def test_the_recipe_for_what_lost_much_is_the_one_at_length_with_larger_steps() -> None:
+    full, retrain = (options.finetuning_recipe(settings(f"finetune={name}")) for name in ("full", "retrain"))
+    assert retrain.lr == 10 * full.lr
+    assert replace(retrain, lr=full.lr) == full
 
 
 @pytest.mark.parametrize(
