@@ -54,6 +54,8 @@ FITS: dict[str, Statistics] = {
     "data + refit": "refitted",
 }
 AFTER = ("heldout_finetuned", "test_finetuned")
+# Log-importances of the plan changed most, unless --noise says otherwise; the first plan is greedy's own.
+WIDEST = 4.0
 ATTEMPTS = 200
 DRAWS = 2000  # of the bootstrap
 
@@ -66,7 +68,7 @@ def reward_names() -> list[str]:
     return [f"{fit}, {which}, {term}" for fit in FITS for which in images for term in get_args(Term)]
 
 
-def draw_plans(problem: SearchProblem, count: int, seed: int, *, widest: float = 4.0) -> list[Choices]:
+def draw_plans(problem: SearchProblem, count: int, seed: int, *, widest: float = WIDEST) -> list[Choices]:
     """Return different plans that spend the budget, from greedy's own to far from it.
 
     Args:
@@ -285,7 +287,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--format", choices=list_formats(), default="tucker")
     parser.add_argument("--params", type=float, default=0.25, help="kept fraction of the parameters")
     parser.add_argument("--plans", type=int, default=24)
-    parser.add_argument("--noise", type=float, default=4.0, help="on greedy's log-importances at most")
+    parser.add_argument("--noise", type=float, default=WIDEST, help="on log-importances, at most")
     parser.add_argument("--epochs", type=int, default=2, help="epochs of fine-tuning (default 2)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of fine-tuning (default 1e-4)")
     parser.add_argument("--images", type=int, help="training images of fine-tuning (default all)")

@@ -285,7 +285,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--policy",
         type=Path,
         default=Path(PRETRAINED),
-        help="its file (default: the one that comes with rankrl)",
+        help=f"its file, or the name of one that comes with rankrl (default: {PRETRAINED})",
     )
     parser.add_argument("--tasks", nargs="+", type=Asked.parse, required=True)
     parser.add_argument("--skip", type=int, default=2000, help="held-out images that trained the policy")
