@@ -15,6 +15,7 @@ from typing import Any
 
 import absl.logging
 import pytest
+import torch
 from filelock import FileLock
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
@@ -76,6 +77,10 @@ def _onnx_functions_are_listed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(onnxscript_apis), "get_torchlib_ops", functions)
         patch.setattr(ONNXRegistry, "from_torchlib", classmethod(registry))
+        # All operators are looked up once for each of thirty namespaces, twice an export.
+        looked_up = getattr(torch._export.utils, "_materialize_cpp_cia_ops", None)
+        if looked_up is not None:
+            patch.setattr(torch._export.utils, "_materialize_cpp_cia_ops", cache(looked_up))
         yield
 
 

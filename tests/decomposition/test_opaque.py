@@ -96,6 +96,7 @@ def test_what_surrounds_a_recurrent_layer_is_compressed(sequential: bool) -> Non
     assert isinstance(small.recurrent, nn.LSTM)
 
 
+@pytest.mark.slow
 def test_recurrent_network_is_exported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Recurrent(nn.GRU).eval()

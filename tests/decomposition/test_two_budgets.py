@@ -79,6 +79,7 @@ def test_both_budgets_hold_for_every_way_to_choose(
         assert budget.kept(sites, get_heuristic(name).choose(None, sites, budget)), name
 
 
+@pytest.mark.slow
 def test_the_loss_is_near_the_least_that_there_is() -> None:
     excesses = []
     for seed in range(40):

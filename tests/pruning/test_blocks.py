@@ -40,6 +40,7 @@ def test_the_blocks_of_a_resnet_that_keep_the_shape_can_be_removed(
     assert found[0].layers == ("layer1.0.conv1", "layer1.0.bn1", "layer1.0.conv2", "layer1.0.bn2")
 
 
+@pytest.mark.slow
 def test_networks_of_torchvision() -> None:
     inputs = torch.randn(1, 3, 64, 64)
     resnet = torchvision.models.resnet18()

@@ -174,7 +174,9 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
     assert seen == [(48, 3)]
 
 
-@pytest.mark.parametrize(("finetune", "times"), [(None, 1), (lambda network: None, 2)])
+@pytest.mark.parametrize(
+    ("finetune", "times"), [(None, 1), pytest.param(lambda network: None, 2, marks=pytest.mark.slow)]
+)
 def test_network_that_is_left_as_it_was_fitted_is_scored_once(
     tmp_path: Path, finetune: Any, times: int
 ) -> None:

@@ -46,6 +46,7 @@ def test_fractions_out_of_range_are_refused(refused: Refused, tmp_path: Path) ->
     assert "decomposition.channels: 1.5 is outside (0, 1)" in message
 
 
+@pytest.mark.slow
 def test_blocks_leave_the_network_within_one_search(rankrl: Command, tmp_path: Path) -> None:
     options = {*QUICK, "model=resnet20", "dataset=digits", "dataset.train_images=256"}
     rankrl(

@@ -220,7 +220,13 @@ def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], 
         assert read_json(first / "metrics.json")[key] == read_json(second / "metrics.json")[key]
 
 
-@pytest.mark.parametrize("name", list_formats())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("cp", "tensor_ring") else pytest.mark.slow)
+        for name in list_formats()
+    ],
+)
 def test_every_format_goes_through_search_and_apply(
     run: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
@@ -396,6 +402,7 @@ def test_a_finished_run_says_so_when_it_is_to_be_resumed(
     assert {path: path.stat().st_mtime_ns for path in training.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_fine_tuning(run: Callable[..., Path], tmp_path: Path) -> None:
     network = small_network(tmp_path)
     given = (BUDGET, "finetune.epochs=0", "export.int8=false", "export.training=true")

@@ -6,6 +6,7 @@ import bench_forms
 import pytest
 
 
+@pytest.mark.slow
 def test_a_row_a_network_and_one_a_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

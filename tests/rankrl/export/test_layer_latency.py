@@ -179,6 +179,7 @@ def test_every_plan_of_the_problem_keeps_the_budget(
         assert all(site.cost("latency")[:-1] < site.cost("latency")[-1])
 
 
+@pytest.mark.slow
 def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, folder: Path) -> None:
     options = LatencyOptions(batch=4, runs=3, folder=folder)
     budget = LatencyBudget(model, library.all_candidates(limit=3), SHAPE, 0.95, options)

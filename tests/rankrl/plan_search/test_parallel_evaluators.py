@@ -172,6 +172,7 @@ def test_workers_are_given_the_fits_of_every_candidate(library, problem) -> None
         given.fit(problem.names[0], Factorise("cp", (1,)))
 
 
+@pytest.mark.slow
 def test_the_users_own_score_runs_in_workers(network, library, problem, scores) -> None:
     example = torch.randn(4, *SHAPE)
     *chosen, another = list(dict.fromkeys(plans(problem, 8)))[:4]

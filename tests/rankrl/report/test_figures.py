@@ -198,7 +198,14 @@ def test_every_figure_of_a_comparison_has_true_labels(
 
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize(
-    "accuracies", [[0.93], [1.0], [0.915, 0.9275, 0.932], [0.9171, 0.9172, 0.9173], [0.1, 0.5, 1.0]]
+    "accuracies",
+    [
+        [0.93],
+        [1.0],
+        pytest.param([0.915, 0.9275, 0.932], marks=pytest.mark.slow),
+        [0.9171, 0.9172, 0.9173],
+        pytest.param([0.1, 0.5, 1.0], marks=pytest.mark.slow),
+    ],
 )
 def test_the_pareto_plot_has_true_labels(
     narrow: bool, accuracies: list[float], metrics: dict[str, Any]

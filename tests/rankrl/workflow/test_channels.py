@@ -110,6 +110,7 @@ def test_what_a_plan_removes_is_what_its_next_layer_does_not_read(problem: Searc
     assert plan["0"].operations == (KeepChannels(site.candidates[index].reads or ()),)
 
 
+@pytest.mark.slow
 def test_scores_in_processes_equal_those_of_one(
     network: nn.Module, library: FitLibrary, problem: SearchProblem
 ) -> None:
