@@ -159,17 +159,17 @@ def _run(model: nn.Module, example_input: torch.Tensor) -> dict[str, tuple[nn.Mo
     calls: dict[str, list[bool]] = {}
     handles = []
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
-        def hook(_: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+    def watch(name: str) -> Callable[[nn.Module, tuple[object, ...], dict[str, object], object], None]:
+        def hook(_: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: object) -> None:
             tensors = [each for each in (*inputs, output) if isinstance(each, torch.Tensor)]
-            alone = len(inputs) == 1 and len(tensors) == 2
+            alone = len(inputs) == 1 and not named and len(tensors) == 2
             calls.setdefault(name, []).append(alone and tensors[0].shape == tensors[1].shape)
 
         return hook
 
     for name, module in copied.named_modules():
         if name and any(module.children()):
-            handles.append(module.register_forward_hook(watch(name)))
+            handles.append(module.register_forward_hook(watch(name), with_kwargs=True))
     with torch.no_grad():
         copied(example_input)
     for handle in handles:

@@ -160,10 +160,10 @@ class _Walker(fx.Interpreter):
             return self._flatten(labels, received, value)
         if type(module) not in (*CONVOLUTIONS, *BATCH_NORMS, nn.Linear):
             return None
-        return self._label_layer(name, module, labels, received)
+        return self._label_layer(name, module, labels, received, value)
 
     def _label_layer(
-        self, name: str, module: nn.Module, labels: Labels, received: torch.Size
+        self, name: str, module: nn.Module, labels: Labels, received: torch.Size, value: torch.Tensor
     ) -> Labels | None:
         walk = self.walk
         obstacle = self._layer_obstacle(name, module, received)
@@ -184,6 +184,8 @@ class _Walker(fx.Interpreter):
         walk.readers[name] = labels
         # A layer that is called twice keeps the labels of its first call: they describe the same weights.
         walk.producers.setdefault(name, self._labels.new(outputs, obstacle))
+        if obstacle is not None and isinstance(module, nn.Linear) and len(received) != 2:
+            return self._fresh(value, obstacle)  # axis 1 does not count the layer's features
         return walk.producers[name]
 
     def _layer_obstacle(self, name: str, module: nn.Module, received: torch.Size) -> str | None:
@@ -227,12 +229,16 @@ class _Walker(fx.Interpreter):
             dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
             return labels if spares_channels(dims, len(received)) else None
         if target is torch.squeeze or (by_name and target == "squeeze"):
-            return labels if value.shape[:2] == received[:2] else None
+            # Without dimensions, or over axis 1, a single channel would go as well.
+            dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            return labels if spares_channels(dims, len(received)) else None
         if getattr(target, "__name__", "") == "getitem":
             return labels if slices_pixels_only(args[1]) and value.shape[:2] == received[:2] else None
         return None
 
     def _elementwise(self, node: fx.Node, value: torch.Tensor) -> Labels | None:
+        if value.ndim < 2:
+            return None
         joined: Labels | None = None
         for operand in node.all_input_nodes:
             if operand not in self._known:

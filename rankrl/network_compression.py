@@ -18,7 +18,7 @@ from decomposition import (
     plain_transposed,
     save_compressed,
 )
-from decomposition.inputs import CalibrationInputs, count_inputs, input_shape_of, mapped, split
+from decomposition.inputs import CalibrationInputs, input_shape_of, mapped, split
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.surgery import copied
 from rankrl.agreement import agreement_score
@@ -34,6 +34,7 @@ from rankrl.progress import Progress, progress_bar
 from rankrl.report import collect_setup, write_report
 from rankrl.selectors import check_selector
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
+from rankrl.training.general import steps_of_an_epoch
 from rankrl.workflow.calibration import CALIBRATION_BATCH
 from rankrl.workflow.file_export import export_file
 from rankrl.workflow.latency import LatencyOptions
@@ -372,7 +373,7 @@ def _tuned(
         returned = finetune(network.train())
         tuned = returned if isinstance(returned, nn.Module) else network
         return tuned.to(model_device(dense)).eval(), ()  # a Trainer of Lightning's leaves it on the CPU
-    steps = recipe.epochs * -(-count_inputs(fitted.inputs) // min(recipe.batch_size, len(fitted)))
+    steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
     with progress_bar("fine-tune", total=steps, progress=progress) as bar:
 
         def show(state: TrainingProgress) -> None:
@@ -383,7 +384,7 @@ def _tuned(
             fitted.inputs,
             fitted.labels,
             recipe,
-            score=judge,
+            score=lambda each: scored(judge, each, "the network in fine-tuning"),
             loss=loss,
             teacher=copied(dense),
             on_step=show,

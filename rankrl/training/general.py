@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from decomposition import FactorisedLayer, Inputs
 from decomposition.inputs import count_inputs, mapped, rows
 from rankrl.device import Precision, model_device
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, balanced, follow
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
@@ -101,6 +101,15 @@ def imitation_loss(outputs: Any, taught: Any) -> Tensor:
     return torch.stack(shares).mean()
 
 
+def steps_of_an_epoch(count: int, batch_size: int) -> int:
+    """Return how many batches an epoch over `count` inputs has, the last one smaller but never of one.
+
+    Batch normalisation cannot train on a single input; another order leaves out another one.
+    """
+    size = min(batch_size, count)
+    return count // size + (count % size > 1)
+
+
 class _GeneralEpochs(Epochs):
     """Epochs over tensors in memory."""
 
@@ -124,17 +133,17 @@ class _GeneralEpochs(Epochs):
             teacher=teacher,
             products=products,
             batch_size=size,
-            steps=math.ceil(count / size),
+            steps=steps_of_an_epoch(count, size),
             on_step=on_step,
         )
         self.inputs, self.labels = inputs, labels
         self._score, self._loss = score, loss
 
     def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Walk through all inputs in random order."""
+        """Walk through all inputs in random order, but for a last one that would be alone."""
         order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
         device = self.precision.device
-        for chosen in order.split(self.batch_size):
+        for chosen in order.split(self.batch_size)[: self.steps]:
             labels = None if self.labels is None else self.labels[chosen].to(device)
             yield mapped(lambda x: x.to(device), rows(self.inputs, chosen)), labels
 
@@ -144,10 +153,17 @@ class _GeneralEpochs(Epochs):
             return imitation_loss(outputs, taught)
         if self._loss is not None:
             return self._loss(outputs, labels)
-        return F.cross_entropy(outputs.float(), labels, label_smoothing=self.recipe.label_smoothing)
+        return F.cross_entropy(outputs.float(), labels.long(), label_smoothing=self.recipe.label_smoothing)
 
     def score(self, model: nn.Module) -> float:
-        """Return what the user's score says."""
+        """Return what the user's score says, as a number: it may be a tensor of one.
+
+        Raises:
+            NonFiniteError: It is NaN or an infinity.
+        """
         model.eval()
         with torch.no_grad():
-            return self._score(model)
+            score = float(self._score(model))
+        if not math.isfinite(score):
+            raise NonFiniteError(f"score returned {score}; it must return a finite number")
+        return score

@@ -132,6 +132,26 @@ def test_what_cannot_be_removed_is_refused(build: Build, images: torch.Tensor) -
         require_blocks_suffice(build("plain_chain"), [], parameters, 0.9)
 
 
+def test_a_block_that_is_called_with_more_than_its_input_stays(images: torch.Tensor) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return x + scale * self.layer(x)
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.scaled = Scaled(), Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(self.plain(x), scale=0.5)
+
+    assert [block.name for block in residual_blocks(Network().eval(), images)] == ["plain"]
+
+
 def test_a_cifar_resnet_has_a_block_less_in_two_stages() -> None:
     network = create_model("resnet20", input_shape=(3, 32, 32), num_classes=10)
     found = [block.name for block in residual_blocks(network, torch.randn(2, 3, 32, 32))]

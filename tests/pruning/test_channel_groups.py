@@ -132,6 +132,7 @@ def test_the_model_is_left_as_it_is(build: Build, images: torch.Tensor) -> None:
         (lambda m, x: m.head(m.second(m.first(x).chunk(1, 1)[0]).mean((2, 3))), "first", "split by"),
         (lambda m, x: m.head(m.second(m.first(x)[:, range(8)]).mean((2, 3))), "first", "getitem"),
         (lambda m, x: m.head((F.pad(x, PAD) + m.second(m.first(x))).mean((2, 3))), "second", "padded inside"),
+        (lambda m, x: m.head(m.second(m.first(x)).mean((2, 3), True).squeeze()), "second", "squeeze in"),
         (lambda m, x: m.first(x), "first", "network's output"),
     ],
 )  # fmt: skip
@@ -171,6 +172,27 @@ def test_channels_that_enter_an_unknown_layer_stay(images: torch.Tensor) -> None
 def test_linear_layers_on_sequences_stay(images: torch.Tensor) -> None:
     network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(2), nn.Linear(256, 4), nn.Conv1d(8, 2, 1))
     assert "'2' is a linear layer on 3-dimensional input" in obstacle(network, "2", images)
+
+
+def test_sums_of_numbers_and_of_sequences_stay_and_the_rest_may_go(images: torch.Tensor) -> None:
+    regressor = Forward(lambda m, x: m.head(m.second(m.first(x)).mean((2, 3)))[:, :1].squeeze(1) * 10 + 5)
+    assert removable_groups(channel_groups(regressor, images), ["first", "second"])
+
+    def mixed(m: Forward, x: torch.Tensor) -> torch.Tensor:
+        tokens = m.second(m.first(x)).flatten(2).transpose(1, 2)
+        return (tokens + m.mixer(tokens)).mean(1)
+
+    mixer = Forward(mixed)
+    mixer.mixer = nn.Linear(8, 8)
+    groups = channel_groups(mixer, images)
+    assert removable_groups(groups, ["first"])
+    assert "linear layer on 3-dimensional input" in obstacle(mixer, "mixer", images)
+
+
+def test_squeezing_other_axes_keeps_channels_apart(images: torch.Tensor) -> None:
+    for squeezed in (lambda y: y.squeeze(-1).squeeze(-1), lambda y: torch.squeeze(y, (2, 3))):
+        network = Forward(lambda m, x, s=squeezed: m.head(s(m.second(m.first(x)).mean((2, 3), True))))
+        assert removable_groups(channel_groups(network, images), ["second"])
 
 
 def test_a_layer_that_does_not_exist_is_an_error_that_lists_the_layers(

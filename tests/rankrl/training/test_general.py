@@ -1,0 +1,66 @@
+"""Training any network on tensors in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rankrl.errors import NonFiniteError
+from rankrl.files import write_json
+from rankrl.training import TrainingRecipe, train_on
+from rankrl.training.general import steps_of_an_epoch
+
+RECIPE = TrainingRecipe(epochs=1, batch_size=8, lr=1e-3, restore_best=False)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def inputs(count: int) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 16, 17, 18])
+def test_no_batch_is_of_one_input(count: int) -> None:
+    labels = torch.arange(count) % 3
+    seen: list[int] = []
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(len(labels))
+        return nn.functional.cross_entropy(outputs, labels)
+
+    train_on(network(), inputs(count), labels, RECIPE, score=lambda _: 0.5, loss=loss)
+    assert len(seen) == steps_of_an_epoch(count, RECIPE.batch_size)
+    assert sum(seen) == count - (count % RECIPE.batch_size == 1)
+    assert min(seen) > 1
+
+
+def test_a_batch_size_of_one_leaves_nothing_out() -> None:
+    assert steps_of_an_epoch(5, 1) == 5
+    assert steps_of_an_epoch(1, 8) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8, torch.int64])
+def test_labels_may_be_integers_of_any_size(kind: torch.dtype) -> None:
+    labels = (torch.arange(16) % 3).to(kind)
+    found = train_on(network(), inputs(16), labels, RECIPE, score=lambda _: 0.5)
+    assert len(found.history) == 1
+
+
+@pytest.mark.parametrize("score", [torch.tensor(0.25), np.float32(0.25), 0.25])
+def test_a_score_may_be_any_number(score: Any, tmp_path: Any) -> None:
+    found = train_on(network(), inputs(16), torch.zeros(16, dtype=torch.long), RECIPE, score=lambda _: score)
+    assert found.history[0].accuracy == 0.25
+    write_json(tmp_path / "metrics.json", {"accuracy": found.history[0].accuracy})
+
+
+def test_a_score_that_is_no_finite_number_is_refused() -> None:
+    with pytest.raises(NonFiniteError, match="score returned nan"):
+        train_on(network(), inputs(16), torch.zeros(16, dtype=torch.long), RECIPE, score=lambda _: math.nan)
