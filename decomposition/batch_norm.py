@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
@@ -34,9 +36,26 @@ def reestimate_batch_norm(model: nn.Module, calibration: CalibrationInputs) -> N
     with evaluation_mode(model):
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # a cumulative average over the batches
             norm.training = True
-        for batch in batches:
-            run_model(model, batch)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+        handles = [norm.register_forward_pre_hook(_weighing(norm)) for norm in norms]
+        try:
+            for batch in batches:
+                run_model(model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+
+
+def _weighing(norm: BatchNorm) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    """Return a hook by which a batch norm's statistics become the average over all inputs it is given."""
+    seen = 0
+
+    def weigh(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal seen
+        count = len(inputs[0])
+        seen += count
+        norm.momentum = count / seen
+
+    return weigh

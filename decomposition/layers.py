@@ -165,7 +165,10 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     reached = trace.reached
     unreached = [m for m in trace.names if isinstance(m, ListedModule | OpaqueModule) and m not in reached]
     layers = (*reached, *unreached)
-    owners = Counter(id(module.weight) for module in layers if isinstance(module, ListedModule))
+    # Of any modules: the weight of a language model's last layer is often that of its embedding.
+    owners = Counter(
+        id(each) for module in model.modules() for each in module._parameters.values() if each is not None
+    )
     return [
         _spec(trace, module, index, shared=owners[id(module.weight)] > 1)
         if isinstance(module, ListedModule)
@@ -400,8 +403,11 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
             f"a {name}, which may compute something else than the {base} that it extends"
             f"{way if isinstance(module, _DECOMPOSABLE) and called else ''}"
         )
-    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) and module.groups == 1:
+    computed = "weight" not in module._parameters
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) and module.groups == 1 and not computed:
         return f"a {name}; decomposition.plain_transposed(model) gives it a layer that can be decomposed"
+    if computed:
+        return "its weight is computed anew at every call (weight_norm, prune, ...); make it permanent first"
     if not is_decomposable_module(module):
         return f"a {name}; only Conv1d, Conv2d and Linear can be decomposed"
     if not called:
@@ -410,8 +416,6 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
         return f"grouped convolution (groups={module.groups}); only groups=1 can be decomposed"
     if shared:
         return "its weight tensor belongs to another layer too"
-    if "weight" not in module._parameters:
-        return "its weight is computed anew at every call (weight_norm, prune, ...); make it permanent first"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, not a floating-point tensor"
     return None

@@ -122,6 +122,8 @@ def refit_to_patches(
     """
     weight = weight_of(dense)
     matrix = weight.flatten(1)
+    # Second moments in half precision are no longer positive, or overflow.
+    dense_patches, arriving = (x.float() if x.element_size() < 4 else x for x in (dense_patches, arriving))
     dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
     solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
     target, metric = solve(matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed)
@@ -229,6 +231,8 @@ def refit_in_lockstep(
 
 def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
     """Tell whether the outputs for a batch begin with those expected for its first inputs."""
+    if expected.ndim == 0:  # a number for the whole batch, such as an auxiliary loss
+        return True
     first = outputs[: len(expected)]
     return first.shape == expected.shape and torch.allclose(first, expected, rtol=1e-2, atol=1e-3)
 

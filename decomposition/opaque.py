@@ -53,7 +53,9 @@ def opaque(module: OpaqueModule) -> Opaque:
             module.in_proj_bias is not None,
             params,
             "its projections are parameters of one function; decomposition.plain_attention(model) makes "
-            "linear layers of them, which can be decomposed",
+            "linear layers of them, which can be decomposed"
+            if type(module) is nn.MultiheadAttention
+            else f"a {name}, which may compute something else than the MultiheadAttention that it extends",
         )
     kind: OpaqueKind = next((each for each in OPAQUE_KINDS if name.lower().startswith(each)), "rnn")
     weights = [each for each in module.parameters(recurse=False) if each.ndim == 2]

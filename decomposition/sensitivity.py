@@ -87,8 +87,9 @@ def collect_sensitivities(
         return modules[name].register_forward_hook(hook)
 
     handles = [watch(spec.name, spec.kind == "linear") for spec in specs]
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = {parameter: parameter.grad for parameter in learnt}
+    # Where inputs are integers, gradients come from parameters, of which some or all may be frozen.
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
     try:
         with evaluation_mode(model), torch.enable_grad():
             for images in batches:
@@ -96,7 +97,7 @@ def collect_sensitivities(
                 for batch in split(images, size):
                     current[:] = [batch]
                     real = all(each.is_floating_point() for each in tensors_of(batch))
-                    for parameter in learnt:  # only gradients of activations are needed
+                    for parameter in parameters:  # only gradients of activations are needed
                         parameter.requires_grad_(not real)
                     outputs = run_model(model, mapped(_watched, batch))
                     _send_back(outputs, generator)
@@ -109,9 +110,9 @@ def collect_sensitivities(
     finally:
         for handle in handles:
             handle.remove()
-        for parameter in learnt:
-            parameter.requires_grad_()
-            parameter.grad = gradients[parameter]
+        for parameter, (learnt, gradient) in zip(parameters, before, strict=True):
+            parameter.requires_grad_(learnt)
+            parameter.grad = gradient
     found = {name: total / max(1, inputs) for name, total in sums.items()}
     return {
         name: shrunk_matrix(matrix, spreads[name].shrinkage(matrix, 1 / inputs))

@@ -148,15 +148,15 @@ def plain_transposed(model: Module) -> Module:
 
     In the copy each `nn.ConvTranspose1d` and `nn.ConvTranspose2d` is a `PlainTransposed`, whose layer
     `product` plans may decompose; the outputs are the same up to rounding. Those with groups, and the rare
-    ones that `PlainTransposed` does not take, stay, as do subclasses.
+    ones that `PlainTransposed` does not take, stay, as do subclasses and those under weight norm or the like.
 
     Args:
         model: Any module; left untouched.
     """
     network = copied(model)
     for module in list(network.modules()):
-        if type(module) not in _KINDS:
-            continue
+        if type(module) not in _KINDS or "weight" not in module._parameters:
+            continue  # a weight that is computed at every call may not have been computed yet
         try:
             plain = PlainTransposed(cast(nn.ConvTranspose1d | nn.ConvTranspose2d, module))
         except ValueError:  # it stays as it is, and layers are listed with the reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class SpatialSVD(TensorFormat):
         between = spec.output_positions
         if width > 1:
             sizes = zip(spec.output_sizes, spec.input_sizes, strict=True)
-            between = sum(output[0] * inp[1] for output, inp in sizes)
+            between = sum(math.prod(output[:-1]) * inp[-1] for output, inp in sizes)
         entering = between * modes.in_channels * height
         leaving = spec.output_positions * modes.out_channels * width
         return {"chain": ranks[0] * (entering + leaving)}

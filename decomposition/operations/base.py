@@ -19,7 +19,7 @@ from torch import nn
 from decomposition.batch_norm import reestimate_batch_norm
 from decomposition.errors import PlanError
 from decomposition.fitting import FitOptions
-from decomposition.inputs import Inputs, InputShape, split
+from decomposition.inputs import Inputs, InputShape, count_inputs, split
 from decomposition.layers import LayerSpec
 from decomposition.registry import Registry
 
@@ -83,7 +83,9 @@ class ApplyOptions:
     def reestimate(self, model: nn.Module) -> None:
         """Re-estimate the running statistics of batch norms in place, where there are inputs to do it on."""
         if self.statistics is not None:
-            reestimate_batch_norm(model, split(self.statistics, _STATISTICS_BATCH))
+            count = count_inputs(self.statistics)
+            parts = -(-count // _STATISTICS_BATCH)  # of nearly equal size: none is of a single input
+            reestimate_batch_norm(model, split(self.statistics, -(-count // max(1, parts))))
 
 
 @dataclass(frozen=True)

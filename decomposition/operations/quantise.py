@@ -207,6 +207,8 @@ def _equalise(layer: StagedLayer, metric: Metric | None) -> None:
     of the next one's inputs (cross-layer equalisation, Nagel et al., ICCV 2019, with the data's own second
     moments in place of the weights' ranges).
     """
+    if layer.kernel is not None and layer.kernel.in_channels != len(layer.reduce.weight):  # type: ignore[arg-type]
+        return  # a bond travels in the batch axis: the kernel applies to fewer channels than there are
     cores = [core.detach().double().cpu() for core in layer.cores()]
     output, features = layer.tensor_format.halves(cores, layer.modes)
     weights: list[torch.Tensor] = [stage.weight for stage in layer.stages()]  # type: ignore[misc]
@@ -254,7 +256,7 @@ def _round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) ->
         return
     inputs: Metric = metric if modes.kernel == 1 else channel_moments(metric, modes.in_channels, modes.kernel)
     _set_latent(layer.reduce, compensated_weight(first.flatten(1), inputs, bits))
-    if layer.kernel is None or isinstance(metric, RowFactor):
+    if layer.kernel is None or isinstance(metric, RowFactor) or layer.kernel.in_channels != len(first):
         return
     middle = _latent(layer.kernel)
     if middle[0, 0].numel() != modes.kernel or middle.shape[1] not in (1, len(first)):
