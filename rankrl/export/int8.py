@@ -88,25 +88,26 @@ def quantise_onnx(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
             )
-    try:
-        with _quiet():
-            quantize_static(
-                path,
-                target,
-                _Reader(batches),
-                quant_format=QuantFormat.QDQ,
-                per_channel=True,
-                activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8,
-                nodes_to_quantize=nodes,
-            )
-    except Exception as error:  # whatever onnxruntime's Python code stumbles over
-        target.unlink(missing_ok=True)
-        raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / "quantised.onnx"
+        try:
+            with _quiet():
+                quantize_static(
+                    path,
+                    scratch,
+                    _Reader(batches),
+                    quant_format=QuantFormat.QDQ,
+                    per_channel=True,
+                    activation_type=QuantType.QUInt8,
+                    weight_type=QuantType.QInt8,
+                    nodes_to_quantize=nodes,
+                )
+        except Exception as error:  # whatever onnxruntime's Python code stumbles over
+            raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
+        quantised = onnx.load(scratch)
     if nodes is not None:
-        quantised = onnx.load(target)
         _spare_floats(quantised.graph, set(nodes), before)
-        write_atomically(target, quantised.SerializeToString())
+    write_atomically(target, quantised.SerializeToString())
     return target
 
 

@@ -37,7 +37,7 @@ from rankrl.export.onnx_file import export_onnx
 
 log = logging.getLogger(__name__)
 
-_METHOD = 5
+_METHOD = 6
 """How layers are timed; another number keeps tables that were measured otherwise from being read."""
 _LARGEST_SHARE = 0.98
 """The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
@@ -327,8 +327,13 @@ def _fitted(
             for index, each in enumerate(site.candidates)
             if each.only_integers
         )
+        # Layers without integers take in that network what they take in the other one.
+        floats = factor * sum(
+            times[site.name][-1] for site in sites if not any(each.only_integers for each in site.candidates)
+        )
+        left = in_integers - floats
         if quantised > 0:
-            integer_factor = max(in_integers - rest, _LEAST_SHARE * in_integers) / quantised
+            integer_factor = max(left - rest, _LEAST_SHARE * left) / quantised if left > 0 else factor
     factors = {
         site.name: [integer_factor if each.integer else factor for each in site.candidates] for site in sites
     }

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped, 
 from onnx import helper
 
 from rankrl.export.channel_padding import unpad_channels
+from rankrl.export.graph import with_subgraphs
 from rankrl.export.runtimes.onnxruntime_cpu import session_options
 from rankrl.onnx_graph.errors import OnnxGraphError
 
@@ -24,6 +25,8 @@ Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
 
 LEAST_OPSET = 13
+_CONSTANTS_APART = 4
+"""The version of ONNX's files since which constants need not be inputs."""
 _LARGEST_FILE = 2**31 - 1
 """Bytes that one protobuf message can hold, in which onnxruntime is handed changed graphs."""
 
@@ -100,6 +103,7 @@ class OnnxNetwork:
             raise OnnxGraphError(
                 f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
             ) from error
+        _fix_constants(model)
         unpad_channels(model)
         _name_nodes(model.graph)
         network = cls(model, str(path))
@@ -109,12 +113,9 @@ class OnnxNetwork:
 
     @cached_property
     def inputs(self) -> tuple[GraphInput, ...]:
-        """What the network takes; constants that older files list among their inputs are none."""
-        constants = {tensor.name for tensor in self.model.graph.initializer}
+        """What the network takes."""
         found = []
         for entry in self.model.graph.input:
-            if entry.name in constants:
-                continue
             if not entry.type.HasField("tensor_type"):
                 raise OnnxGraphError(
                     f"{self.source}: the input {entry.name!r} is no tensor; only tensors can be given"
@@ -227,15 +228,53 @@ def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence
     return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
 
 
+def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
+    """Return the values of a graph that depend on some of its values, and those."""
+    found = {each for each in values if not each.is_initializer()}
+    for node in graph:  # in topological order
+        if any(each in found for each in used_by(node, graph)):
+            found.update(node.outputs)
+    return found
+
+
+def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of the main graph that a node or its bodies take."""
+    found = [each for each in node.inputs if each is not None]
+    for attribute in node.attributes.values():
+        bodies = (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else list(attribute.as_graphs())
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        )
+        for body in bodies:
+            for inner in ir.traversal.RecursiveGraphIterator(body):
+                found += [each for each in inner.inputs if each is not None and each.graph is graph]
+    return found
+
+
+def _fix_constants(model: onnx.ModelProto) -> None:
+    """Take constants off the inputs, where old files list them, so that they can go."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    kept = [entry for entry in model.graph.input if entry.name not in constants]
+    if len(kept) < len(model.graph.input):
+        del model.graph.input[:]
+        model.graph.input.extend(kept)
+        model.ir_version = max(model.ir_version, _CONSTANTS_APART)
+
+
 def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Give every node of the main graph a name of its own, which plans go by."""
-    taken = {node.name for node in graph.node if node.name}
+    """Give every node of the graph and of its bodies a name of its own, which plans go by."""
+    graphs = list(with_subgraphs(graph))
+    taken = {node.name for each in graphs for node in each.node if node.name}
     seen: set[str] = set()
-    for index, node in enumerate(graph.node):
-        if not node.name or node.name in seen:
-            stem, number = f"{node.name or node.op_type}_{index}", 0
-            while (name := f"{stem}_{number}" if number else stem) in taken:
-                number += 1
-            node.name = name
-            taken.add(name)
-        seen.add(node.name)
+    for each in graphs:
+        for index, node in enumerate(each.node):
+            if not node.name or node.name in seen:
+                stem, number = f"{node.name or node.op_type}_{index}", 0
+                while (name := f"{stem}_{number}" if number else stem) in taken:
+                    number += 1
+                node.name = name
+                taken.add(name)
+            seen.add(node.name)

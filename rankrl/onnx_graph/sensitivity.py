@@ -24,7 +24,7 @@ from decomposition.metric import shrunk_matrix
 from decomposition.shrinkage import Spread
 from rankrl.onnx_graph.capture import Captured, in_parts
 from rankrl.onnx_graph.inputs import batch_size
-from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, part_of
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, part_of, used_by
 from rankrl.onnx_graph.sites import Site
 
 PASSES = (2048, 8192)
@@ -106,45 +106,19 @@ def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
         `None` if no output does.
     """
     start = ir.convenience.create_value_mapping(model.graph)[value]
-    reached = _depending(model.graph, [start])
+    reached = depending(model.graph, [start])
     outputs = [str(each.name) for each in model.graph.outputs if each in reached]
     if not outputs:
         return None
-    variable = _depending(model.graph, model.graph.inputs)
+    variable = depending(model.graph, model.graph.inputs)
     taken: dict[str, None] = {}
     for each in reached - {start}:
         producer = each.producer()
-        for used in _used(producer, model.graph) if producer is not None else ():
+        for used in used_by(producer, model.graph) if producer is not None else ():
             if used not in reached and used in variable:
                 taken[str(used.name)] = None
     others = sorted(taken)
     return part_of(model, [value, *others], outputs), others
-
-
-def _depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
-    """Return the values of a graph that depend on some of its values, and those."""
-    found = {each for each in values if not each.is_initializer()}
-    for node in graph:  # in topological order
-        if any(each in found for each in _used(node, graph)):
-            found.update(node.outputs)
-    return found
-
-
-def _used(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of the main graph that a node or its bodies take."""
-    found = [each for each in node.inputs if each is not None]
-    for attribute in node.attributes.values():
-        bodies = (
-            [attribute.as_graph()]
-            if attribute.type == ir.AttributeType.GRAPH
-            else list(attribute.as_graphs())
-            if attribute.type == ir.AttributeType.GRAPHS
-            else []
-        )
-        for body in bodies:
-            for inner in ir.traversal.RecursiveGraphIterator(body):
-                found += [each for each in inner.inputs if each is not None and each.graph is graph]
-    return found
 
 
 def _measured(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -14,12 +15,13 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from decomposition.layers import DecomposableModule, Kind, LayerSpec
-from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, until
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, until
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _INTEGER_PRODUCTS = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QGemm", "MatMulNBits")
 _MOVING = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
 _QUANTISED = "it computes in integers already"
+_CONTRACTED = "its weight is contracted from constants while the file runs; compress the network it came from"
 _CONVOLUTIONS: dict[int, Kind] = {1: "conv1d", 2: "conv2d", 3: "conv3d"}
 _TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3: "conv_transpose3d"}
 
@@ -42,7 +44,7 @@ class Site:
         auto_pad: The node's own attribute.
         dilation: Spatial dilation.
         absorber: What can take up a change of the mean output, or None.
-        weight_name: Name of the value that holds the weight.
+        weight_name: Name of the constant that holds the weight, which may be turned on its way to the node.
         bias_name: Name of the value that holds the bias; empty without one.
         twins: Further nodes with the same weight, which become what this one does; their costs are in `spec`.
         spread: Kernel of a transposed convolution, over which it spreads every input position; empty for
@@ -163,8 +165,9 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
         OnnxGraphError: onnxruntime cannot run the network.
     """
     model = network.graph_model()
+    variable = depending(model.graph, model.graph.inputs)
     main = [node for node in model.graph if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS)]
-    ends = [each for node in main for each in (node.inputs[0], node.outputs[0]) if each is not None]
+    ends = [each for node in main for each in (*node.inputs[:2], node.outputs[0]) if each is not None]
     computed = list(dict.fromkeys(str(each.name) for each in ends if each.producer() is not None))
     shapes: dict[str, tuple[int, ...]] = {}
     if computed:
@@ -175,21 +178,43 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
             name: value.shape for name, value in zip(session.output_names, session.run(one), strict=True)
         }
         shapes |= {name: value.shape for name, value in one.items()}
-    owners: dict[str, int] = {}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        for value in node.inputs:
-            if value is not None and value.name is not None:
-                owners[value.name] = owners.get(value.name, 0) + 1
+    owners = _owners(model.graph)
     found: list[Site] = []
     shared: dict[str, int] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS):
-            site = _site(node, model, shapes, len(found), network.fixed_batch or 1)
+            if node.graph is model.graph and node.outputs[0] not in variable:
+                continue  # it is how a weight is computed
+            site = _site(node, model, shapes, len(found), network.fixed_batch or 1, variable)
             if site is not None:
                 found.append(_counted(site, shapes, network.fixed_batch or 1))
                 if site.weight_name and owners[site.weight_name] > 1:
                     shared[site.weight_name] = owners[site.weight_name]
     return _with_twins(found, shared)
+
+
+def _owners(graph: ir.Graph) -> dict[str, int]:
+    """Count how often every value is used, a constant that is only turned on its way in its own name."""
+    owners: Counter[str] = Counter()
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if node.op_type in _MOVING and _constant_root(node.inputs[0]) is not None:
+            continue
+        owners.update(_origin(value) for value in node.inputs if value is not None)
+    owners.update(_origin(value) for value in graph.outputs)
+    return owners
+
+
+def _constant_root(value: ir.Value | None) -> ir.Value | None:
+    """Return the constant that a value is, turned or reshaped perhaps; None where it is none."""
+    while value is not None and ir.convenience.get_const_tensor(value) is None:
+        producer = value.producer()
+        value = producer.inputs[0] if producer is not None and producer.op_type in _MOVING else None
+    return value
+
+
+def _origin(value: ir.Value) -> str:
+    """Return the name of the constant behind a value, or of the value itself."""
+    return str((_constant_root(value) or value).name)
 
 
 def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
@@ -204,7 +229,8 @@ def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
         places = [place for place, site in enumerate(sites) if site.weight_name == name]
         alike = {_role(sites[place]) for place in places}
         first, *others = (sites[place] for place in places)
-        if len(places) < uses or len(alike) > 1:
+        equal = all(torch.equal(first.weight, each.weight) for each in others)  # as used: one may be turned
+        if len(places) < uses or len(alike) > 1 or not equal:
             reason = "its weight belongs to another node too, which uses it in another way"
             for place in places:
                 found[place] = replace(sites[place], spec=replace(sites[place].spec, refusal=reason))
@@ -238,7 +264,10 @@ def _counted(site: Site, shapes: Mapping[str, tuple[int, ...]], batch: int) -> S
         return site
     shape = shapes[site.input_name if spec.kind.startswith("conv_transpose") else site.output_name]
     spatial = slice(1, -1) if spec.kind == "linear" else slice(2, None)
-    return replace(site, spec=replace(spec, macs=math.prod(_for_one(shape, spatial, batch)) * spec.params))
+    macs = math.prod(_for_one(shape, spatial, batch)) * spec.params
+    return replace(
+        site, spec=replace(spec, macs=macs, params=0 if spec.refusal == _CONTRACTED else spec.params)
+    )
 
 
 def constant(value: ir.Value | None) -> Array | None:
@@ -268,8 +297,12 @@ def _site(
     shapes: Mapping[str, tuple[int, ...]],
     index: int,
     batch: int,
+    variable: Collection[ir.Value],
 ) -> Site | None:
-    """Return what a node is; None for a product of two values that both depend on the inputs."""
+    """Return what a node is; None for a product of two values that both depend on the inputs.
+
+    `variable` are the values of the main graph that depend on the inputs.
+    """
     name = node.name or f"{node.op_type}_{index}"
     x, y = node.inputs[0], node.outputs[0]
     given = node.inputs[1] if len(node.inputs) > 1 else None
@@ -283,6 +316,10 @@ def _site(
             return _refused(
                 node, name, index, left, "its weight is the left factor; only a right one is taken"
             )
+        if node.graph is model.graph and given is not None and given not in variable:
+            # Of which only the shape is known, and none is in the file.
+            shape = shapes.get(str(given.name), ())
+            return _refused(node, name, index, np.broadcast_to(np.float32(0), shape), _CONTRACTED)
         if node.op_type in ("Conv", "ConvTranspose"):
             return _refused(node, name, index, None, "its weight is computed from the inputs")
         return None
@@ -331,7 +368,7 @@ def _site(
         auto_pad,
         tuple(_ints(node, "dilations", (1,) * len(spec.kernel_size))),
         _absorber(node, own is not None, spec),
-        str(given.name) if given is not None else "",
+        _origin(given) if given is not None else "",
         str(node.inputs[2].name) if own is not None and node.inputs[2] is not None else "",
     )
 
@@ -362,7 +399,7 @@ def _transposed(node: ir.Node, spec: LayerSpec, weight: Array, sizes: tuple[int,
         rows.reshape(*rows.shape, *ones),
         pads=tuple((0, 0) for _ in ones),
         dilation=ones,
-        weight_name=str(given.name),
+        weight_name=_origin(given),
         bias_name="" if bias is None else str(bias.name),
         spread=spec.kernel_size,
     )

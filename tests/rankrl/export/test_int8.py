@@ -96,5 +96,10 @@ def test_what_cannot_be_quantised_is_refused_and_nothing_is_written(
         quantise_onnx(tmp_path / "old.onnx", target, batches())
     assert not target.exists()
     quantise_onnx(path, target, batches())
+    before = path.read_bytes(), target.read_bytes()
+    for there in (path, target):  # a later batch fails inside onnxruntime
+        with pytest.raises(ExportError, match="onnxruntime cannot quantise"):
+            quantise_onnx(path, there, [*batches(), np.zeros((2, 5, 5, 5), dtype=np.float32)])
+    assert (path.read_bytes(), target.read_bytes()) == before
     with pytest.raises(ExportError, match="quantised already"):
         quantise_onnx(target, tmp_path / "again.onnx", batches())

@@ -27,6 +27,7 @@ from decomposition import (
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
+from rankrl.export.layer_latency import _fitted
 from rankrl.export.layer_timing import LayerTimer
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.history import make_row
@@ -177,6 +178,34 @@ def test_every_plan_of_the_problem_keeps_the_budget(
     assert not problem.keeps_budget(dense)
     for site in problem.sites:
         assert all(site.cost("latency")[:-1] < site.cost("latency")[-1])
+
+
+@pytest.mark.parametrize(("whole", "in_integers"), [(10.0, 7.0), (6.0, 5.0)])
+def test_layers_in_integers_add_up_beside_those_that_stay_in_floats(whole: float, in_integers: float) -> None:
+    table = _fitted(
+        [_site("both", False, True, False), _site("floats", False, False)],
+        {"both": (1.0, 2.0, 6.0), "floats": (1.0, 3.0)},
+        {},
+        {},
+        whole,
+        in_integers,
+        "",
+    )
+    floats = table.sites["floats"][-1] + table.rest
+    assert table.sites["both"][-1] + floats == pytest.approx(whole)
+    assert table.sites["both"][1] + floats == pytest.approx(in_integers)
+
+
+def test_a_network_that_is_faster_in_integers_than_its_floats_alone_leaves_times_as_measured() -> None:
+    sites = [_site("both", False, True, False), _site("floats", False, False)]
+    table = _fitted(sites, {"both": (1.0, 2.0, 6.0), "floats": (1.0, 3.0)}, {}, {}, 10.0, 2.0, "")
+    assert table.sites["both"] == (1.0, 2.0, 6.0)
+
+
+def _site(name: str, *integers: bool) -> Any:
+    """Make a site whose candidates are dense or not, in integers or not."""
+    candidates = [types.SimpleNamespace(integer=each, only_integers=each) for each in integers]
+    return types.SimpleNamespace(name=name, candidates=candidates)
 
 
 @pytest.mark.slow
