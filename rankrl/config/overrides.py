@@ -45,7 +45,7 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     The run goes on in its own folder, with its own configuration; options given now come last and win.
 
     Raises:
-        ConfigError: `RUN` is no folder of a rankrl run.
+        ConfigError: `RUN` is no folder of a rankrl run, or `hydra.run.dir` names another one.
     """
     folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
     if folder is None or str(folder) in ("", "null"):
@@ -61,11 +61,29 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
             f"resume={folder} goes on with one run; a sweep goes on when its command is given again with "
             "hydra.sweep.dir=FOLDER: finished jobs are skipped"
         )
+    arguments = _without_run_folder(arguments, folder)
     before = _recorded_overrides(folder)
     given = {argument.partition("=")[0] for argument in arguments}
     kept = [override for override in before if override.partition("=")[0] not in given]
     resume, run_folder = (quoted(key, str(folder)) for key in ("resume", "hydra.run.dir"))
     return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
+
+
+def _without_run_folder(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Return the arguments of a resumed run without `hydra.run.dir`, which may only name the run's folder.
+
+    In another folder the run would begin anew, over what is there: `resume` switches off the check for that.
+    """
+    kept = []
+    for argument in arguments:
+        if argument.lstrip("+").partition("=")[0] != "hydra.run.dir":
+            kept.append(argument)
+        elif Path(str(parsed_overrides([argument])[0].value())).resolve() != folder.resolve():
+            raise ConfigError(
+                f"{argument} names another folder than resume={folder}, and a run goes on in its own folder; "
+                "leave hydra.run.dir out, or leave resume out for a new run in that folder"
+            )
+    return kept
 
 
 def finished_run(arguments: Sequence[str]) -> Path | None:

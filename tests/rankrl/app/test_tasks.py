@@ -384,6 +384,26 @@ def test_a_new_run_refuses_the_folder_of_an_earlier_one(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_resumed_run_stays_in_its_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("another run's record")
+    for option in ("hydra.run.dir=b", "hydra.run.dir='b'", "++hydra.run.dir=b", "hydra.run.dir=new"):
+        assert f"{option} names another folder than resume=a" in refused("resume=a", option)
+        assert option in refused(option, "resume=a")
+    assert (tmp_path / "b" / "run.json").read_text() == "another run's record"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_resumed_runs_own_folder_may_be_named_too(
+    rankrl: Command, training: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(training, tmp_path / "train")
+    (folder / "metrics.json").unlink()
+    rankrl("resume=train", f"hydra.run.dir={folder}")
+    assert (folder / "metrics.json").exists()
+
+
 def test_a_run_in_a_folder_with_unusual_characters_can_be_resumed(
     rankrl: Command, training: Path, tmp_path: Path
 ) -> None:
