@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rankrl.errors import StorageError
@@ -29,8 +29,8 @@ class EpisodeRow:
         accuracy: Fraction of the scored held-out images classified correctly.
         params_kept: Fraction of the network's parameters that the plan keeps.
         macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.
-        best_reward: Best reward up to and including this plan.
-        images: Held-out images that were scored.
+        best_reward: Best reward up to and including this plan, of those scored on the most images.
+        images: Held-out images that were scored; fewer than of others where successive halving dropped it.
         cached: Whether an equal plan had been scored before.
         seconds: Wall time of the scoring.
         phase: What the selector was doing.
@@ -56,24 +56,34 @@ class EpisodeRow:
         return tuple(json.loads(self.choices))
 
 
+def fully_scored(rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:
+    """Return the rows that were scored on the most images: without those that successive halving dropped.
+
+    A reward of fewer images is a rougher one, which may come out above that of a better plan.
+    """
+    most = max((row.images for row in rows), default=0)
+    return [row for row in rows if row.images == most]
+
+
 def make_row(
-    previous: EpisodeRow | None, choices: Choices, phase: str, evaluation: Evaluation, reward: float
+    before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
 ) -> EpisodeRow:
-    """Return the row that follows `previous`, or the first one."""
-    return EpisodeRow(
-        episode=1 if previous is None else previous.episode + 1,
+    """Return the row that follows those before."""
+    row = EpisodeRow(
+        episode=len(before) + 1,
         reward=reward,
         score=evaluation.score,
         accuracy=evaluation.accuracy,
         params_kept=evaluation.params_kept,
         macs_kept=evaluation.macs_kept,
-        best_reward=reward if previous is None else max(reward, previous.best_reward),
+        best_reward=reward,
         images=evaluation.images,
         cached=evaluation.cached,
         seconds=evaluation.seconds,
         phase=phase,
         choices=json.dumps([int(each) for each in choices], separators=(",", ":")),
     )
+    return replace(row, best_reward=max(each.reward for each in fully_scored([*before, row])))
 
 
 def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[Choices, Evaluation]:

@@ -17,6 +17,7 @@ from rankrl.plan_search.history import (
     EPISODES_FILE,
     EpisodeRow,
     EpisodesFile,
+    fully_scored,
     known_evaluations,
     make_row,
     write_candidates,
@@ -40,7 +41,7 @@ class SearchResult:
         plan: The plan to apply.
         chosen: Its row. That is `best`, unless the plans were judged further after the search: by the time
             they take when they are exported, or by the network that they become (`search.finalists`).
-        best: The row with the best reward; the first of equals.
+        best: The row with the best reward of those scored on the most images; the first of equals.
         rows: Every scored plan, in order.
         seconds: Wall time of the whole search, interruptions left out.
         stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
@@ -83,9 +84,12 @@ def choosing(
 
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
-    """Return the rows of the `count` best different plans, best first, the earlier first among equals."""
-    ordered = sorted((row for row in rows if not row.cached), key=lambda row: (-row.reward, row.episode))
-    return ordered[:count]
+    """Return the rows of the `count` best different plans, best first, the earlier first among equals.
+
+    Plans that successive halving dropped are left out, so that there may be fewer.
+    """
+    different = [row for row in fully_scored(rows) if not row.cached]
+    return sorted(different, key=lambda row: (-row.reward, row.episode))[:count]
 
 
 def run_search(
@@ -171,8 +175,7 @@ def run_search(
             rewards = [reward(evaluation) for evaluation in evaluations]
             first = len(rows)
             for proposal, evaluation, value in zip(proposals, evaluations, rewards, strict=True):
-                previous = rows[-1] if rows else None
-                rows.append(make_row(previous, proposal.choices, proposal.phase, evaluation, value))
+                rows.append(make_row(rows, proposal.choices, proposal.phase, evaluation, value))
             fresh = rows[first:]
             selector.observe(proposals, rewards)
             if path is not None and table is not None:
@@ -252,8 +255,6 @@ def _limit(
         return "episodes"
     if seconds is not None and spent >= seconds:
         return "seconds"
-    if patience is not None and rows:
-        improved = next(row.episode for row in rows if row.reward == rows[-1].best_reward)
-        if len(rows) - improved >= patience:
-            return "patience"
+    if patience is not None and rows and len(rows) - best_rows(rows, 1)[0].episode >= patience:
+        return "patience"
     return None

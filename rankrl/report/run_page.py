@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rankrl.plan_search.history import fully_scored
 from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
@@ -135,7 +136,7 @@ def _search(report: RunReport) -> Drawing | None:
     ruled = len(report.episodes) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
     if not report.episodes or ruled:
         return None
-    best = max(report.episodes, key=lambda row: row.reward)
+    best = max(fully_scored(report.episodes), key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
     plans = counted(len(report.episodes), "evaluated plan")
     caption = (
