@@ -133,7 +133,7 @@ class RankMap(ActionMap):
         problem: The search problem; it has at most one budget.
 
     Raises:
-        ConfigError: There are two budgets, or channels are removed within one.
+        ConfigError: There are two budgets, or what a layer costs within one depends on the next layer.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -285,6 +285,12 @@ def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: 
         raise ConfigError(
             "selector.action=rank counts every layer by itself, and with decomposition.channels or "
             "decomposition.blocks what a layer costs depends on the next one; use selector.action=importance"
+        )
+    if setting.borders:
+        raise ConfigError(
+            "selector.action=rank counts every layer by itself, and what a change between integers and "
+            "floating point takes of budget.latency depends on the next one; use selector.action=importance, "
+            "or decomposition.precisions=[float32]"
         )
     if per_bond and setting.several_formats:
         raise ConfigError("selector.per_bond=true needs candidates of one format; use one, or per_bond=false")

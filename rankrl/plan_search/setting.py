@@ -13,8 +13,10 @@ class SearchSetting:
         measures: What the budgets count, such as `params`; empty without a budget.
         several_formats: Whether layers choose among tensor formats.
         narrows: Whether channels between layers, or whole blocks, may be removed.
+        borders: Whether a budget in time counts what changes between integers and floating point cost.
     """
 
     measures: tuple[str, ...]
     several_formats: bool = False
     narrows: bool = False
+    borders: bool = False

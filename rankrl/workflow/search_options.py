@@ -117,7 +117,10 @@ class SearchOptions:
         measures = tuple(name for name in given if getattr(self, name) is not None)
         measures = ("params",) if self.needs_budget else measures
         return SearchSetting(
-            measures, len(candidates.formats) > 1, bool(candidates.channels) or candidates.blocks
+            measures,
+            len(candidates.formats) > 1,
+            bool(candidates.channels) or candidates.blocks,
+            self.latency is not None and "int8" in candidates.precisions,
         )
 
     @property

@@ -42,6 +42,10 @@ def _begun(*_: object, **__: object) -> Any:
             ("selector=bayes", "selector.action=rank", "decomposition.channels=[0.5]"),
             "with decomposition.channels or decomposition.blocks what a layer costs depends on the next one",
         ),
+        (
+            ("selector=ddpg", "selector.action=rank", "budget.latency=0.5"),
+            "between integers and floating point takes of budget.latency depends on the next one",
+        ),
         (("selector=tpe", "reward=weighted"), "spends a budget and there is none"),
         (("selector=local", "reward=weighted"), "spends a budget and there is none"),
         (("selector=bayes", "selector.action=importance", "reward=amc"), "spends a budget and there is none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import get_args
@@ -18,7 +19,7 @@ from decomposition import Cost
 from decomposition.formats import list_formats
 from decomposition.library import FitLibrary
 from rankrl.envs import ENVIRONMENT_ID, RankSelectionEnv
-from rankrl.envs.actions import create_action_map
+from rankrl.envs.actions import ImportanceMap, create_action_map
 from rankrl.envs.features import Feature
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import Choices, SearchProblem
@@ -223,6 +224,15 @@ def test_with_an_action_a_bond_every_plan_is_of_candidates_within_the_budget(
 @pytest.fixture(scope="module")
 def problems(small_network, small_library):
     return functools.cache(lambda name: bonds_problem(small_network, small_library, name, params=0.55))
+
+
+@pytest.mark.parametrize("per_bond", [False, True])
+def test_actions_that_count_layers_alone_do_not_know_borders(small_problem, per_bond) -> None:
+    budget = dataclasses.replace(small_problem.budget, borders=(1.0,) * (len(small_problem.sites) - 1))
+    counted = dataclasses.replace(small_problem, budget=budget)
+    with pytest.raises(ConfigError, match=r"between integers and floating point takes of budget\.latency"):
+        create_action_map(counted, "rank", per_bond=per_bond)
+    assert isinstance(create_action_map(counted), ImportanceMap)
 
 
 def test_an_action_a_bond_needs_one_format(small_network, small_library) -> None:
