@@ -14,7 +14,7 @@ from rankrl.workflow.run_folder import RunFolder
 @register_task("search", "choose ranks and write plan.json")
 def search(config: AppConfig, folder: RunFolder) -> None:
     """Search and write the plan; no test image is read."""
-    options.check(config)
+    options.check(config, finetuning=False)
     data = options.dataset(config)
     steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)

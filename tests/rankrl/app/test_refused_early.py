@@ -11,7 +11,7 @@ from torch import nn
 
 import rankrl
 from decomposition import DecompositionError
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, DataError
 
 Refused = Callable[..., str]
 
@@ -65,6 +65,16 @@ def test_options_are_refused_before_data_are_read(
 ) -> None:
     monkeypatch.setattr("rankrl.config.options.load_dataset", _begun)
     assert expected in refused(*arguments)
+
+
+def test_a_search_takes_no_epochs_of_the_fine_tuning_that_it_leaves_out(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise DataError("the data are read")
+
+    monkeypatch.setattr("rankrl.config.options.load_dataset", read)
+    assert "the data are read" in refused("task=search", "finetune.epochs=0")
 
 
 @pytest.mark.parametrize("budget", ["budget.params=0.0001", "budget.macs=0.0001", "budget.bytes=0.0001"])
