@@ -179,6 +179,10 @@ def pretraining(config: AppConfig) -> tuple[EpisodeOptions, PretrainingOptions]:
     """Return how the tasks of task=pretrain are played, and how the policy is trained on them."""
     given = dataclasses.asdict(config.pretrain)
     check_calibration(config.calibration.images)
+    if given["formats"] == []:
+        raise ConfigError(
+            "pretrain.formats is empty; name formats, as in [tucker], or null for decomposition's"
+        )
     if given["term"] not in get_args(Term):
         raise ConfigError(f"pretrain.term must be one of {', '.join(get_args(Term))}, got {given['term']!r}")
     plain: dict[str, Any] = {

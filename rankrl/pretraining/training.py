@@ -55,8 +55,11 @@ class PretrainingOptions:
         for name in ("weight_decay", "jitter", "restraint"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"pretrain.{name} must not be negative, got {getattr(self, name)}")
-        if any(units < 1 for units in self.hidden):
-            raise ConfigError(f"pretrain.hidden must hold numbers of units >= 1, got {list(self.hidden)}")
+        if not self.hidden or any(units < 1 for units in self.hidden):
+            raise ConfigError(
+                "pretrain.hidden must hold numbers of units >= 1, one or more, as in [32, 32], got "
+                f"{list(self.hidden)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,8 @@ def test_tasks_of_earlier_runs_are_added(whole: Path, tmp_path: Path) -> None:
         (("pretrain.add=[nowhere]",), "nowhere holds no episodes"),
         (("pretrain.params=[2.0]",), "budget.params=2.0 is outside"),
         (("pretrain.params=[]",), "both empty"),
+        (("pretrain.formats=[]",), "pretrain.formats is empty; name formats, as in [tucker], or null"),
+        (("pretrain.hidden=[]",), "pretrain.hidden must hold numbers of units >= 1, one or more"),
         (("pretrain.term=loss",), "pretrain.term must be one of"),
         (("pretrain.steps=0",), "pretrain.steps must be at least 1"),
         (("pretrain.noises=[0.0]",), "pretrain.noises must hold positive numbers"),

@@ -95,7 +95,7 @@ def test_the_previous_action_weighs_nothing(policy) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"steps": 0}, {"learning_rate": 0.0}, {"jitter": -1.0}, {"hidden": (8, 0)}]
+    "options", [{"steps": 0}, {"learning_rate": 0.0}, {"jitter": -1.0}, {"hidden": (8, 0)}, {"hidden": ()}]
 )
 def test_options_out_of_range_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
