@@ -161,6 +161,15 @@ RULES = (
         "leave one of the two out",
     ),
     _section("budget", "chooses no plan, which a budget would limit", *_SEARCHING),
+    *(
+        Rule(
+            f"budget.{name}",
+            lambda config: config["task"] == "prune",
+            "task=prune removes channels to a fraction of the parameters or MACs",
+            "set budget.params or budget.macs, or choose task=pipeline",
+        )
+        for name in ("bytes", "latency")
+    ),
     _section("pruner", "prunes nothing", "prune"),
     _section("prune", "prunes nothing", "prune"),
     Rule(

@@ -31,6 +31,12 @@ IDLE = [
     ),
     ("train.", ("model.checkpoint=a.th", "train.epochs=3"), r"epochs=3 .* model\.checkpoint is given"),
     ("budget.", ("task=evaluate", "budget.params=0.4"), r"budget\.params=0\.4 has no effect: task=evaluate"),
+    ("budget.bytes", ("task=prune", "budget.bytes=0.3"), r"bytes=0\.3 .* set budget\.params or budget\.macs"),
+    (
+        "budget.latency",
+        ("task=prune", "prune.decompose_macs=0.5", "budget.latency=0.3"),
+        r"latency=0\.3 .* removes channels to a fraction of the parameters or MACs; set budget\.params",
+    ),
     ("pruner.", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
     ("prune.", ("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* task=pipeline prunes nothing"),
     ("compare.", ("task=search", "compare.seeds=[4]"), r"compare\.seeds=\[4\] .* choose task=compare"),
