@@ -86,6 +86,22 @@ def _without_run_folder(arguments: Sequence[str], folder: Path) -> list[str]:
     return kept
 
 
+def without_leftovers(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with deletions of options that belong to another optimizer in front.
+
+    The configuration holds options of the optimizer that trains from scratch; with another one as
+    `train.optim.name` they would be refused, although nobody asked for them. What is set stays.
+    """
+    chosen = [each.partition("=")[2] for each in arguments if each.startswith("train.optim.name=")]
+    experiment = [each for each in arguments if each.startswith("experiment=")]
+    configured = composed(experiment).get("train", {}).get("optim") if chosen else None
+    if configured is None or "," in chosen[-1] or chosen[-1].strip("'\"") == configured["name"]:
+        return list(arguments)
+    given = {each.lstrip("+~").partition("=")[0] for each in arguments}
+    names = [f"train.optim.options.{name}" for name in configured["options"]]
+    return [*(f"~{name}" for name in names if name not in given), *arguments]
+
+
 def finished_run(arguments: Sequence[str]) -> Path | None:
     """Return the folder that `resume=RUN` names if its run has ended, and nothing else is asked for."""
     folder = Path(arguments[0].removeprefix("resume=")) if len(arguments) == 1 else Path()

@@ -67,14 +67,27 @@ def test_options_are_refused_before_data_are_read(
     assert expected in refused(*arguments)
 
 
-def test_a_search_takes_no_epochs_of_the_fine_tuning_that_it_leaves_out(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("task=search", "finetune.epochs=0"),  # of a fine-tuning that it leaves out anyway
+        ("task=train", "train.optim.name=onnx_adam"),  # for which the options of the default, sgd, are none
+        ("task=train", "train.optim.name='onnx_adagrad'", "+train.optim.options.epsilon=1e-5"),
+    ],
+)
+def test_what_is_fine_gets_as_far_as_the_data(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     def read(*_: object, **__: object) -> None:
         raise DataError("the data are read")
 
     monkeypatch.setattr("rankrl.config.options.load_dataset", read)
-    assert "the data are read" in refused("task=search", "finetune.epochs=0")
+    assert "the data are read" in refused(*arguments)
+
+
+def test_options_of_another_optimizer_are_refused_where_they_are_given(refused: Refused) -> None:
+    given = ("train.optim.name=onnx_adam", "train.optim.options.momentum=0.9")
+    assert "'onnx_adam' has no option 'momentum'" in refused("task=train", *given)
 
 
 @pytest.mark.parametrize("budget", ["budget.params=0.0001", "budget.macs=0.0001", "budget.bytes=0.0001"])
