@@ -317,7 +317,7 @@ def _site(
                 node, name, index, left, "its weight is the left factor; only a right one is taken"
             )
         if node.graph is model.graph and given is not None and given not in variable:
-            # Of which only the shape is known, and none is in the file.
+            # Only its shape is known here; the file holds what it is contracted from.
             shape = shapes.get(str(given.name), ())
             return _refused(node, name, index, np.broadcast_to(np.float32(0), shape), _CONTRACTED)
         if node.op_type in ("Conv", "ConvTranspose"):
