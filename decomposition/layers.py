@@ -403,11 +403,10 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
             f"a {name}, which may compute something else than the {base} that it extends"
             f"{way if isinstance(module, _DECOMPOSABLE) and called else ''}"
         )
-    computed = "weight" not in module._parameters
-    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) and module.groups == 1 and not computed:
-        return f"a {name}; decomposition.plain_transposed(model) gives it a layer that can be decomposed"
-    if computed:
+    if "weight" not in module._parameters:
         return "its weight is computed anew at every call (weight_norm, prune, ...); make it permanent first"
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) and module.groups == 1:
+        return f"a {name}; decomposition.plain_transposed(model) gives it a layer that can be decomposed"
     if not is_decomposable_module(module):
         return f"a {name}; only Conv1d, Conv2d and Linear can be decomposed"
     if not called:

@@ -384,7 +384,7 @@ def _tuned(
             fitted.inputs,
             fitted.labels,
             recipe,
-            score=lambda each: scored(judge, each, "the network in fine-tuning"),
+            score=judge,
             loss=loss,
             teacher=copied(dense),
             on_step=show,

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rankrl.errors import StorageError
@@ -69,21 +69,24 @@ def make_row(
     before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
 ) -> EpisodeRow:
     """Return the row that follows those before."""
-    row = EpisodeRow(
+    best = reward
+    if before:  # successive halving scores the first plan on all images
+        dropped = evaluation.images < before[0].images
+        best = before[-1].best_reward if dropped else max(reward, before[-1].best_reward)
+    return EpisodeRow(
         episode=len(before) + 1,
         reward=reward,
         score=evaluation.score,
         accuracy=evaluation.accuracy,
         params_kept=evaluation.params_kept,
         macs_kept=evaluation.macs_kept,
-        best_reward=reward,
+        best_reward=best,
         images=evaluation.images,
         cached=evaluation.cached,
         seconds=evaluation.seconds,
         phase=phase,
         choices=json.dumps([int(each) for each in choices], separators=(",", ":")),
     )
-    return replace(row, best_reward=max(each.reward for each in fully_scored([*before, row])))
 
 
 def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[Choices, Evaluation]:

@@ -133,7 +133,7 @@ class _GeneralEpochs(Epochs):
             teacher=teacher,
             products=products,
             batch_size=size,
-            steps=steps_of_an_epoch(count, size),
+            steps=steps_of_an_epoch(count, recipe.batch_size),
             on_step=on_step,
         )
         self.inputs, self.labels = inputs, labels
