@@ -185,9 +185,7 @@ class Fitter:
         """
         with _few_threads(self.modes.columns):
             if self._vanishes:
-                shapes = self.tensor_format.core_shapes(self.modes, ranks)
-                cores: Cores = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
-                error = 0.0
+                cores, error = self._unseen(ranks, options), 0.0
             else:
                 cores, error = self._low_rank(ranks) if self._direct else self._search(ranks, options, start)
                 cores = self.tensor_format.balanced(cores)
@@ -200,6 +198,16 @@ class Fitter:
         rows = self._weight.flatten(1)
         energy = rows if self._metric is None else times(rows, self._metric)
         return not (bool(rows.any()) and float((energy * rows).sum()) > 0)
+
+    def _unseen(self, ranks: Ranks, options: FitOptions) -> Cores:
+        """Return cores where the data tell no weights apart: one input, say, or none that is not zero.
+
+        All of them have the same error, and those nearest the weight are right on other data too.
+        """
+        if not bool(self._weight.any()):
+            shapes = self.tensor_format.core_shapes(self.modes, ranks)
+            return [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+        return Fitter(self.tensor_format, self._weight, self.modes).fit(ranks, options).cores
 
     @cached_property
     def _problem(self) -> LeastSquares:

@@ -125,9 +125,14 @@ def refit_to_patches(
     # Second moments in half precision are no longer positive, or overflow.
     dense_patches, arriving = (x.float() if x.element_size() < 4 else x for x in (dense_patches, arriving))
     dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
-    solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
-    target, metric = solve(matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed)
-    problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
+    if len(arriving) > 1:
+        solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
+        target, metric = solve(
+            matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed
+        )
+        problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
+    else:  # from a single patch nothing is to be learnt of others
+        problem = RefitProblem(weight, None, len(arriving))
     fitted, new_weight = refit(problem)
     shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
     some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))

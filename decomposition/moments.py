@@ -53,9 +53,13 @@ class InputMoments:
     def metric(self, *, centred: bool) -> Metric:
         """Return the moments to fit in: what the data does not determine is shrunk towards the identity.
 
+        Of a single patch, which has no spread, all directions get its power.
+
         Args:
             centred: Around the mean.
         """
+        if self.count == 1:
+            return shrunk(self.second_moment, 1.0)
         covariance = shrunk(self.covariance, self.shrinkage)
         return covariance if centred else with_mean(covariance, self.mean)
 
@@ -111,7 +115,7 @@ def check_images(images: Inputs) -> None:
         DecompositionError: If there are none or one holds NaN or an infinite value.
     """
     tensors = tensors_of(images)
-    if all(each.ndim < 2 for each in tensors) or count_inputs(images) == 0:
+    if any(each.ndim == 0 for each in tensors) or count_inputs(images) == 0:
         shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         raise DecompositionError(
             f"the calibration set is empty (shape {shapes}); pass a few hundred model inputs"

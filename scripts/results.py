@@ -120,7 +120,8 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
         if "checkpoint" in network and not entry.get("from_scratch", False):
             # What a cell says comes last, so that it may differ from the recipe.
             weights = f"model.checkpoint={checkpoints / network['checkpoint']}"
-            options = [*grid["recipe"], weights, *options]
+            chosen = [] if any(each.startswith("task=") for each in options) else grid.get("plan", [])
+            options = [*grid["recipe"], *chosen, weights, *options]
         seeds = entry.get("seeds", [0])
         for seed in seeds:
             cells.append(

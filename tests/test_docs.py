@@ -57,9 +57,6 @@ SMALL = {
     "finetune.epochs": "1",
     "export.runs": "3",
 }
-# The same for single tasks, and for options that a command gives.
-SMALL_TASK = {"task=prune": {"pruner.epochs": "1"}, "task=compare": {"compare.seeds": "[0]"}}
-SMALL_IF_GIVEN = {"search.workers": "2"}
 # Registries that a page may add to; they are as before afterwards.
 REGISTRIES = [
     ("decomposition.formats.base", "_FORMATS"),
@@ -101,9 +98,7 @@ def made_small(arguments: list[str]) -> list[str]:
     if "-sc" in arguments or any(each.startswith("resume=") for each in arguments):
         return arguments
     given = {each.partition("=")[0]: each for each in arguments}
-    small = {
-        name: value for name, value in SMALL.items() if name != "pruner.epochs" or "task=prune" in arguments
-    }
+    small = dict(SMALL)
     kept = []
     for each in arguments:
         name, _, value = each.partition("=")

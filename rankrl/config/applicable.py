@@ -83,6 +83,12 @@ def _cannot_split(config: Config) -> bool:
     return any(not known.get(name, True) for name in names)
 
 
+def _prunes_alone(config: Config) -> bool:
+    return config["task"] == "prune" and not any(
+        config["prune"][f"decompose_{measure}"] for measure in ("params", "macs")
+    )
+
+
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
 _TRAINING = ("train", "apply", *_SEARCHING)
@@ -129,6 +135,15 @@ RULES = (
     _section("reward", "searches for no plan", *_SEARCHING),
     _section("calibration", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
     _section("decomposition", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
+    *(
+        Rule(
+            f"{section}.",
+            _prunes_alone,
+            "task=prune decomposes nothing, for which a plan would be searched",
+            "leave it out, or set prune.decompose_params or prune.decompose_macs",
+        )
+        for section in ("search", "selector", "reward", "decomposition")
+    ),
     _section("constrain", "trains no network towards a plan", "pipeline"),
     Rule(
         "constrain.",

@@ -225,3 +225,39 @@ def test_two_convolutions_over_frames_are_counted_in_every_frame() -> None:
     small = apply_plan(network, plan, draw(8, *shape))
     (spec,) = compressible_layers(network, shape)
     assert plan["layer"].cost(spec).macs == count_macs(small, shape)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_calibration_input_takes_no_linear_layer_away(bias: bool) -> None:
+    sizes = ((24, 32), (32, 10))
+    network = made(lambda: nn.Sequential(*(nn.Linear(*each, bias=bias) for each in sizes)))
+    plan = make_plan(network, (24,), "tucker", 10)
+    x = draw(64, 24, seed=1)
+    wanted = network(x)
+    found = relative_error(apply_plan(network, plan, draw(1, 24))(x), wanted)
+    by_weights = relative_error(apply_plan(network, plan)(x), wanted)
+    assert found < 1.5 * by_weights
+
+
+class OfCategories(nn.Module):
+    """Reads two categories an input, each a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour, self.size = nn.Embedding(5, 16), nn.Embedding(7, 16)
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, colour: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(self.colour(colour) + self.size(size))))
+
+
+def test_inputs_of_one_number_each_calibrate() -> None:
+    network = made(OfCategories)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "colour": torch.randint(5, (60,), generator=generator),
+        "size": torch.randint(7, (60,), generator=generator),
+    }
+    plan = make_plan(network, inputs, "tucker", {"first": 12})
+    compressed = apply_plan(network, plan, inputs)
+    assert relative_error(compressed(**inputs), network(**inputs)) < 0.2

@@ -14,6 +14,8 @@ import results
 import yaml
 from command_line import QUICK, small_network, workplace
 
+from rankrl.config.overrides import check_overrides
+
 GRID = {
     "recipe": ["selector=greedy", "search.episodes=1", "finetune=full", "tracking=none"],
     "networks": {"small, digits": {"options": [], "checkpoint": "small.safetensors"}},
@@ -63,6 +65,12 @@ def test_the_grid_of_budgets_in_time_is_read() -> None:
     assert all(any(option.startswith("budget.latency=") for option in cell.options) for cell in cells)
     shared = "decomposition.rank_multiple=16"
     assert all(shared in cell.options for cell in cells)
+
+
+@pytest.mark.parametrize("name", ["results.yaml", "latency.yaml"])
+def test_no_cell_asks_for_what_would_be_ignored(name: str) -> None:
+    for cell in results.read_grid(results.GRID.with_name(name), Path("checkpoints"), 60):
+        check_overrides(cell.options)
 
 
 def test_a_run_without_epochs_is_a_row_like_the_others() -> None:
