@@ -23,6 +23,7 @@ from result_rows import ResultRows
 from torch import nn
 
 from decomposition import CompressionPlan, apply_plan, load_compressed, plan_by_heuristic, save_compressed
+from rankrl import reuse_memory
 from rankrl.data import ImageData, load_dataset
 from rankrl.models import checkpoint_heldout, create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
@@ -200,4 +201,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    reuse_memory()
     main()

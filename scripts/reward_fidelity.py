@@ -31,6 +31,7 @@ from scipy.stats import rankdata, spearmanr
 from torch import nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan, list_formats
+from rankrl import reuse_memory
 from rankrl.data import ImageData, load_dataset
 from rankrl.envs.actions import ImportanceMap
 from rankrl.files import write_atomically
@@ -320,4 +321,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    reuse_memory()
     main()

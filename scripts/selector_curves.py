@@ -37,6 +37,7 @@ from torch import nn
 from transfer import Asked, Prepared, augmented_accuracy, finetuned_accuracy
 
 from decomposition import apply_plan
+from rankrl import reuse_memory
 from rankrl.agents.policy_file import read_policy
 from rankrl.data import Images
 from rankrl.errors import RankrlError
@@ -337,4 +338,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    reuse_memory()
     main()

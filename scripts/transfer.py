@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from decomposition import apply_plan
 from decomposition.operations.quantise import PRECISIONS
+from rankrl import reuse_memory
 from rankrl.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
@@ -326,4 +327,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    reuse_memory()
     main()
