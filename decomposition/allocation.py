@@ -9,6 +9,7 @@ import numpy as np
 from decomposition.budget import Budget
 from decomposition.candidates import CandidateSet
 from decomposition.cost_table import CostTable, best_mixture
+from decomposition.reachable import cheapest_choices, check_reachable
 
 # The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
 _STEPS_DOWN, _STEPS_UP = 60.0, 30.0
@@ -36,7 +37,7 @@ def allocate(
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    budget.check(sites)
+    check_reachable(sites, budget)
     weights = np.zeros(len(sites)) if log_weights is None else np.asarray(log_weights, dtype=float)
     losses = [
         np.exp(weight) * site.losses for weight, site in zip(weights - weights.max(), sites, strict=True)
@@ -63,7 +64,7 @@ def allocate_many(sites: Sequence[CandidateSet], budget: Budget, log_weights: np
     Raises:
         DecompositionError: If no plan can reach the budget.
     """
-    budget.check(sites)
+    check_reachable(sites, budget)
     return _relaxed(sites, budget, log_weights, _QUICK_BISECTIONS)
 
 
@@ -93,7 +94,7 @@ def _relaxed(
     largest = max(float(table.losses[~table.absent].max()), 1e-300)
     relative = log_weights - log_weights.max(1, keepdims=True)
     weighted = np.exp(relative)[:, :, None] * (table.losses / largest)
-    rows, fallback = np.arange(len(table.losses)), budget.cheapest(sites)
+    rows, fallback = np.arange(len(table.losses)), cheapest_choices(sites, budget)
 
     def choose(mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shares = table.shares(mixture)

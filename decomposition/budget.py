@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,6 @@ from torch import nn
 
 from decomposition.candidates import CandidateSet, in_one_block, saved
 from decomposition.cost import count_macs, count_parameters
-from decomposition.cost_table import CostTable, best_mixture
 from decomposition.errors import DecompositionError
 from decomposition.inputs import ExampleInputs
 from decomposition.operations.base import FLOAT_BYTES
@@ -200,49 +199,3 @@ class Budget:
         units = [self.total / each.total for each in self.limits]
         price: np.ndarray = (factors * units) @ extra
         return price
-
-    def check(self, sites: Sequence[CandidateSet]) -> None:
-        """Refuse a budget that no plan can reach.
-
-        Raises:
-            DecompositionError: Naming the least fraction that can be reached; of two budgets that are out of
-                reach only together, how near one comes to both.
-        """
-        for each in self.limits:
-            least = each.least(sites)
-            if least > each.fraction:
-                raise DecompositionError(
-                    f"budget.{each.measure}={each.fraction} cannot be reached: with the cheapest ranks "
-                    f"everywhere {least * each.total:.10g} of {each.total:.10g} {each.measure} remain "
-                    f"({each.fixed:.10g} of them in what stays as it is); the least is "
-                    f"{np.ceil(least * 1e4) / 1e4:.4f}"
-                )
-        if self.also is None:
-            return
-        choices = self.cheapest(sites)
-        if not self.kept(sites, choices):
-            asked = " and ".join(f"budget.{each.measure}={each.fraction}" for each in self.limits)
-            found = " and ".join(
-                f"{each.spent(sites, choices) / each.total:.4f} of the {each.measure}" for each in self.limits
-            )
-            raise DecompositionError(
-                f"{asked} can be reached one by one, but not found together: the nearest plan keeps {found}; "
-                "ask for a little more of either"
-            )
-
-    def least(self, sites: Sequence[CandidateSet]) -> float:
-        """Return the smallest fraction that any plan can reach, without regard to a second budget."""
-        alone = replace(self, also=None)
-        return self.spent(sites, alone.cheapest(sites)) / self.total
-
-    def cheapest(self, sites: Sequence[CandidateSet]) -> np.ndarray:
-        """Return the choices of least cost, shape (sites,); of two budgets the dearer one counts."""
-        table = CostTable(sites, self)
-        if self.also is None:
-            return table.least(table.shares(np.ones((1, 1))), np.ones((1, 1)))[0]
-
-        def cheapest(mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            choices = table.least(table.shares(mixture), mixture)
-            return choices, -table.used(choices).max(1)
-
-        return best_mixture(table, 1, cheapest)[0]

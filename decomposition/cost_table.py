@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from decomposition.budget import Budget
 from decomposition.candidates import CandidateSet
-
-if TYPE_CHECKING:  # a budget asks a table for its cheapest plan
-    from decomposition.budget import Budget
 
 # Of the share that a second budget has in the price.
 _MIXTURES = 8

@@ -27,6 +27,7 @@ from decomposition.library import FitLibrary
 from decomposition.operations import Factorise
 from decomposition.plan import CompressionPlan
 from decomposition.progress import Progress, progress_bar
+from decomposition.reachable import cheapest_choices, check_reachable
 from decomposition.registry import Registry
 from decomposition.vbmf import matrix_rank
 
@@ -294,14 +295,14 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
     Returns:
         Index of the chosen candidate of every site, shape (sites,).
     """
-    budget.check(sites)
+    check_reachable(sites, budget)
     costs = [site.cost(budget.measure) for site in sites]
     # Only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense layer's.
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
     apart = budget.also is None and not budget.coupled(sites)
-    choices = np.array([each[0] for each in useful]) if apart else budget.cheapest(sites)
+    choices = np.array([each[0] for each in useful]) if apart else cheapest_choices(sites, budget)
     left = budget.left(sites, choices)
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)

@@ -23,6 +23,7 @@ from decomposition.library import FitLibrary
 from decomposition.operations import Cost
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.plan import CompressionPlan, fingerprint
+from decomposition.reachable import check_reachable
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
 from rankrl.plan_search.setting import SearchSetting
@@ -96,7 +97,7 @@ class SearchProblem:
                 "`rankrl task=inspect` lists its layers and why"
             )
         if self.budget is not None:
-            self.budget.check(self.sites)
+            check_reachable(self.sites, self.budget)
 
     @classmethod
     def from_model(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from decomposition import Budget, CandidateSet
+from decomposition.reachable import cheapest_choices
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors.base import (
@@ -43,7 +44,7 @@ def spend_at_random(
     sites: Sequence[CandidateSet], budget: Budget, generator: np.random.Generator
 ) -> np.ndarray:
     """Draw what `random_choices` draws, for sites and a budget."""
-    choices = _some_blocks_restored(sites, budget, budget.cheapest(sites), generator)
+    choices = _some_blocks_restored(sites, budget, cheapest_choices(sites, budget), generator)
     left = budget.left(sites, choices)
     for layer in generator.permutation(len(sites)):
         extra = budget.extra(sites, choices, layer)

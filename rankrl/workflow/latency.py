@@ -29,6 +29,7 @@ from decomposition import (
     plan_from_choices,
 )
 from decomposition.inputs import InputShape
+from decomposition.reachable import least_fraction
 from rankrl.data import Preprocessing
 from rankrl.device import channel_block
 from rankrl.export import compare_latency, export_network, measure_layer_latencies
@@ -202,7 +203,7 @@ class LatencyBudget:
                 scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
             elif found:
                 scale *= _STEP if found[-1].kept < self.fraction else 1 / _STEP
-            least = fitted.budget(1.0, sites).least(fitted.attach(sites))
+            least = least_fraction(fitted.attach(sites), fitted.budget(1.0, sites))
             wanted = min(1.0, max(scale * self.fraction, least * _ROUNDING))
             problem = self._problem(fitted, wanted, library)
             plan = problem.plan(problem.preset, "greedy")

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from decomposition import Candidate, CandidateSet, LatencyTable, allocate
+from decomposition.reachable import least_fraction
 from rankrl.selectors.random_plans import spend_at_random
 
 _PRIOR, _LATER_PRIOR = 0.1, 0.5
@@ -76,7 +77,7 @@ def first_trials(
         measured: Time of the network under some choices, as a fraction of the dense one's.
     """
     attached = table.attach(sites)
-    least = table.budget(1.0, sites).least(attached)
+    least = least_fraction(attached, table.budget(1.0, sites))
     generator = np.random.default_rng(0)
     plans = []
     for share in _SHARES:
