@@ -196,8 +196,11 @@ class Fitter:
         if not self._direct:
             return self._problem.vanishes
         rows = self._weight.flatten(1)
-        energy = rows if self._metric is None else times(rows, self._metric)
-        return not (bool(rows.any()) and float((energy * rows).sum()) > 0)
+        if self._metric is None or not bool(rows.any()):
+            return not bool(rows.any())
+        # One mixture of all rows has no energy only where none has any.
+        mixture = torch.randn(1, len(rows), generator=torch.Generator().manual_seed(0)).double() @ rows
+        return not float((times(mixture, self._metric) * mixture).sum()) > 0
 
     def _unseen(self, ranks: Ranks, options: FitOptions) -> Cores:
         """Return cores where the data tell no weights apart: one input, say, or none that is not zero.

@@ -84,22 +84,29 @@ class LeastSquares:
                 weight = (self.root @ weight.flatten(1)).reshape_as(weight)
         self.scale = weight.norm()
         matrix = weight.reshape(modes.out_channels, -1)
-        self.energy = _energy(self._seen(matrix), metric)
-        self.original_energy = self.energy if self.root is None else _energy(self.original.flatten(1), metric)
+        seen = self._seen(matrix)
+        target = seen if metric is None else times(seen, metric)
+        self.energy = float((target * seen).sum())
         self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
         if self.vanishes:
             return
         self.weight = weight / self.scale
         self.matrix = matrix / self.scale
         self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
-        seen = self._seen(self.matrix)
-        self.quadratic = Quadratic(seen, self.metric)
+        seen = seen / self.scale
+        target = seen if metric is None else target * (self.scale / self.energy)
+        self.quadratic = Quadratic(seen, self.metric, target)
         # 1 but for rounding, and for a sensitivity without inputs
-        self.whole = (self.quadratic.target * seen).sum()
+        self.whole = (target * seen).sum()
 
     def _seen(self, rows: torch.Tensor) -> torch.Tensor:
         """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
         return rows if self.root is None or self.free_output else self.root @ rows
+
+    @cached_property
+    def original_energy(self) -> float:
+        """Energy of the weight itself, whatever the output's sensitivity."""
+        return self.energy if self.root is None else _energy(self.original.flatten(1), self.original_metric)
 
     def squared_error(self, cores: Cores) -> torch.Tensor:
         """E|(W - V) x|^2 / E|W x|^2."""

@@ -376,8 +376,51 @@ def target_and_metric(
         metric = metric + torch.outer(mean, mean)
         cross = cross + torch.outer(outputs_mean, mean)
     ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
-    regularised = metric + ridge * torch.eye(len(metric), dtype=metric.dtype)
-    return torch.linalg.solve(regularised, (cross + ridge * weight).T).T, metric
+    regularised = metric.clone()
+    regularised.diagonal().add_(ridge)
+    return _solved(regularised, (cross + ridge * weight).T).T, metric
+
+
+def target_and_row_metric(
+    weight: torch.Tensor,
+    outputs: torch.Tensor,
+    arriving: torch.Tensor,
+    outputs_mean: torch.Tensor,
+    mean: torch.Tensor,
+    share: float,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, RowFactor]:
+    """Return what `target_and_metric` does, of patches that are fewer than the numbers in one.
+
+    With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
+
+    Args:
+        weight: W of the dense layer, (out, in * kernel).
+        outputs: What the dense layer makes of its patches, W x, (n, out).
+        arriving: The patches y that arrive, (n, in * kernel).
+        outputs_mean: As for `target_and_metric`, like the others.
+        mean: Mean of y.
+        share: By which both are shrunk.
+        centred: Whether the layer is fitted around the mean.
+    """
+    scale = len(arriving) ** -0.5
+    metric = shrunk_rows(RowFactor((arriving.double().cpu() - mean) * scale), share)
+    rows = metric.rows
+    wanted = (1 - share) ** 0.5 * scale * (outputs.double().cpu() - outputs_mean)
+    if not centred:
+        rows, wanted = torch.cat([rows, mean[None]]), torch.cat([wanted, outputs_mean[None]])
+        metric = RowFactor(rows, metric.ridge)
+    ridge = metric.ridge + max(RIDGE * trace(metric) / rows.shape[1], 1e-30)
+    regularised = rows @ rows.T
+    regularised.diagonal().add_(ridge)
+    return weight + _solved(regularised, wanted - rows @ weight.T).T @ rows, metric
+
+
+def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return matrix^-1 right for a symmetric matrix that is positive but for rounding."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.linalg.solve(matrix, right) if failed.item() else torch.cholesky_solve(right, factor)
 
 
 def _few_patches(
@@ -390,20 +433,13 @@ def _few_patches(
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
-    """Return the same from the patches X and Y themselves: W + W (X - Y)' (Y Y' + r I)^-1 Y."""
-    scale = len(arriving) ** -0.5
-    y = (arriving.double().cpu() - mean) * scale
-    x = (dense.double().cpu() - dense_mean) * scale
-    share = 0.0 if labels is None else shrinkage(y / scale, labels.cpu(), RowFactor(y))
-    metric = shrunk_rows(RowFactor(y), share)
-    x, y = (1 - share) ** 0.5 * x, metric.rows
-    if not centred:
-        x, y = torch.cat([x, dense_mean[None]]), torch.cat([y, mean[None]])
-        metric = RowFactor(y, metric.ridge)
-    ridge = metric.ridge + max(RIDGE * trace(metric) / y.shape[1], 1e-30)
-    regularised = y @ y.T + ridge * torch.eye(len(y), dtype=y.dtype)
-    change = torch.linalg.solve(regularised, (x - y) @ weight.T).T @ y
-    return weight + change, metric
+    """Return the same where patches are fewer than the numbers in one."""
+    share = 0.0
+    if labels is not None:
+        rows = arriving.double().cpu() - mean
+        share = shrinkage(rows, labels.cpu(), RowFactor(rows * len(rows) ** -0.5))
+    outputs = dense.double().cpu() @ weight.T
+    return target_and_row_metric(weight, outputs, arriving, weight @ dense_mean, mean, share, centred=centred)
 
 
 class _RemovedBlock(nn.Module):

@@ -32,11 +32,14 @@ class Quadratic:
     Args:
         weight: W, shape (out, D).
         metric: S; `None` for the identity. Of one that is given as rows the whole is never made.
+        target: W S where it is known.
     """
 
-    def __init__(self, weight: torch.Tensor, metric: Metric | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, metric: Metric | None, target: torch.Tensor | None = None
+    ) -> None:
         self.weight, self.metric = weight, metric
-        self.target = self.apply(weight)
+        self.target = self.apply(weight) if target is None else target
         self._images = weight @ metric.rows.T if isinstance(metric, RowFactor) else weight
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -46,7 +49,8 @@ class Quadratic:
     @cached_property
     def in_float32(self) -> Quadratic:
         """The same in float32, in which a product takes half as long."""
-        return Quadratic(self.weight.float(), None if self.metric is None else in_float32(self.metric))
+        metric = None if self.metric is None else in_float32(self.metric)
+        return Quadratic(self.weight.float(), metric, self.target.float())
 
     def products(self, features: torch.Tensor) -> Products:
         """Return the products for Q, in the weight's precision."""

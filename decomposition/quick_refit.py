@@ -24,7 +24,14 @@ from decomposition.fitting import FitOptions
 from decomposition.inputs import Inputs, count_inputs, run_model
 from decomposition.layers import DecomposableModule, is_decomposable_module, weight_of
 from decomposition.library import FitLibrary
-from decomposition.lockstep import PATCHES_TO_SOLVE, RefitProblem, absorbs_mean, target_and_metric
+from decomposition.lockstep import (
+    PATCHES_TO_SOLVE,
+    RefitProblem,
+    absorbs_mean,
+    target_and_metric,
+    target_and_row_metric,
+)
+from decomposition.metric import Metric, RowFactor, worth_factoring
 from decomposition.operations import Factorise, LayerOperation, Operation
 from decomposition.operations.base import FittedLayer
 from decomposition.patches import labels_of_batch, sample_labelled_patches
@@ -163,7 +170,13 @@ class QuickRefit:
             return
         patches, labels = self._patches(name, layer, x)
         weight, mean = weight_of(layer).flatten(1), patches.mean(0).double().cpu()
-        share = shrinkage(patches, labels, _covariance(patches, patches, mean, mean), mean.to(patches))
+        centre = mean.to(patches)
+        moments: Metric = (
+            RowFactor((patches - centre).double().cpu() * len(patches) ** -0.5)
+            if worth_factoring(*patches.shape)
+            else _covariance(patches, patches, mean, mean)
+        )
+        share = shrinkage(patches, labels, moments, centre)
         outputs = patches @ weight.T.to(patches)
         self._dense[name] = _Dense(copy.deepcopy(layer), weight, outputs, weight @ mean, share)
 
@@ -172,15 +185,7 @@ class QuickRefit:
         dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
         patches, _ = self._patches(name, dense.layer, x)
         mean = patches.mean(0).double().cpu()
-        matrix, metric = target_and_metric(
-            dense.weight,
-            _covariance(patches, patches, mean, mean),
-            _covariance(dense.outputs, patches, dense.outputs_mean, mean),
-            dense.outputs_mean,
-            mean,
-            dense.share,
-            centred=absorbs_mean(spec, self._correct),
-        )
+        matrix, metric = self._problem(dense, patches, mean, centred=absorbs_mean(spec, self._correct))
         target = matrix.reshape(weight_of(dense.layer).shape)
         weight = target if len(patches) >= PATCHES_TO_SOLVE * matrix.shape[1] else weight_of(dense.layer)
         fitted = FittedLayer(dense.layer, weight, 0.0)
@@ -198,6 +203,21 @@ class QuickRefit:
         if bias is not None and dense.layer.bias is not None:
             shift = dense.outputs_mean - fitted.weight.flatten(1) @ mean
             bias.copy_(dense.layer.bias + shift.to(bias))
+
+    def _problem(
+        self, dense: _Dense, patches: torch.Tensor, mean: torch.Tensor, *, centred: bool
+    ) -> tuple[torch.Tensor, Metric]:
+        """Return the weight that does best on the patches that arrive, and their metric."""
+        known = dense.outputs_mean, mean, dense.share
+        if worth_factoring(*patches.shape):
+            return target_and_row_metric(dense.weight, dense.outputs, patches, *known, centred=centred)
+        return target_and_metric(
+            dense.weight,
+            _covariance(patches, patches, mean, mean),
+            _covariance(dense.outputs, patches, dense.outputs_mean, mean),
+            *known,
+            centred=centred,
+        )
 
     def _remember_mean(self, place: int, x: torch.Tensor) -> None:
         if self._arrived[place] is None:

@@ -56,10 +56,12 @@ def library(model: nn.Module, inputs: torch.Tensor, formats: str) -> FitLibrary:
     return FitLibrary.calibrated(model, SHAPE, formats, inputs, options=THOROUGH)
 
 
-def operations(fits: FitLibrary, rank: int = 4) -> dict[str, tuple[LayerOperation, ...]]:
-    """Factorise two layers; the others stay."""
+def operations(
+    fits: FitLibrary, rank: int = 4, layers: tuple[str, ...] = ("twice", "last")
+) -> dict[str, tuple[LayerOperation, ...]]:
+    """Factorise some layers; the others stay."""
     found: dict[str, tuple[LayerOperation, ...]] = {}
-    for name in ("twice", "last"):
+    for name in layers:
         (each,) = fits.formats
         ranks = each.expand(fits.modes(name, each), rank)
         found[name] = (Factorise(each.name, ranks),)
@@ -93,6 +95,19 @@ def test_network_becomes_what_applying_the_plan_makes_of_it(
     QuickRefit(network, fits, inputs, options=THOROUGH).take(chosen)
     quick, whole = (lost(each, block, inputs) for each in (network, applied(block, chosen, inputs)))
     assert 0 < whole < 1  # something is lost, and something is left
+    assert quick < 1.2 * whole
+
+
+def test_a_layer_with_more_inputs_than_patches_is_fitted_like_the_others(
+    block: nn.Module, inputs: torch.Tensor
+) -> None:
+    fits = library(block, inputs, "tucker")
+    chosen = operations(fits, layers=("last", "head"))
+    network = copy.deepcopy(block)
+    QuickRefit(network, fits, inputs, options=THOROUGH).take(chosen)
+    assert torch.linalg.matrix_rank(network.head.weight) == 4
+    quick, whole = (lost(each, block, inputs) for each in (network, applied(block, chosen, inputs)))
+    assert 0 < whole < 1
     assert quick < 1.2 * whole
 
 
