@@ -27,7 +27,7 @@ from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
 from decomposition.inputs import Inputs, count_inputs, joined, rows, run_model
 from decomposition.layers import DecomposableModule, LayerSpec, weight_of
-from decomposition.metric import Metric, RowFactor, shrunk_matrix, shrunk_rows, trace, worth_factoring
+from decomposition.metric import Metric, RowFactor, gram, shrunk_matrix, shrunk_rows, trace, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.rounding import calibrate_ranges
 from decomposition.shrinkage import labels_or_single, shrinkage
@@ -341,7 +341,7 @@ def _many_patches(
     With the labels of the inputs that patches are from, both are shrunk.
     """
     count = len(arriving)
-    covariance = (arriving.T @ arriving).double().cpu() / count - torch.outer(mean, mean)
+    covariance = gram(arriving).double().cpu() / count - torch.outer(mean, mean)
     # W C_xy by way of the outputs W x: they are far fewer than the inputs.
     outputs = dense @ weight.T.to(dense)
     cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)

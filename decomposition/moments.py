@@ -22,7 +22,7 @@ from decomposition.inputs import (
     tensors_of,
 )
 from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric, RowFactor, is_finite, shrunk, with_mean, worth_factoring
+from decomposition.metric import Metric, RowFactor, gram, is_finite, shrunk, with_mean, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.shrinkage import Spread, labels_or_single
 
@@ -95,7 +95,7 @@ class MomentAccumulator:
                 return
             patches, self._rows = torch.cat(self._rows), []
             self._products = torch.zeros(patches.shape[1], patches.shape[1], dtype=torch.float64)
-        self._products += (patches.T @ patches).double().cpu()
+        self._products += gram(patches).double().cpu()
 
     def moments(self) -> InputMoments:
         """Return the moments of everything added."""

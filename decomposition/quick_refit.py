@@ -31,7 +31,7 @@ from decomposition.lockstep import (
     target_and_metric,
     target_and_row_metric,
 )
-from decomposition.metric import Metric, RowFactor, worth_factoring
+from decomposition.metric import Metric, RowFactor, gram, worth_factoring
 from decomposition.operations import Factorise, LayerOperation, Operation
 from decomposition.operations.base import FittedLayer
 from decomposition.patches import labels_of_batch, sample_labelled_patches
@@ -233,7 +233,8 @@ def _covariance(
     rows: torch.Tensor, others: torch.Tensor, mean: torch.Tensor, other_mean: torch.Tensor
 ) -> torch.Tensor:
     """Return E[r o'] - E[r] E[o]', float64, of rows (n, D) and others (n, E)."""
-    return (rows.T @ others).double().cpu() / len(rows) - torch.outer(mean, other_mean)
+    products = gram(rows) if others is rows else rows.T @ others
+    return products.double().cpu() / len(rows) - torch.outer(mean, other_mean)
 
 
 def _running_mean(norm: BatchNorm) -> torch.Tensor:

@@ -29,7 +29,7 @@ from decomposition.inputs import (
     tensors_of,
 )
 from decomposition.layers import LayerSpec
-from decomposition.metric import shrunk_matrix
+from decomposition.metric import gram, shrunk_matrix
 from decomposition.patches import labels_of_batch
 from decomposition.shrinkage import Spread
 
@@ -74,7 +74,7 @@ def collect_sensitivities(
         def add(gradient: torch.Tensor) -> None:
             axis = len(gradient)
             rows = (gradient if linear else gradient.movedim(1, -1)).flatten(0, -2).float()
-            sums[name] = sums.get(name, torch.zeros(())) + (rows.T @ rows).double().cpu()
+            sums[name] = sums.get(name, torch.zeros(())) + gram(rows).double().cpu()
             labels = torch.arange(len(rows), device=rows.device) // (len(rows) // axis)
             spreads.setdefault(name, Spread()).add(
                 rows, labels_of_batch(labels, axis, count_inputs(current[0]))

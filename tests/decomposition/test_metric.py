@@ -11,6 +11,7 @@ from decomposition.lockstep import _few_patches, _many_patches
 from decomposition.metric import (
     RowFactor,
     channel_moments,
+    gram,
     is_finite,
     scaled,
     shrunk,
@@ -71,6 +72,13 @@ def test_moments_of_few_inputs_are_kept_as_rows() -> None:
     eye = torch.eye(50, dtype=torch.float64)
     torch.testing.assert_close(times(eye, few.covariance), many.covariance, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(times(eye, few.second_moment), many.second_moment, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 255, 256, 257, 601])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_products_of_rows_with_themselves_are_those_of_one_product(count: int, columns: int) -> None:
+    rows = normal(count, columns)
+    torch.testing.assert_close(gram(rows), rows.T @ rows)
 
 
 @pytest.mark.parametrize("centred", [True, False])
