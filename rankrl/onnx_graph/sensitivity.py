@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.metric import shrunk_matrix
+from decomposition.metric import gram, shrunk_matrix
 from decomposition.shrinkage import Spread
 from rankrl.onnx_graph.capture import Captured, in_parts
 from rankrl.onnx_graph.inputs import batch_size
@@ -147,7 +147,7 @@ def _measured(
             rows = _reactions(tail, site, y, rest, weights, count, generator)
             if rows is None:
                 return None
-            total += (rows.T @ rows).double()
+            total += gram(rows).double()
             labels = torch.arange(len(rows)) // (len(rows) // count)
             spread.add(rows, labels)
             inputs += count
