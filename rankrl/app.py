@@ -25,7 +25,6 @@ from rankrl.config.overrides import (
     finished_run,
     overrides_first,
     resumed_arguments,
-    without_leftovers,
 )
 from rankrl.config.run_folders import check_folders, refuse_used_folder
 from rankrl.config.schema import AppConfig
@@ -160,7 +159,7 @@ def main() -> None:
             if finished is not None:
                 print(f"rankrl: {finished} is finished already; its report is {finished / 'report.html'}")
                 return
-            sys.argv[1:] = without_leftovers(resumed_arguments(sys.argv[1:]))
+            sys.argv[1:] = resumed_arguments(sys.argv[1:])
             check_overrides(sys.argv[1:])
             if given & HELP_FLAGS:
                 _show(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from torch import nn
@@ -36,6 +37,8 @@ AUTO = "auto"
 _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
 # Where train.optim.lr is null; the rate of sgd is the network's own, that of the others hardly depends on it.
 _LR_FROM_SCRATCH = {"onnx_adam": 1e-3, "onnx_adagrad": 1e-2}
+# What an optimizer has instead of its own defaults where a network is trained from scratch.
+_OPTIONS_FROM_SCRATCH: Mapping[str, Mapping[str, Any]] = {"sgd": {"weight_decay": 5e-4}}
 
 
 def dataset(config: AppConfig) -> ImageData:
@@ -302,7 +305,10 @@ def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRec
     default = _LR_FROM_SCRATCH.get(name)
     if name == "sgd":
         default = 1.0 if network is None else default_lr(config.model["architecture"], network)
-    return _recipe(config.train, config.train.optim, "train.optim", config.seed, default)
+    optim = dataclasses.replace(
+        config.train.optim, options={**_OPTIONS_FROM_SCRATCH.get(name, {}), **config.train.optim.options}
+    )
+    return _recipe(config.train, optim, "train.optim", config.seed, default)
 
 
 def comparison_recipe(config: AppConfig, *, heldout_is_new: bool) -> TrainingRecipe | None:

@@ -86,22 +86,6 @@ def _without_run_folder(arguments: Sequence[str], folder: Path) -> list[str]:
     return kept
 
 
-def without_leftovers(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with deletions of options that belong to another optimizer in front.
-
-    The configuration holds options of the optimizer that trains from scratch; with another one as
-    `train.optim.name` they would be refused, although nobody asked for them. What is set stays.
-    """
-    chosen = [each.partition("=")[2] for each in arguments if each.startswith("train.optim.name=")]
-    experiment = [each for each in arguments if each.startswith("experiment=")]
-    configured = composed(experiment).get("train", {}).get("optim") if chosen else None
-    if configured is None or "," in chosen[-1] or chosen[-1].strip("'\"") == configured["name"]:
-        return list(arguments)
-    given = {each.lstrip("+~").partition("=")[0] for each in arguments}
-    names = [f"train.optim.options.{name}" for name in configured["options"]]
-    return [*(f"~{name}" for name in names if name not in given), *arguments]
-
-
 def finished_run(arguments: Sequence[str]) -> Path | None:
     """Return the folder that `resume=RUN` names if its run has ended, and nothing else is asked for."""
     folder = Path(arguments[0].removeprefix("resume=")) if len(arguments) == 1 else Path()
@@ -321,6 +305,9 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
         known_options = _known_options(_chosen(overrides))
         if name in known_options:  # a mapping, and it is its keys that are new
             return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
+        mapping = name.rpartition(".")[0]
+        if mapping in known_options and not any(each.startswith(f"{mapping}.") for each in known_options):
+            return f"{mapping} gets new entries with a plus in front: +{name}=VALUE"
         return (
             f"the option {name!r} is unknown.{_nearest(name, known_options, _chosen(overrides))} "
             "`rankrl --help` lists all options."

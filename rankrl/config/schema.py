@@ -239,7 +239,8 @@ class OptimConfig:
             suits the network: for sgd 0.1 for the CIFAR ResNets, 0.01 for lenet5 and 0.05 for conv4; for
             torchvision's and your own 0.1 with batch normalisation, 0.01 without. 1e-3 for onnx_adam, 1e-2
             for onnx_adagrad.
-        options: What the optimizer takes beside its rate, where it is not to have its own default.
+        options: What the optimizer takes beside its rate, where it is not to have its own default. For
+            training from scratch that of sgd's weight_decay is 5e-4.
     """
 
     name: str = MISSING

@@ -142,6 +142,22 @@ def test_training_from_scratch_takes_the_networks_own_rate(overrides, shape, lr)
     assert options.training_recipe(config, network).lr == lr
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"weight_decay": 5e-4}),
+        (("+train.optim.options.momentum=0.8",), {"weight_decay": 5e-4, "momentum": 0.8}),
+        (("+train.optim.options.weight_decay=0.0",), {"weight_decay": 0.0}),
+        (("train.optim.name=onnx_adam",), {}),
+        (("train.optim.name=onnx_adagrad", "+train.optim.options.epsilon=1e-5"), {"epsilon": 1e-5}),
+    ],
+)
+def test_training_from_scratch_gives_each_optimizer_options_of_its_own(overrides, expected) -> None:
+    recipe = options.training_recipe(settings(*overrides), None)
+    assert recipe.optimizer_options == expected
+    options.check(settings("task=train", *overrides))
+
+
 def test_halvings_reach_both_recipes() -> None:
     config = settings("train.halvings=1", "finetune.halvings=0")
     assert options.training_recipe(config, None).halvings == 1

@@ -86,7 +86,7 @@ def test_what_is_fine_gets_as_far_as_the_data(
 
 
 def test_options_of_another_optimizer_are_refused_where_they_are_given(refused: Refused) -> None:
-    given = ("train.optim.name=onnx_adam", "train.optim.options.momentum=0.9")
+    given = ("train.optim.name=onnx_adam", "+train.optim.options.momentum=0.9")
     assert "'onnx_adam' has no option 'momentum'" in refused("task=train", *given)
 
 

@@ -58,7 +58,9 @@ Refused = Callable[..., str]
         (("pruner.scope=5", "pruner=magnitude"), "pruner.scope must be one of"),
         (("+optim.options.epsilon=small",), "optim.options.epsilon must be a number, got 'small'"),
         (("+optim.options.epsilom=1",), "optimizer 'onnx_adam' has no option 'epsilom'"),
-        (("train.optim.options.nesterov=2",), "train.optim.options.nesterov must be true or false, got 2"),
+        (("optim.options.epsilon=1e-3",), "with a plus in front: +optim.options.epsilon=VALUE"),
+        (("train.optim.options.momentum=0.8",), "with a plus in front: +train.optim.options.momentum=VALUE"),
+        (("+train.optim.options.nesterov=2",), "train.optim.options.nesterov must be true or false, got 2"),
         (("tracking=mlflow", "tracking.options.experiment=2"), "tracking.options.experiment must be text"),
         # Those of the schema, with a reason.
         (("budget.params=abc",), "budget.params must be a number or null, got 'abc'"),
