@@ -19,9 +19,10 @@ Progress = Callable[[str, int, int], None] | Literal[False] | None
 """Where progress goes: None draws a bar on a terminal, False shows nothing, and a function is called with
 what is being done, the number of finished steps and the number of all steps."""
 
-# Without a terminal: seconds before the first estimate, which is doubled for each further one, and seconds of
-# work left below which none is worth a line.
+# Without a terminal: seconds before the first estimate, which are doubled for each further one, how many
+# there are between two at most, and seconds of work left below which none is worth a line.
 _FIRST_ESTIMATE = 10.0
+_LONGEST_SILENCE = 600.0
 _WORTH_SAYING = 60.0
 _drawing = False
 _listeners: list[Callable[[str, int, int], None]] = []
@@ -151,15 +152,15 @@ class _Estimates:
 
     def show(self, completed: int, best: float | None) -> None:
         del best
-        spent = time.monotonic() - self.start
         if self.before is None:
-            # A resumed stage sets off with what was done before, at once.
-            self.before = completed if spent < 1e-3 * _FIRST_ESTIMATE and completed > 1 else 0
-        done = completed - self.before
+            self.before = 0
+            if completed > 1:  # a resumed stage sets off with what was done before, after reading its state
+                self.before, self.start = completed, time.monotonic()
+        spent, done = time.monotonic() - self.start, completed - self.before
         if spent < self.due or done < 1:
             return
         left = spent / done * (self.total - completed)
-        self.due = 2 * spent
+        self.due = spent + min(spent, _LONGEST_SILENCE)
         if left >= _WORTH_SAYING:
             log.info("%s: %d of %d, about %s left", self.description, completed, self.total, in_words(left))
 
