@@ -55,11 +55,17 @@ def test_a_function_is_told_instead() -> None:
     assert output.file.getvalue() == ""
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock's time in seconds, to be set."""
+    time = [0.0]
+    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: time[0])
+    return time
+
+
 def test_without_a_terminal_the_log_says_how_long_it_will_take(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: now[0])
     with caplog.at_level("INFO"), progress_bar("prune", 1000) as bar:
         bar.advance(100)  # a resumed stage: these took no time here
         for now[0] in (5.0, 12.0, 20.0, 30.0):
@@ -71,21 +77,15 @@ def test_without_a_terminal_the_log_says_how_long_it_will_take(
 
 
 def test_time_to_read_a_resumed_stage_counts_for_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: now[0])
     with caplog.at_level("INFO"), progress_bar("fine-tune", 1000) as bar:
         for now[0], step in ((4.0, 501), (14.0, 511)):  # the state is read, then a step a second
             bar.update(step)
     assert caplog.messages == ["fine-tune: 511 of 1000, about 8 min left"]
 
 
-def test_long_stages_are_never_silent_for_long(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: now[0])
+def test_long_stages_are_never_silent_for_long(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), progress_bar("fine-tune", 400) as bar:
         for minute in range(1, 241):
             now[0] = 60.0 * minute
@@ -94,9 +94,7 @@ def test_long_stages_are_never_silent_for_long(
     assert said == [1, 2, 4, 8, *range(16, 241, 10)]
 
 
-def test_short_stages_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    monkeypatch.setattr("decomposition.progress.time.monotonic", lambda: now[0])
+def test_short_stages_say_nothing(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), progress_bar("fit", 10) as bar:
         for now[0] in (6.0, 12.0, 18.0):
             bar.advance()
