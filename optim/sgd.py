@@ -34,8 +34,14 @@ def sgd(
         foreach: Use torch's foreach operations; None lets torch choose.
 
     Raises:
-        ValueError: If an option is outside its range (raised by torch).
+        ValueError: If an option is outside its range (raised by torch), or Nesterov's momentum does not go
+            with the other options.
     """
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov=true needs a momentum above 0 and no dampening, got momentum={momentum} and "
+            f"dampening={dampening}; set nesterov=false for SGD without it"
+        )
     return SGD(
         params,
         lr=lr,

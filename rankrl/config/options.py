@@ -38,7 +38,9 @@ _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
 # Where train.optim.lr is null; the rate of sgd is the network's own, that of the others hardly depends on it.
 _LR_FROM_SCRATCH = {"onnx_adam": 1e-3, "onnx_adagrad": 1e-2}
 # What an optimizer has instead of its own defaults where a network is trained from scratch.
-_OPTIONS_FROM_SCRATCH: Mapping[str, Mapping[str, Any]] = {"sgd": {"weight_decay": 5e-4}}
+_OPTIONS_FROM_SCRATCH: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+}
 
 
 def dataset(config: AppConfig) -> ImageData:

@@ -240,7 +240,7 @@ class OptimConfig:
             torchvision's and your own 0.1 with batch normalisation, 0.01 without. 1e-3 for onnx_adam, 1e-2
             for onnx_adagrad.
         options: What the optimizer takes beside its rate, where it is not to have its own default. For
-            training from scratch that of sgd's weight_decay is 5e-4.
+            training from scratch sgd has momentum 0.9, nesterov, and weight_decay 5e-4.
     """
 
     name: str = MISSING

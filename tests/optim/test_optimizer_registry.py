@@ -54,3 +54,10 @@ def test_a_new_optimizer_is_one_decorated_definition(monkeypatch: pytest.MonkeyP
     assert create_optimizer("rprop", [torch.zeros(1)], lr=0.5).defaults["lr"] == 0.5
     with pytest.raises(ValueError, match="'rprop' is registered already"):
         register_optimizer("rprop", "once more")
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}])
+def test_nesterov_that_does_not_go_with_the_rest_is_told_what_to_do(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"got momentum=0\..*; set nesterov=false"):
+        create_optimizer("sgd", [torch.zeros(1)], nesterov=True, **options)
+    assert create_optimizer("sgd", [torch.zeros(1)], nesterov=False, **options).defaults["nesterov"] is False

@@ -145,9 +145,15 @@ def test_training_from_scratch_takes_the_networks_own_rate(overrides, shape, lr)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), {"weight_decay": 5e-4}),
-        (("+train.optim.options.momentum=0.8",), {"weight_decay": 5e-4, "momentum": 0.8}),
-        (("+train.optim.options.weight_decay=0.0",), {"weight_decay": 0.0}),
+        ((), {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}),
+        (
+            ("+train.optim.options.momentum=0.8",),
+            {"momentum": 0.8, "nesterov": True, "weight_decay": 5e-4},
+        ),
+        (
+            ("+train.optim.options.weight_decay=0.0",),
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0},
+        ),
         (("train.optim.name=onnx_adam",), {}),
         (("train.optim.name=onnx_adagrad", "+train.optim.options.epsilon=1e-5"), {"epsilon": 1e-5}),
     ],
