@@ -271,6 +271,7 @@ def compress(
         run.onnx,
         opset=None,
         channel_block=timing.channel_block,
+        reduce_range=timing.reduce_range,
         timing={"batch": timing.batch, "threads": timing.threads, "runs": timing.runs},
         metadata={"plan": found.plan.to_json()},
         scratch=run.state,

@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.workflow.measure:ExportOptions.opset": None,
     "rankrl.workflow.measure:ExportOptions.pad_channels": True,
     "rankrl.workflow.measure:ExportOptions.preprocess": False,
+    "rankrl.workflow.measure:ExportOptions.reduce_range": None,
     "rankrl.workflow.measure:ExportOptions.runs": 30,
     "rankrl.workflow.measure:ExportOptions.threads": 1,
     "rankrl.workflow.pretrain:EpisodeOptions.batches": 2,

@@ -166,6 +166,7 @@ def search_options(config: AppConfig) -> SearchOptions:
             folder=cache_folder() / "latencies",
             preprocess=export.preprocess,
             pad_channels=export.pad_channels,
+            reduce_range=export.reduce_range,
         ),
         reward=reward,
         reward_options=reward_options,
@@ -354,6 +355,7 @@ def export_options(config: AppConfig) -> ExportOptions:
         runs=export.runs,
         preprocess=export.preprocess,
         pad_channels=export.pad_channels,
+        reduce_range=export.reduce_range,
         int8=export.int8,
         runtimes=_runtimes(config),
     )

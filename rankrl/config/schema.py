@@ -327,6 +327,7 @@ class ExportConfig:
     opset: int | None = owned(_EXPORT, "opset")
     preprocess: bool = owned(_EXPORT, "preprocess")
     pad_channels: bool = owned(_EXPORT, "pad_channels")
+    reduce_range: bool | None = owned(_EXPORT, "reduce_range")
     batch: int = owned(_EXPORT, "batch")
     threads: int = owned(_EXPORT, "threads")
     runs: int = owned(_EXPORT, "runs")

@@ -41,6 +41,7 @@ def export_network(
     *,
     opset: int | None = None,
     channel_block: int = 1,
+    reduce_range: bool | None = None,
     **options: Any,
 ) -> ExportResult:
     """Write a network, with the integers that its plan asks for.
@@ -53,6 +54,7 @@ def export_network(
             computes in integers.
         opset: Version of the ONNX operator set; None for the exporter's default, or what 4 bits need.
         channel_block: As in `export_onnx`.
+        reduce_range: As in `quantise_onnx`.
         **options: The others of `export_onnx`.
 
     Raises:
@@ -74,7 +76,7 @@ def export_network(
         if stored:
             store_integers(scratch, stored, _products(scratch))
         if computing:
-            quantise_onnx(scratch, scratch, inputs, weights=computing)
+            quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduce_range)
         model = onnx.load(scratch)
         pad_channels(model, channel_block)
         write_atomically(path, model.SerializeToString())

@@ -297,8 +297,9 @@ def compress_file(
 
         def applied(plan: CompressionPlan) -> OnnxNetwork:
             refitted = _refitted(given, plan, split.calibration, library.sensitivities, finishing)
-            write_graph(refitted, Path(scratch) / "finalist.onnx", split.calibration)
-            return OnnxNetwork.load(Path(scratch) / "finalist.onnx")
+            file = Path(scratch) / "finalist.onnx"
+            write_graph(refitted, file, split.calibration, reduce_range=timing.reduce_range)
+            return OnnxNetwork.load(file)
 
         # A rule's plan is one, so that no input chooses it.
         scoring = OnnxScoring(given.network, given.sites, split.scored or split.heldout, score, term)
@@ -445,7 +446,8 @@ def _finished(
         plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(given.several)})
     graph = _refitted(given, plan, batches, sensitivities, finishing)
     verified = check_contracted(graph, split.heldout[:2], network.source)
-    write_graph(graph, target, batches, {"plan": plan.to_json()})
+    range_of_weights = finishing.timing.reduce_range
+    write_graph(graph, target, batches, {"plan": plan.to_json()}, reduce_range=range_of_weights)
     compressed = open_session(OnnxNetwork.load(target).model, str(target))
     scoring = OnnxScoring(network, given.sites, split.heldout, score)
     outputs = scoring.agreement(compressed)

@@ -29,6 +29,8 @@ def write_graph(
     path: Path,
     calibration: Sequence[Feed],
     metadata: Mapping[str, str] | None = None,
+    *,
+    reduce_range: bool | None = None,
 ) -> None:
     """Write a compressed graph; the file appears complete or not at all.
 
@@ -37,6 +39,7 @@ def write_graph(
         path: The file to write.
         calibration: Batches that set the ranges of activations, where nodes compute in integers.
         metadata: Text to store in the file, beside what it holds already.
+        reduce_range: As in `quantise_onnx`.
 
     Raises:
         OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted,
@@ -60,7 +63,10 @@ def write_graph(
             products = {node.input[1] for node in proto.graph.node if node.op_type == "MatMul"}
             store_integers(scratch, graph.stored, products & set(graph.stored))
         if graph.computing:
-            quantise_onnx(scratch, scratch, calibration, weights=graph.computing, partly=True)
+            computing = graph.computing
+            quantise_onnx(
+                scratch, scratch, calibration, weights=computing, partly=True, reduce_range=reduce_range
+            )
         write_atomically(path, scratch.read_bytes())
 
 

@@ -166,6 +166,7 @@ def _finishing(config: AppConfig) -> Finishing:
         threads=config.export.threads,
         runs=config.export.runs,
         folder=cache_folder() / "latencies",
+        reduce_range=config.export.reduce_range,
     )
     return Finishing(
         timing=timing,

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from decomposition import Inputs, calibrate_ranges
+from decomposition import Inputs, calibrate_ranges, integer_layers
 from decomposition.inputs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.export import compare_latency, export_network
+from rankrl.export.int8 import sums_overflow
 from rankrl.export.latency import LatencyComparison
 from rankrl.export.runtimes import Batch
 from rankrl.files import write_atomically
@@ -76,6 +77,7 @@ def export_file(
     *,
     opset: int | None,
     channel_block: int,
+    reduce_range: bool | None,
     timing: Mapping[str, Any],
     metadata: Mapping[str, str],
     scratch: Path,
@@ -91,6 +93,7 @@ def export_file(
         path: The ONNX file to write.
         opset: ONNX operator set; None for the exporter's default.
         channel_block: As in `export_onnx`.
+        reduce_range: As in `quantise_onnx`.
         timing: `batch`, `threads` and `runs` of `compare_latency`.
         metadata: Text to store in the file.
         scratch: Folder for files that are needed for timing only, or have yet to be verified.
@@ -111,6 +114,10 @@ def export_file(
     fastest, execution = fastest_form(
         network, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
     )
+    if reduce_range is None and integer_layers(network) and sums_overflow():
+        log.info(
+            "this processor's 8-bit sums overflow (no VNNI), so weights in integers take 7 of their 8 bits"
+        )
     unverified = scratch / "unverified.onnx"
     written = export_network(
         fastest,
@@ -118,6 +125,7 @@ def export_file(
         inputs.shape,
         inputs.feeds(),
         metadata=metadata,
+        reduce_range=reduce_range,
         **options,
     )
     difference, agreement = inputs.verified(network, unverified, scratch)

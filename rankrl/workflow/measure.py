@@ -73,6 +73,9 @@ class ExportOptions:
         pad_channels: Whether channels that are fewer than the processor computes at a time (16 with AVX-512,
             8 with AVX2) are filled up with zeros when onnxruntime loads a file, where it is faster then. What
             is filled up is no constant of the graph any more, as other tools may want it.
+        reduce_range: Whether the weights of layers that compute in 8-bit integers take 7 of the 8 bits, as
+            files need it for x86 processors without VNNI, whose sums overflow otherwise; null: where this
+            processor is one.
         int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
             to beat, since onnxruntime makes it in half a minute without any training.
         runtimes: Where the finished files are verified and timed side by side; budgets and choices go by
@@ -85,6 +88,7 @@ class ExportOptions:
     runs: int = 30
     preprocess: bool = False
     pad_channels: bool = True
+    reduce_range: bool | None = None
     int8: bool = True
     runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
 
@@ -184,6 +188,7 @@ def export_numbers(
         path,
         opset=options.opset,
         channel_block=options.channel_block,
+        reduce_range=options.reduce_range,
         timing=options.timing,
         metadata=notes,
         scratch=scratch,
@@ -254,7 +259,7 @@ def int8_numbers(
         return None
     path = scratch / "dense-int8.onnx"
     try:
-        quantise_onnx(baseline, path, range_batches(data, options))
+        quantise_onnx(baseline, path, range_batches(data, options), reduce_range=options.reduce_range)
         accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
         times = compare_latency(baseline, path, **options.timing)
     except ExportError as error:

@@ -126,7 +126,8 @@ def _dense_integers(baseline: Path, data: ImageData, options: ExportOptions, scr
     if not options.int8:
         return None
     try:
-        return quantise_onnx(baseline, scratch / "dense-int8.onnx", range_batches(data, options))
+        path, batches = scratch / "dense-int8.onnx", range_batches(data, options)
+        return quantise_onnx(baseline, path, batches, reduce_range=options.reduce_range)
     except ExportError:  # `int8_numbers` has said so
         return None
 

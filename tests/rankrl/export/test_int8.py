@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rankrl.export import ExportError, export_onnx, quantise_onnx
+from rankrl.export.int8 import sums_overflow
 
 SHAPE = (3, 12, 12)
 
@@ -36,8 +37,12 @@ def batches(count: int = 4, size: int = 16) -> list[np.ndarray]:
     return [generator.standard_normal((size, *SHAPE), dtype=np.float32) for _ in range(count)]
 
 
-def outputs(path: Path, batch: np.ndarray) -> np.ndarray:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+def outputs(path: Path, batch: np.ndarray, *, integers: bool = True) -> np.ndarray:
+    """Run a file; without integers, the rounded numbers are computed with in floating point."""
+    options = onnxruntime.SessionOptions()
+    if not integers:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     found: np.ndarray = session.run(None, {session.get_inputs()[0].name: batch})[0]
     return found
 
@@ -66,6 +71,36 @@ def test_an_int8_file_is_smaller_and_computes_nearly_the_same(network: nn.Module
         each for each in onnx.load(target).graph.initializer if each.data_type == onnx.TensorProto.INT8
     ]
     assert sum(np.prod(each.dims) for each in weights) >= 16 * 3 * 9 + 16 * 16 * 9 + 160
+
+
+@pytest.mark.parametrize("kind", ["convolution", "product"])
+def test_weights_of_seven_bits_overflow_nowhere_and_are_taken_where_eight_would(
+    kind: str, tmp_path: Path
+) -> None:
+    layer = nn.Conv2d(3, 16, 3) if kind == "convolution" else nn.Linear(3 * 12 * 12, 16)
+    network = nn.Sequential(layer if kind == "convolution" else nn.Sequential(nn.Flatten(), layer), nn.ReLU())
+    for parameter in network.parameters():
+        nn.init.ones_(parameter)  # with inputs of one, the largest sums that there are
+    batch = np.ones((4, *SHAPE), dtype=np.float32)
+    path = export_onnx(network.eval(), tmp_path / "float.onnx", SHAPE).path
+    calibration = [np.concatenate([batch, 0 * batch])]
+
+    def written(reduce_range: bool | None) -> Path:
+        target = tmp_path / f"{reduce_range}.onnx"
+        return quantise_onnx(path, target, calibration, reduce_range=reduce_range)
+
+    def largest(file: Path) -> int:
+        tensors = map(onnx.numpy_helper.to_array, onnx.load(file).graph.initializer)
+        return max(int(np.abs(each.astype(int)).max()) for each in tensors if each.dtype == np.int8)
+
+    reduced, full = written(True), written(False)
+    assert (largest(reduced), largest(full)) == (64, 127)
+    assert written(None).read_bytes() == (reduced if sums_overflow() else full).read_bytes()
+    exact = outputs(path, batch)
+    for file, cut in ((reduced, False), (full, sums_overflow())):
+        np.testing.assert_allclose(outputs(file, batch, integers=False), exact, rtol=0.02)
+        assert (outputs(file, batch) < 0.9 * exact).all() == cut
+    np.testing.assert_allclose(outputs(reduced, batch), exact, rtol=0.02)
 
 
 def test_a_file_of_fixed_batch_is_calibrated_on_batches_of_that_size(
