@@ -135,9 +135,9 @@ def test_finalists_are_carried_out_and_scored_again(
     written: list[Path] = []
     write = compress.write_graph
 
-    def noted(graph: Any, path: Path, *rest: Any) -> None:
+    def noted(graph: Any, path: Path, *rest: Any, **options: Any) -> None:
         written.append(path)
-        write(graph, path, *rest)
+        write(graph, path, *rest, **options)
 
     monkeypatch.setattr(compress, "write_graph", noted)
     result = searched(finalists=2, precisions=("float32", "int8"))
