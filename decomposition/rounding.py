@@ -47,13 +47,20 @@ _SUMS = {
 }
 
 
+_REDUCED = 64  # the largest integer whose products with two of 255 do not overflow in 16 bits together
+
+
 def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Round a weight (out, ...) to signed integers of some bits, one scale an output channel.
 
     The scale takes a channel's largest magnitude to 2^(bits-1) - 1; the result is in the weight's own units,
     and gradients pass as if nothing were rounded.
     """
-    largest = 2 ** (bits - 1) - 1
+    return _in_steps(weight, 2 ** (bits - 1) - 1)
+
+
+def _in_steps(weight: torch.Tensor, largest: int) -> torch.Tensor:
+    """Round a weight so that a channel's largest magnitude is so many steps."""
     scale = weight.detach().abs().flatten(1).amax(1) / largest
     scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reshape(-1, *[1] * (weight.ndim - 1))
     return weight + (torch.round(weight.detach() / scale) * scale - weight.detach())
@@ -64,15 +71,17 @@ class RoundedWeight(nn.Module):
 
     Attributes:
         bits: Bits of the integers, at least 2.
+        reduced: Whether the rounded weight is rounded once more, to -64..64 (`reduce_weight_range`).
     """
 
     def __init__(self, bits: int) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.reduced = bits, False
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the rounded weight."""
-        return rounded_weight(weight, self.bits)
+        weight = rounded_weight(weight, self.bits)
+        return _in_steps(weight, _REDUCED) if self.reduced else weight
 
 
 class _RoundToUint8(torch.autograd.Function):
@@ -311,6 +320,18 @@ def _observing(model: nn.Module) -> Iterator[None]:
     finally:
         for each in ranges:
             each.observing = False
+
+
+def reduce_weight_range(model: nn.Module) -> nn.Module:
+    """Let layers that compute in integers have weights of 7 bits, -64..64, in place.
+
+    That is what onnxruntime's quantiser makes of the rounded weights with `reduce_range`.
+    """
+    for layer in integer_layers(model).values():
+        for step in layer.modules():
+            if isinstance(step, RoundedWeight):
+                step.reduced = True
+    return model
 
 
 def without_rounding(model: nn.Module) -> nn.Module:

@@ -25,7 +25,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from torch import nn
 
+from decomposition import integer_layers
+from decomposition.rounding import reduce_weight_range
+from decomposition.surgery import copied
 from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.runtimes import Batch, open_session
@@ -143,6 +147,17 @@ def sums_overflow() -> bool:
         onnx.save(model, path)
         (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
     return bool((sums != 255 * 127 * terms).any())
+
+
+def as_in_file(network: nn.Module, reduce_range: bool | None) -> nn.Module:
+    """Return the network whose simulated integers are those of its file, a copy where they are not its own.
+
+    Args:
+        network: A network with rounding.
+        reduce_range: As in `quantise_onnx`.
+    """
+    reduced = sums_overflow() if reduce_range is None else reduce_range
+    return reduce_weight_range(copied(network)) if reduced and integer_layers(network) else network
 
 
 class _Reader(CalibrationDataReader):

@@ -14,7 +14,7 @@ from decomposition import Inputs, calibrate_ranges, integer_layers
 from decomposition.inputs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.export import compare_latency, export_network
-from rankrl.export.int8 import sums_overflow
+from rankrl.export.int8 import as_in_file, sums_overflow
 from rankrl.export.latency import LatencyComparison
 from rankrl.export.runtimes import Batch
 from rankrl.files import write_atomically
@@ -128,7 +128,7 @@ def export_file(
         reduce_range=reduce_range,
         **options,
     )
-    difference, agreement = inputs.verified(network, unverified, scratch)
+    difference, agreement = inputs.verified(as_in_file(network, reduce_range), unverified, scratch)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
     scores = inputs.scores(path)

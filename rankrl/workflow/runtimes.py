@@ -20,6 +20,7 @@ from rankrl.export import (
     quantise_onnx,
     time_in_turns,
 )
+from rankrl.export.int8 import as_in_file
 from rankrl.workflow.file_export import warn_if_busy
 from rankrl.workflow.measure import (
     COMPARED_BATCH,
@@ -68,6 +69,7 @@ def runtime_numbers(
     if integers is not None:
         files["dense_int8_latency"] = integers
     expected = None if integers is None else _classes(integers, DEFAULT_RUNTIME, data, options)
+    in_file = as_in_file(network, options.reduce_range)
     section: dict[str, dict[str, Any]] = {}
     for name in options.runtimes:
         section[name] = {"version": get_runtime(name).version}
@@ -75,7 +77,7 @@ def runtime_numbers(
             if name == DEFAULT_RUNTIME:
                 difference, agreement = known["max_abs_difference"], known["agreement"]
             else:
-                difference, agreement = verified(network, path, data, scratch, options, runtime=name)
+                difference, agreement = verified(in_file, path, data, scratch, options, runtime=name)
             section[name] |= {"max_abs_difference": difference, "agreement": agreement}
             open_session(baseline, runtime=name)
             if integers is not None and expected is not None:

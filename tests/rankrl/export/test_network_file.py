@@ -24,7 +24,7 @@ from decomposition import (
     inspect_layers,
 )
 from rankrl.export import ExportError, class_agreement, export_network, export_onnx, verify_onnx
-from rankrl.export.int8 import integer_nodes
+from rankrl.export.int8 import as_in_file, integer_nodes
 from rankrl.export.runtimes import open_session
 
 SHAPE = (3, 12, 12)
@@ -112,6 +112,22 @@ def test_the_file_computes_what_the_simulation_does(
     pairs = [(inputs, inputs)]
     assert class_agreement(network, path, pairs) > 0.95
     assert class_agreement(dense, path, pairs) < 1 or name == "all"
+
+
+def test_the_file_of_seven_bits_computes_what_the_reduced_simulation_does(
+    dense: nn.Module, in_integers: Callable[[str], Written], tmp_path: Path
+) -> None:
+    network, _ = in_integers("mixed")
+    feeds = [each.numpy() for each in images().split(64)]
+    path = export_network(network, tmp_path / "seven.onnx", SHAPE, feeds, reduce_range=True).path
+    inputs = images(400, seed=3)
+    found = open_session(path).run(inputs.numpy())[0]
+    reduced = as_in_file(network, True)
+    assert as_in_file(network, False) is network
+    assert as_in_file(dense, True) is dense
+    with torch.no_grad():
+        expected, full = ((each(inputs) * 1).numpy() for each in (reduced, network))
+    assert np.abs(found - expected).mean() < 0.5 * np.abs(found - full).mean()
 
 
 def test_what_was_chosen_is_in_integers_and_nothing_else(in_integers: Callable[[str], Written]) -> None:
