@@ -115,7 +115,7 @@ def quantise_onnx(
                     per_channel=True,
                     activation_type=QuantType.QUInt8,
                     weight_type=QuantType.QInt8,
-                    reduce_range=sums_overflow() if reduce_range is None else reduce_range,
+                    reduce_range=_reduces(reduce_range),
                     nodes_to_quantize=nodes,
                 )
         except Exception as error:  # whatever onnxruntime's Python code stumbles over
@@ -156,8 +156,13 @@ def as_in_file(network: nn.Module, reduce_range: bool | None) -> nn.Module:
         network: A network with rounding.
         reduce_range: As in `quantise_onnx`.
     """
-    reduced = sums_overflow() if reduce_range is None else reduce_range
-    return reduce_weight_range(copied(network)) if reduced and integer_layers(network) else network
+    differs = _reduces(reduce_range) and integer_layers(network)
+    return reduce_weight_range(copied(network)) if differs else network
+
+
+def _reduces(reduce_range: bool | None) -> bool:
+    """Return what was asked for, or else what this processor needs."""
+    return sums_overflow() if reduce_range is None else reduce_range
 
 
 class _Reader(CalibrationDataReader):

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from decomposition import Inputs, calibrate_ranges, integer_layers
+from decomposition import Inputs, calibrate_ranges
 from decomposition.inputs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.export import compare_latency, export_network
-from rankrl.export.int8 import as_in_file, sums_overflow
+from rankrl.export.int8 import as_in_file
 from rankrl.export.latency import LatencyComparison
 from rankrl.export.runtimes import Batch
 from rankrl.files import write_atomically
@@ -114,7 +114,8 @@ def export_file(
     fastest, execution = fastest_form(
         network, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
     )
-    if reduce_range is None and integer_layers(network) and sums_overflow():
+    in_file = as_in_file(network, reduce_range)
+    if reduce_range is None and in_file is not network:
         log.info(
             "this processor's 8-bit sums overflow (no VNNI), so weights in integers take 7 of their 8 bits"
         )
@@ -128,7 +129,7 @@ def export_file(
         reduce_range=reduce_range,
         **options,
     )
-    difference, agreement = inputs.verified(as_in_file(network, reduce_range), unverified, scratch)
+    difference, agreement = inputs.verified(in_file, unverified, scratch)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
     scores = inputs.scores(path)
