@@ -188,6 +188,12 @@ RULES = (
     _section("pruner", "prunes nothing", "prune"),
     _section("prune", "prunes nothing", "prune"),
     Rule(
+        "prune.finetune_epochs",
+        _prunes_alone,
+        "task=prune decomposes nothing, before which it could fine-tune",
+        "set finetune.epochs, or prune.decompose_params or prune.decompose_macs",
+    ),
+    Rule(
         "compare.",
         _other_task("compare"),
         "task={task} searches with one selector and one seed",

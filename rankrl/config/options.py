@@ -263,10 +263,23 @@ def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
             raise ConfigError(
                 f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to keep"
             )
+    if chosen.finetune_epochs is not None and chosen.finetune_epochs < 0:
+        raise ConfigError(
+            f"prune.finetune_epochs must be a whole number >= 0, got {chosen.finetune_epochs}; 0 decomposes "
+            "the pruned network as it is"
+        )
     budget = BudgetConfig(
         params=chosen.decompose_params, macs=chosen.decompose_macs, bytes=None, latency=None
     )
     return dataclasses.replace(config, budget=budget)
+
+
+def before_decomposition(config: AppConfig) -> AppConfig:
+    """Return the configuration with which a pruned network is fine-tuned before it is decomposed."""
+    epochs = config.prune.finetune_epochs
+    if epochs is None:
+        return config
+    return dataclasses.replace(config, finetune=dataclasses.replace(config.finetune, epochs=epochs))
 
 
 def finetuning_recipe(

@@ -103,10 +103,12 @@ class PruneConfig:
         decompose_params: Decompose what is left (decomposition, selector, search) to this fraction of its
             parameters; None does not.
         decompose_macs: The same for its multiply-accumulates.
+        finetune_epochs: Of fine-tuning before it is decomposed; None takes finetune.epochs, 0 leaves it out.
     """
 
     decompose_params: float | None = None
     decompose_macs: float | None = None
+    finetune_epochs: int | None = None
 
 
 @dataclass

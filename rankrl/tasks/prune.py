@@ -62,7 +62,8 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         plan.save(folder.plan)
     else:
         tuned = copy.deepcopy(network)
-        steps.finetuned(config, data, tuned, dense, folder, stage="finetune-pruned", after_removal=True)
+        between = options.before_decomposition(config)
+        steps.finetuned(between, data, tuned, dense, folder, stage="finetune-pruned", after_removal=True)
         metrics["pruned"] = network_numbers(tuned, data)
         network, plan, metrics["search"] = _decomposed(
             decomposing, data, tuned, pruned, images, dense, folder

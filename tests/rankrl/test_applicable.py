@@ -43,6 +43,11 @@ IDLE = [
     ),
     ("pruner.", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
     ("prune.", ("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* task=pipeline prunes nothing"),
+    (
+        "prune.finetune_epochs",
+        ("task=prune", "prune.finetune_epochs=2"),
+        r"finetune_epochs=2 .* decomposes nothing, .* set finetune\.epochs",
+    ),
     ("compare.", ("task=search", "compare.seeds=[4]"), r"compare\.seeds=\[4\] .* choose task=compare"),
     ("pretrain.", ("task=search", "pretrain.plans=5"), r"plans=5 .* task=search trains no policy"),
     ("inspect.", ("inspect.errors=true",), r"errors=true .* task=pipeline lists no layers"),

@@ -99,6 +99,26 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
     assert read_json(tmp_path / "export" / "metrics.json")["onnx"]["max_abs_difference"] <= 1e-4
 
 
+@pytest.mark.parametrize(
+    ("between", "stages"), [(2, {"finetune-pruned": 2, "finetune": 1}), (0, {"finetune": 1})]
+)
+def test_epochs_before_the_decomposition_are_counted_apart(
+    prune: Callable[..., Path], between: int, stages: dict[str, int]
+) -> None:
+    folder = prune(
+        "run",
+        "pruner=magnitude",
+        "budget.macs=0.6",
+        "prune.decompose_params=0.5",
+        f"prune.finetune_epochs={between}",
+        "finetune.epochs=1",
+        "selector=greedy",
+        "decomposition=tucker",
+    )
+    trainings = read_json(folder / "metrics.json")["trainings"]
+    assert {name: trainings[name]["epochs"] for name in trainings if name.startswith("finetune")} == stages
+
+
 def test_applying_the_plan_gives_what_a_criterion_gave(
     prune: Callable[..., Path], rankrl: Command, small: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -155,6 +175,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
         (("+pruner.strengths={layer1.0: 1}",), "the channel groups are conv1, conv2"),
         (("prune.decompose_params=0.5", "prune.decompose_macs=0.5"), "not both"),
         (("prune.decompose_macs=2",), "prune.decompose_macs=2.0 is outside (0, 1)"),
+        (("prune.decompose_macs=0.5", "prune.finetune_epochs=-1"), "prune.finetune_epochs must be a whole"),
     ],
 )
 def test_bad_input_is_refused_before_the_network_is_trained(
