@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from decomposition.metric import Metric, RowFactor, whole
-from decomposition.rounding import rounded_weight
+from decomposition.rounding import largest_integer, rounded_weight
 
 # Of the inputs' mean power, added to each: GPTQ's own choice.
 _DAMPING = 0.01
@@ -53,7 +53,7 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
 
 
 def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torch.Tensor:
-    largest = 2 ** (bits - 1) - 1
+    largest = largest_integer(bits)
     columns = weight.shape[1]
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     order = diagonal.reshape(-1, columns).mean(0).argsort(descending=True)

@@ -22,7 +22,7 @@ from decomposition.modes import WeightModes
 from decomposition.operations import Cost, Factorise, dense_cost
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.factorise import factors_of
-from decomposition.operations.quantise import PRECISIONS
+from decomposition.operations.quantise import PRECISIONS, computes_in_integers
 from decomposition.rank_grid import candidate_ranks
 
 # Singular values of a weight's unfoldings in a format, by which it chooses ranks of its own.
@@ -190,7 +190,7 @@ class CandidateLister:
         gone = self._beside.get(name, 0) * self.specs[name].out_channels
         cost = Cost(-gone, 0, -FLOAT_BYTES * gone)
         removed = Candidate((self.removals[name].operation,), cost, 1.0, "blocks")
-        integers = any(each.integer for precision in self.precisions for each in PRECISIONS[precision])
+        integers = computes_in_integers(self.precisions)
         return [removed] + [replace(removed, hands_on_integers=True)] * integers
 
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:

@@ -46,22 +46,26 @@ _SUMS = {
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
 }
 
+REDUCED_BITS = 7
+"""Bits of weights that compute in integers where sums of 8-bit products overflow: on x86 without VNNI."""
 
-_REDUCED = 64  # the largest integer whose products with two of 255 do not overflow in 16 bits together
+
+def largest_integer(bits: int) -> int:
+    """Return the largest magnitude of weights of some bits: 2^(bits-1) - 1, but 64 of 7 bits.
+
+    Those 64 are what onnxruntime's `reduce_range` gives: the largest integer of which two, each multiplied by
+    255, still add up in 16 bits.
+    """
+    return 64 if bits == REDUCED_BITS else 2 ** (bits - 1) - 1
 
 
 def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """Round a weight (out, ...) to signed integers of some bits, one scale an output channel.
 
-    The scale takes a channel's largest magnitude to 2^(bits-1) - 1; the result is in the weight's own units,
-    and gradients pass as if nothing were rounded.
+    The scale takes a channel's largest magnitude to `largest_integer(bits)`; the result is in the weight's
+    own units, and gradients pass as if nothing were rounded.
     """
-    return _in_steps(weight, 2 ** (bits - 1) - 1)
-
-
-def _in_steps(weight: torch.Tensor, largest: int) -> torch.Tensor:
-    """Round a weight so that a channel's largest magnitude is so many steps."""
-    scale = weight.detach().abs().flatten(1).amax(1) / largest
+    scale = weight.detach().abs().flatten(1).amax(1) / largest_integer(bits)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reshape(-1, *[1] * (weight.ndim - 1))
     return weight + (torch.round(weight.detach() / scale) * scale - weight.detach())
 
@@ -71,17 +75,15 @@ class RoundedWeight(nn.Module):
 
     Attributes:
         bits: Bits of the integers, at least 2.
-        reduced: Whether the rounded weight is rounded once more, to -64..64 (`reduce_weight_range`).
     """
 
     def __init__(self, bits: int) -> None:
         super().__init__()
-        self.bits, self.reduced = bits, False
+        self.bits = bits
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the rounded weight."""
-        weight = rounded_weight(weight, self.bits)
-        return _in_steps(weight, _REDUCED) if self.reduced else weight
+        return rounded_weight(weight, self.bits)
 
 
 class _RoundToUint8(torch.autograd.Function):
@@ -323,14 +325,11 @@ def _observing(model: nn.Module) -> Iterator[None]:
 
 
 def reduce_weight_range(model: nn.Module) -> nn.Module:
-    """Let layers that compute in integers have weights of 7 bits, -64..64, in place.
-
-    That is what onnxruntime's quantiser makes of the rounded weights with `reduce_range`.
-    """
+    """Let layers that compute in integers round their weights to `REDUCED_BITS`, in place."""
     for layer in integer_layers(model).values():
         for step in layer.modules():
             if isinstance(step, RoundedWeight):
-                step.reduced = True
+                step.bits = REDUCED_BITS
     return model
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from decomposition import apply_plan, load_compressed
 from decomposition.inputs import CalibrationInputs, calibration_batches, split
 from rankrl.errors import ConfigError
+from rankrl.export.int8 import runnable
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
@@ -71,7 +72,7 @@ def search(
             or in pairs with labels, as a data loader yields them.
         decomposition: Name of the tensor format, or names of several that every layer chooses from.
         precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
-            `int4_weights`.
+            `int4_weights`. `int8` becomes `int7` where weights have to have 7 bits (`LatencyOptions`).
         channels: Fractions of the channels between two layers that may be kept, for example (0.75, 0.5); the
             others are removed. Empty keeps all.
         blocks: Whether whole residual blocks may be removed.
@@ -153,7 +154,7 @@ def search(
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
     chosen = CandidateOptions(
         formats,
-        precisions=tuple(precisions),
+        precisions=runnable(precisions),
         candidates=candidates,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),

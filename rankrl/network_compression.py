@@ -26,6 +26,7 @@ from rankrl.compression import Compression, missed_latency, summary
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.export import export_onnx, fast_multiple
+from rankrl.export.int8 import runnable
 from rankrl.files import write_json
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
@@ -147,7 +148,7 @@ def compress(
         test: Inputs like `data` that are read once, at the end, for the report.
         decomposition: Name of the tensor format, or names of several that every layer chooses from.
         precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
-            `int4_weights`.
+            `int4_weights`. `int8` becomes `int7` where weights have to have 7 bits (`LatencyOptions`).
         channels: Fractions of the channels between two layers that may be kept; empty keeps all.
         blocks: Whether whole residual blocks may be removed.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
@@ -212,7 +213,7 @@ def compress(
         multiple = 1 if latency is None else fast_multiple(timing.folder)
     chosen = CandidateOptions(
         formats,
-        precisions=tuple(precisions),
+        precisions=runnable(precisions, timing.reduce_range),
         candidates=candidates,
         multiple=multiple,
         weigh_outputs=weigh_outputs,

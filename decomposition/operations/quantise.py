@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self, cast
@@ -29,9 +29,9 @@ from decomposition.operations.base import (
     LayerOperation,
     register_operation,
 )
-from decomposition.rounding import round_activations, round_weights, rounded_weight
+from decomposition.rounding import REDUCED_BITS, round_activations, round_weights, rounded_weight
 
-BITS = (8, 4)
+BITS = (8, REDUCED_BITS, 4)
 INTEGERS, FLOATS = "uint8", "float32"
 ACTIVATION_NOISE = 0.01
 """What rounding one tensor to uint8 adds to a layer's relative output error, about: the steps of a range of
@@ -50,7 +50,8 @@ class Quantise(LayerOperation):
     A factorised layer is quantised stage by stage.
 
     Attributes:
-        weight_bits: Bits of the weights, 8 or 4.
+        weight_bits: Bits of the weights, 8 or 4; 7, stored in 8, in layers that compute in integers, for
+            processors whose sums of 8-bit products overflow.
         activations: `uint8` where inputs and outputs are integers too, so that the layer computes in
             integers; `float32` where weights are stored in integers and computed with in float32.
     """
@@ -87,7 +88,12 @@ class Quantise(LayerOperation):
             raise PlanError(
                 f"layer {spec.name!r}: activations={self.activations!r}; choose {INTEGERS} or {FLOATS}"
             )
-        if self.integer and self.weight_bits != 8:
+        if not self.integer and self.weight_bits == REDUCED_BITS:
+            raise PlanError(
+                f"layer {spec.name!r}: weights of {REDUCED_BITS} bits are for layers that compute in "
+                f"integers; take activations={INTEGERS!r}, or 8 bits"
+            )
+        if self.integer and self.weight_bits not in (8, REDUCED_BITS):
             raise PlanError(
                 f"layer {spec.name!r}: with {self.weight_bits}-bit weights nothing computes in integers; "
                 "take activations='float32', or 8 bits"
@@ -96,7 +102,8 @@ class Quantise(LayerOperation):
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
         """Count integers instead of floats, with their scales; a bias stays in 4 bytes an element."""
         bias = spec.out_channels if spec.bias else 0
-        stored = math.ceil((before.params - bias) * self.weight_bits / 8)
+        bits = 4 if self.weight_bits == 4 else 8
+        stored = math.ceil((before.params - bias) * bits / 8)
         size = stored + FLOAT_BYTES * bias + _SCALE_BYTES * before.rows
         return Cost(before.params, before.macs, size, rows=before.rows)
 
@@ -194,10 +201,16 @@ class Quantise(LayerOperation):
 PRECISIONS: dict[str, tuple[Quantise, ...]] = {
     "float32": (),
     "int8": (Quantise(),),
+    "int7": (Quantise(REDUCED_BITS),),
     "int8_weights": (Quantise(8, activations=FLOATS),),
     "int4_weights": (Quantise(4, activations=FLOATS),),
 }
 """What a layer may compute with, or be stored in, by the name of the option."""
+
+
+def computes_in_integers(precisions: Iterable[str]) -> bool:
+    """Tell whether some of these precisions compute in integers; names that there are not do nothing."""
+    return any(each.integer for name in precisions for each in PRECISIONS.get(name, ()))
 
 
 def _equalise(layer: StagedLayer, metric: Metric | None) -> None:

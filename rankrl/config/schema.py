@@ -50,8 +50,9 @@ class DecompositionConfig:
         format: The tensor format; auto for the best of `formats` in every layer.
         formats: What every layer chooses from, with format auto.
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
-            activations), int8_weights, int4_weights. None takes float32 and int8 for budget.latency, float32
-            and int8_weights for budget.bytes, else float32.
+            activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
+            int8_weights, int4_weights. None takes float32 and int8 for budget.latency, float32 and
+            int8_weights for budget.bytes, else float32.
         channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
             first layer loses the others, where the second alone reads them. Empty keeps all of them.
         blocks: Whether whole residual blocks may be removed.

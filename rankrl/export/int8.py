@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,8 +27,8 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from torch import nn
 
-from decomposition import integer_layers
-from decomposition.rounding import reduce_weight_range
+from decomposition import Inputs, calibrate_ranges, integer_layers, rounded_parameters
+from decomposition.rounding import REDUCED_BITS, reduce_weight_range
 from decomposition.surgery import copied
 from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.errors import ExportError
@@ -38,6 +38,7 @@ from rankrl.files import write_atomically
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
 
+log = logging.getLogger(__name__)
 
 # What only moves, adds or compares integers is integer where all that it takes is.
 _PASSING = frozenset(
@@ -103,6 +104,7 @@ def quantise_onnx(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
             )
+    reduced = _reduces(reduce_range)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "quantised.onnx"
         try:
@@ -115,7 +117,7 @@ def quantise_onnx(
                     per_channel=True,
                     activation_type=QuantType.QUInt8,
                     weight_type=QuantType.QInt8,
-                    reduce_range=_reduces(reduce_range),
+                    reduce_range=reduced,
                     nodes_to_quantize=nodes,
                 )
         except Exception as error:  # whatever onnxruntime's Python code stumbles over
@@ -146,18 +148,52 @@ def sums_overflow() -> bool:
         path = Path(folder) / "sums.onnx"
         onnx.save(model, path)
         (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
-    return bool((sums != 255 * 127 * terms).any())
+    overflow = bool((sums != 255 * 127 * terms).any())
+    if overflow:
+        log.info(
+            "this processor's 8-bit sums overflow (no VNNI): weights of what computes in integers get 7 bits"
+        )
+    return overflow
 
 
-def as_in_file(network: nn.Module, reduce_range: bool | None) -> nn.Module:
+def as_in_file(
+    network: nn.Module, reduce_range: bool | None, inputs: Iterable[Inputs] | None = None
+) -> nn.Module:
     """Return the network whose simulated integers are those of its file, a copy where they are not its own.
+
+    All weights that compute in integers have as many bits: where a plan gives some of them 7, all get 7.
 
     Args:
         network: A network with rounding.
         reduce_range: As in `quantise_onnx`.
+        inputs: Batches of what the network takes, on which a copy's activations get their ranges anew; `None`
+            leaves those that there are.
     """
-    differs = _reduces(reduce_range) and integer_layers(network)
-    return reduce_weight_range(copied(network)) if differs else network
+    bits = integer_bits(network)
+    if 8 not in bits or not (REDUCED_BITS in bits or _reduces(reduce_range)):
+        return network
+    reduced = reduce_weight_range(copied(network))
+    if inputs is not None:
+        calibrate_ranges(reduced, inputs)
+    return reduced
+
+
+def integer_bits(network: nn.Module) -> set[int]:
+    """Return the bits of the weights that compute in integers."""
+    bits = rounded_parameters(network)
+    return {bits[f"{name}.weight"] for name in integer_layers(network)}
+
+
+def runnable(precisions: Sequence[str], reduce_range: bool | None = None) -> tuple[str, ...]:
+    """Return precisions with `int7` in the place of `int8` where weights are to have 7 of 8 bits.
+
+    Args:
+        precisions: Names of what layers may compute with (`PRECISIONS`).
+        reduce_range: As in `quantise_onnx`.
+    """
+    if "int8" not in precisions or not _reduces(reduce_range):
+        return tuple(precisions)
+    return tuple(dict.fromkeys("int7" if name == "int8" else name for name in precisions))
 
 
 def _reduces(reduce_range: bool | None) -> bool:

@@ -21,10 +21,11 @@ from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
 from decomposition.inputs import ExampleInputs
+from decomposition.rounding import REDUCED_BITS
 from decomposition.surgery import copied
 from rankrl.export.channel_padding import pad_channels
 from rankrl.export.errors import ExportError
-from rankrl.export.int8 import quantise_onnx
+from rankrl.export.int8 import as_in_file, integer_bits, quantise_onnx
 from rankrl.export.onnx_file import ExportResult, export_onnx
 from rankrl.export.runtimes import DEFAULT_RUNTIME, Batch, open_session
 from rankrl.files import write_atomically
@@ -60,6 +61,7 @@ def export_network(
     Raises:
         ExportError: As `export_onnx` and `quantise_onnx`; or the operator set is too old for 4 bits.
     """
+    network = as_in_file(network, reduce_range)
     computing = {f"{name}.weight" for name in integer_layers(network)}
     stored = {name: bits for name, bits in rounded_parameters(network).items() if name not in computing}
     if 4 in stored.values():
@@ -76,7 +78,8 @@ def export_network(
         if stored:
             store_integers(scratch, stored, _products(scratch))
         if computing:
-            quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduce_range)
+            reduced = REDUCED_BITS in integer_bits(network)
+            quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduced)
         model = onnx.load(scratch)
         pad_channels(model, channel_block)
         write_atomically(path, model.SerializeToString())

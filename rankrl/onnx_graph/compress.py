@@ -20,6 +20,7 @@ from rankrl.agreement import agreement_score
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
+from rankrl.export.int8 import runnable
 from rankrl.onnx_graph.budget import compared_with_original, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
@@ -145,7 +146,7 @@ def compress_onnx(
         decomposition: Name of a tensor format, or of several that every node chooses from; all that can be
             written as plain nodes when omitted (`writable_formats`).
         precisions: What every node may compute with or be stored in: `float32`, `int8`, `int8_weights`,
-            `int4_weights`.
+            `int4_weights`. `int8` becomes `int7` where weights have to have 7 bits (`LatencyOptions`).
         skip: Nodes that stay as they are: names, or patterns of names (`encoder/*`).
         only: Nodes that alone may change, named likewise; empty for all.
         images: How image files become inputs, where `inputs` is a folder of them.
@@ -196,7 +197,7 @@ def compress_onnx(
         multiple = 1 if latency is None else fast_multiple(timing.folder)
     chosen = CandidateOptions(
         chosen_formats(decomposition),
-        precisions=tuple(precisions),
+        precisions=runnable(precisions, timing.reduce_range),
         candidates=candidates,
         multiple=multiple,
         weigh_outputs=weigh_outputs,

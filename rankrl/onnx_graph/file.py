@@ -63,10 +63,8 @@ def write_graph(
             products = {node.input[1] for node in proto.graph.node if node.op_type == "MatMul"}
             store_integers(scratch, graph.stored, products & set(graph.stored))
         if graph.computing:
-            computing = graph.computing
-            quantise_onnx(
-                scratch, scratch, calibration, weights=computing, partly=True, reduce_range=reduce_range
-            )
+            computing, reduced = graph.computing, True if graph.reduced else reduce_range
+            quantise_onnx(scratch, scratch, calibration, weights=computing, partly=True, reduce_range=reduced)
         write_atomically(path, scratch.read_bytes())
 
 

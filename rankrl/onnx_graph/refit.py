@@ -27,6 +27,7 @@ from decomposition.layer_plan import without_growth
 from decomposition.layers import DecomposableModule, weight_of
 from decomposition.lockstep import Refit, RefitProblem, Refitted, refit_to_patches, solved
 from decomposition.operations.base import FINAL
+from decomposition.rounding import REDUCED_BITS
 from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
@@ -42,6 +43,7 @@ class CompressedGraph:
         model: The graph.
         contracted: The same with one dense node in the place of each factorised one.
         computing: Names of weights whose nodes are to compute in integers.
+        reduced: Whether some of them have 7 bits, so that all are to have.
         stored: Bits of weights that are to be stored in integers, by name.
         errors: Relative output error of each node, those before it included, by name.
     """
@@ -49,6 +51,7 @@ class CompressedGraph:
     model: ir.Model
     contracted: ir.Model | None = None
     computing: list[str] = field(default_factory=list)
+    reduced: bool = False
     stored: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
 
@@ -61,6 +64,7 @@ class CompressedGraph:
             if isinstance(operation, Quantise):
                 if operation.integer:
                     self.computing += weights
+                    self.reduced |= operation.weight_bits == REDUCED_BITS
                 else:
                     self.stored |= dict.fromkeys(weights, operation.weight_bits)
         if self.contracted is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
 from decomposition.fitting import CHOOSING
 from decomposition.listing import CandidateLister
-from decomposition.operations.quantise import PRECISIONS
+from decomposition.operations.quantise import computes_in_integers
 from rankrl.files import atomic_path
 from rankrl.onnx_graph.budget import OnnxLatencyBudget
 from rankrl.onnx_graph.capture import collect_moments
@@ -159,7 +159,6 @@ def fit_library(
     sensitivities = (
         measured_sensitivities(given, folder=folder, seed=seed) if candidates.weigh_outputs else {}
     )
-    computing = any(each.integer for name in candidates.precisions for each in PRECISIONS.get(name, ()))
     return FitLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],
@@ -169,7 +168,7 @@ def fit_library(
         precisions=candidates.precisions,
         unrounded=(
             without_integers(given.network, usable, batches[0])
-            if computing
+            if computes_in_integers(candidates.precisions)
             else [site.name for site in usable if site.spread]
         ),
         multiple=candidates.multiple,

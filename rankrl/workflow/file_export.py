@@ -106,19 +106,15 @@ def export_file(
             stays in the scratch folder then.
     """
     calibrate_ranges(network, inputs.ranges())
+    in_file = as_in_file(network, reduce_range, inputs.ranges())
     options: dict[str, Any] = {
         "opset": opset,
         "channel_block": channel_block,
         "preprocessing": inputs.preprocessing,
     }
     fastest, execution = fastest_form(
-        network, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
+        in_file, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
     )
-    in_file = as_in_file(network, reduce_range)
-    if reduce_range is None and in_file is not network:
-        log.info(
-            "this processor's 8-bit sums overflow (no VNNI), so weights in integers take 7 of their 8 bits"
-        )
     unverified = scratch / "unverified.onnx"
     written = export_network(
         fastest,

@@ -30,6 +30,7 @@ from rankrl.workflow.measure import (
     range_batches,
     verified,
 )
+from rankrl.workflow.network import range_images
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def runtime_numbers(
     if integers is not None:
         files["dense_int8_latency"] = integers
     expected = None if integers is None else _classes(integers, DEFAULT_RUNTIME, data, options)
-    in_file = as_in_file(network, options.reduce_range)
+    in_file = as_in_file(network, options.reduce_range, range_images(data))
     section: dict[str, dict[str, Any]] = {}
     for name in options.runtimes:
         section[name] = {"version": get_runtime(name).version}

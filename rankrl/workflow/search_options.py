@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decomposition import FitOptions
+from decomposition.operations.quantise import computes_in_integers
 from rankrl.errors import ConfigError
 from rankrl.plan_search.problem import check_budgets
 from rankrl.plan_search.rewards import check_reward, reward_source
@@ -120,7 +121,7 @@ class SearchOptions:
             measures,
             len(candidates.formats) > 1,
             bool(candidates.channels) or candidates.blocks,
-            self.latency is not None and "int8" in candidates.precisions,
+            self.latency is not None and computes_in_integers(candidates.precisions),
         )
 
     @property

@@ -150,7 +150,8 @@ def test_the_last_stage_makes_up_for_the_rounding_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
-        (Quantise(3), r"layer '3': weights of 3 bits; choose from 8, 4"),
+        (Quantise(3), r"layer '3': weights of 3 bits; choose from 8, 7, 4"),
+        (Quantise(7, "float32"), r"layer '3': weights of 7 bits are for layers that compute in integers"),
         (Quantise(4), r"layer '3': with 4-bit weights nothing computes in integers"),
         (Quantise(8, "int7"), r"layer '3': activations='int7'; choose uint8 or float32"),
     ],
@@ -179,11 +180,13 @@ def test_every_candidate_comes_in_every_precision(small_net: nn.Module) -> None:
     assert {"int8", "int8 weights", "int4 weights", "dense"} <= set(texts)
     assert texts[-1] == "dense"
     cp = [text for text in texts if text.startswith("cp")]
-    assert len(cp) == 4 * sum(text.count(";") == 0 for text in cp)
+    assert len(cp) == len(PRECISIONS) * sum(text.count(";") == 0 for text in cp)
     by_text = dict(zip(texts, site.candidates, strict=True))
-    assert 0 < by_text["int8 weights"].error < by_text["int8"].error < by_text["int4 weights"].error
+    errors = [by_text[name].error for name in ("int8 weights", "int8", "int7", "int4 weights")]
+    assert errors[0] > 0
+    assert errors == sorted(errors)
     for text, candidate in by_text.items():
-        assert candidate.integer == text.endswith("int8")
+        assert candidate.integer == text.endswith(("int8", "int7"))
         if text.endswith(("int8 weights", "int4 weights")) and ";" in text:
             # The last stage is solved for anew, which may be worth more than what 8 bits lose.
             assert candidate.error > 0.99 * by_text[text.split(";")[0]].error

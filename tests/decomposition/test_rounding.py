@@ -33,20 +33,22 @@ def quantised(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers).eval()
 
 
-@given(seed=st.integers(0, 100))
-def test_weights_are_rounded_as_onnxruntime_does(seed: int) -> None:
+@given(seed=st.integers(0, 100), bits=st.sampled_from([8, 7]))
+def test_weights_are_rounded_as_onnxruntime_does(seed: int, bits: int) -> None:
     weight = torch.randn(5, 3, 3, generator=torch.Generator().manual_seed(seed))
-    for row, expected in zip(rounded_weight(weight, 8), weight, strict=True):
-        zero, scale, values = quantize_data(expected.numpy().ravel(), onnx.TensorProto.INT8, symmetric=True)
+    for row, expected in zip(rounded_weight(weight, bits), weight, strict=True):
+        zero, scale, values = quantize_data(
+            expected.numpy().ravel(), onnx.TensorProto.INT8, symmetric=True, reduce_range=bits == 7
+        )
         assert zero == 0
         torch.testing.assert_close(row.flatten(), torch.tensor(values.astype(np.float32) * scale).flatten())
 
 
-@given(seed=st.integers(0, 100), bits=st.sampled_from([8, 4]))
+@given(seed=st.integers(0, 100), bits=st.sampled_from([8, 7, 4]))
 def test_weights_become_integers_of_a_channels_scale(seed: int, bits: int) -> None:
     weight = torch.randn(5, 3, 3, generator=torch.Generator().manual_seed(seed))
     weight[0] = 0
-    rounded, largest = rounded_weight(weight, bits), 2 ** (bits - 1) - 1
+    rounded, largest = rounded_weight(weight, bits), {8: 127, 7: 64, 4: 7}[bits]
     scale = weight.flatten(1).abs().amax(1)[1:, None, None] / largest
     integers = rounded[1:] / scale
     torch.testing.assert_close(integers, integers.round(), atol=1e-4, rtol=0)

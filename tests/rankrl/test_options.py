@@ -83,9 +83,13 @@ def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multip
         (("budget.latency=0.6", "decomposition.rank_multiple=8"), ("float32", "int8")),
         (("budget.bytes=0.2",), ("float32", "int8_weights")),
         (("decomposition.precisions=[int8,int4_weights]",), ("int8", "int4_weights")),
+        (("budget.latency=0.6", "export.reduce_range=true"), ("float32", "int7")),
     ],
 )
-def test_layers_choose_precisions_that_lower_what_the_budget_counts(overrides, precisions) -> None:
+def test_layers_choose_precisions_that_lower_what_the_budget_counts(
+    overrides, precisions, monkeypatch
+) -> None:
+    monkeypatch.setattr("rankrl.export.int8.sums_overflow", lambda: False)
     assert options.candidate_options(settings(*overrides)).precisions == precisions
 
 

@@ -22,9 +22,10 @@ from decomposition import (
     apply_plan,
     fingerprint,
     inspect_layers,
+    integer_layers,
 )
 from rankrl.export import ExportError, class_agreement, export_network, export_onnx, verify_onnx
-from rankrl.export.int8 import as_in_file, integer_nodes
+from rankrl.export.int8 import as_in_file, integer_bits, integer_nodes, runnable
 from rankrl.export.runtimes import open_session
 
 SHAPE = (3, 12, 12)
@@ -122,12 +123,61 @@ def test_the_file_of_seven_bits_computes_what_the_reduced_simulation_does(
     path = export_network(network, tmp_path / "seven.onnx", SHAPE, feeds, reduce_range=True).path
     inputs = images(400, seed=3)
     found = open_session(path).run(inputs.numpy())[0]
-    reduced = as_in_file(network, True)
+    reduced = as_in_file(network, True, images().split(64))
     assert as_in_file(network, False) is network
     assert as_in_file(dense, True) is dense
     with torch.no_grad():
         expected, full = ((each(inputs) * 1).numpy() for each in (reduced, network))
     assert np.abs(found - expected).mean() < 0.5 * np.abs(found - full).mean()
+
+
+def test_weights_of_seven_bits_in_the_plan_are_those_of_the_file(dense: nn.Module, tmp_path: Path) -> None:
+    seven = {name: (*each[:-1], Quantise(7)) for name, each in ALL.items()}
+    network = applied(dense, **seven)
+    assert as_in_file(network, None) is as_in_file(network, False) is network
+    feeds = [each.numpy() for each in images().split(64)]
+    path = export_network(network, tmp_path / "seven.onnx", SHAPE, feeds, reduce_range=False).path
+    integers = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in onnx.load(path).graph.initializer
+        if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) > 1
+    }
+    assert len(integers) == len(ALL)
+    for name, layer in integer_layers(network).items():
+        weight = layer.weight.detach().numpy()
+        rows = weight.reshape(len(weight), -1)
+        expected = np.rint(rows / np.abs(rows).max(1, keepdims=True) * 64)
+        found = next(each for key, each in integers.items() if key.startswith(f"{name}."))
+        np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+
+
+def test_where_some_weights_have_seven_bits_all_get_them(dense: nn.Module) -> None:
+    network = applied(dense, **{**ALL, "head": (Quantise(7),)})
+    assert integer_bits(network) == {7, 8}
+    assert integer_bits(as_in_file(network, False)) == {7}
+    assert integer_bits(network) == {7, 8}
+
+
+@pytest.mark.parametrize(
+    ("precisions", "reduce_range", "expected"),
+    [
+        (("float32", "int8"), True, ("float32", "int7")),
+        (("int8", "int7"), True, ("int7",)),
+        (("float32", "int8"), False, ("float32", "int8")),
+        (("float32", "int8_weights"), True, ("float32", "int8_weights")),
+    ],
+)
+def test_precisions_are_those_that_the_file_may_have(
+    precisions: tuple[str, ...], reduce_range: bool, expected: tuple[str, ...]
+) -> None:
+    assert runnable(precisions, reduce_range) == expected
+
+
+def test_without_an_answer_the_processor_decides_on_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankrl.export.int8.sums_overflow", lambda: True)
+    assert runnable(["int8"]) == ("int7",)
+    monkeypatch.setattr("rankrl.export.int8.sums_overflow", lambda: False)
+    assert runnable(["int8"]) == ("int8",)
 
 
 def test_what_was_chosen_is_in_integers_and_nothing_else(in_integers: Callable[[str], Written]) -> None:
