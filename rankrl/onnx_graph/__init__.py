@@ -21,7 +21,8 @@ from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import read_inputs, split_inputs
 from rankrl.onnx_graph.network import OnnxNetwork
-from rankrl.onnx_graph.sites import Site, find_sites
+from rankrl.onnx_graph.site import Site
+from rankrl.onnx_graph.sites import find_sites
 
 __all__ = [
     "TIMED_BATCH",

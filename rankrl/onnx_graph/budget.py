@@ -24,7 +24,7 @@ from rankrl.onnx_graph.file import write_graph
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.refit import structured_graph
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions

@@ -17,7 +17,7 @@ from decomposition.shrinkage import labels_or_single
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, until
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 
 _CAPTURED = 2**28
 """Bytes of captured values at a time."""

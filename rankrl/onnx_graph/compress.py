@@ -37,7 +37,7 @@ from rankrl.onnx_graph.session import (
     fit_library,
     measured_sensitivities,
 )
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.run import SearchResult
 from rankrl.progress import progress_bar

@@ -17,7 +17,8 @@ from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inpu
 from rankrl.onnx_graph.look_up import with_look_ups
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
 from rankrl.onnx_graph.positions import Chosen, with_several_positions
-from rankrl.onnx_graph.sites import Site, find_sites
+from rankrl.onnx_graph.site import Site
+from rankrl.onnx_graph.sites import find_sites
 
 Inputs = Mapping[str, Array] | Array | Iterable[Feed] | str | Path
 

@@ -13,7 +13,7 @@ from rankrl.export.errors import ExportError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 
 log = logging.getLogger(__name__)
 

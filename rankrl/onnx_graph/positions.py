@@ -30,7 +30,7 @@ from rankrl.onnx_graph.budget import kept_measurement, time_beside
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, part_of
 from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyOptions
 

@@ -32,7 +32,7 @@ from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, m
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED, check_formats, replace_node, without_unused
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 
 
 @dataclass

@@ -21,7 +21,7 @@ from rankrl.errors import ConfigError
 from rankrl.onnx_graph.inputs import add_to_digest, batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx_graph.rewrite import open_constants, without_unused
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 from rankrl.plan_search.divergence import each_alone
 from rankrl.plan_search.evaluator import Evaluator
 from rankrl.plan_search.problem import Choices, SearchProblem

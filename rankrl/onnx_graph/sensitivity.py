@@ -25,7 +25,7 @@ from decomposition.shrinkage import Spread
 from rankrl.onnx_graph.capture import Captured, in_parts
 from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, part_of, used_by
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 
 PASSES = (2048, 8192)
 """Inputs that are sent through what lies behind a node, all channels together: fewest and most."""

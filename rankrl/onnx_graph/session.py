@@ -28,7 +28,7 @@ from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED
 from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, single_node_divergences
 from rankrl.onnx_graph.sensitivity import METHOD, collect_sensitivities
-from rankrl.onnx_graph.sites import SiteModules
+from rankrl.onnx_graph.site import SiteModules
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyBudget

@@ -14,7 +14,7 @@ from small_graphs import Array, convolutions, images, network_of
 import rankrl
 from rankrl.export.errors import ExportError
 from rankrl.onnx_graph import OnnxNetwork, find_sites, integers
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 
 
 def refusing(quantise: Callable[..., Path], together: list[set[str]]) -> Callable[..., Path]:

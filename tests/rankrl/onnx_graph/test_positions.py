@@ -29,7 +29,8 @@ from rankrl.onnx_graph.positions import (
     possible_positions,
     with_several_positions,
 )
-from rankrl.onnx_graph.sites import Site, find_sites
+from rankrl.onnx_graph.site import Site
+from rankrl.onnx_graph.sites import find_sites
 from rankrl.workflow.latency import LatencyOptions
 
 GROUP = 16

@@ -16,7 +16,7 @@ from small_graphs import MAPS, OPSETS, Array, network_of, upsampling
 import rankrl
 from decomposition import Factorise, FitOptions, LayerPlan, PlanError, Quantise
 from rankrl.onnx_graph import OnnxCompression, find_sites, sensitivity
-from rankrl.onnx_graph.sites import Site
+from rankrl.onnx_graph.site import Site
 from rankrl.workflow.latency import LatencyOptions
 
 TIMING = LatencyOptions(batch=2, runs=2)

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 import rankrl
 from rankrl.onnx_graph.budget import network_costs
 from rankrl.onnx_graph.network import Array, OnnxNetwork
-from rankrl.onnx_graph.sites import Site, find_sites
+from rankrl.onnx_graph.site import Site
+from rankrl.onnx_graph.sites import find_sites
 
 DRAWN = np.random.default_rng(0)
 X = DRAWN.standard_normal((60, 16)).astype(np.float32)
