@@ -207,7 +207,7 @@ def test_attention_is_decomposed_and_heldout_inputs_may_be_given(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["int8", "int8_weights", "int4_weights"])
+@pytest.mark.parametrize("precision", ["int8", "int7", "int8_weights", "int4_weights"])
 @pytest.mark.parametrize(("kind", "data"), [(TwoInputs, LOADER), (TextClassifier, TOKENS)])
 def test_integers_are_stored_and_computed_with(
     tmp_path: Path, kind: type[nn.Module], data: Any, precision: str

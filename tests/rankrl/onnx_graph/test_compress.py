@@ -134,6 +134,20 @@ def test_integers_are_written(precision: str, network: str, tmp_path: Path) -> N
     assert all(each.error < 0.5 for each in result.outputs)
 
 
+@pytest.mark.parametrize(("reduce_range", "bits", "largest"), [(True, 7, 64), (False, 8, 127)])
+def test_weights_in_integers_have_as_many_bits_as_asked_for(
+    reduce_range: bool, bits: int, largest: int, tmp_path: Path
+) -> None:
+    timing = LatencyOptions(batch=2, runs=2, reduce_range=reduce_range)
+    given = {"x": images(100)}
+    result = compressed(convolutions(), given, tmp_path, bytes=0.3, precisions=("int8",), timing=timing)
+    assert {each.weight_bits for each in result.plan.chosen(Quantise).values()} == {bits}
+    tensors = map(onnx.numpy_helper.to_array, onnx.load(result.path).graph.initializer)
+    integers = [each for each in tensors if each.dtype == np.int8 and each.ndim > 1]
+    assert integers
+    assert {int(np.abs(each.astype(int)).max()) for each in integers} == {largest}
+
+
 def test_four_bits_are_refused_where_the_operator_set_cannot_be_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
