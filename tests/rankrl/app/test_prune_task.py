@@ -100,7 +100,11 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("between", "stages"), [(2, {"finetune-pruned": 2, "finetune": 1}), (0, {"finetune": 1})]
+    ("between", "stages"),
+    [
+        pytest.param(2, {"finetune-pruned": 2, "finetune": 1}, marks=pytest.mark.slow),
+        (0, {"finetune": 1}),
+    ],
 )
 def test_epochs_before_the_decomposition_are_counted_apart(
     prune: Callable[..., Path], between: int, stages: dict[str, int]
