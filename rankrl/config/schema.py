@@ -104,7 +104,8 @@ class PruneConfig:
         decompose_params: Decompose what is left (decomposition, selector, search) to this fraction of its
             parameters; None does not.
         decompose_macs: The same for its multiply-accumulates.
-        finetune_epochs: Of fine-tuning before it is decomposed; None takes finetune.epochs, 0 leaves it out.
+        finetune_epochs: Epochs of fine-tuning before the decomposition; None takes finetune.epochs, 0 is
+            none.
     """
 
     decompose_params: float | None = None

@@ -63,8 +63,14 @@ def write_graph(
             products = {node.input[1] for node in proto.graph.node if node.op_type == "MatMul"}
             store_integers(scratch, graph.stored, products & set(graph.stored))
         if graph.computing:
-            computing, reduced = graph.computing, True if graph.reduced else reduce_range
-            quantise_onnx(scratch, scratch, calibration, weights=computing, partly=True, reduce_range=reduced)
+            quantise_onnx(
+                scratch,
+                scratch,
+                calibration,
+                weights=graph.computing,
+                partly=True,
+                reduce_range=graph.reduced or reduce_range,
+            )
         write_atomically(path, scratch.read_bytes())
 
 

@@ -15,6 +15,10 @@ from rankrl.operations import kept_channels
 Command = Callable[..., None]
 Refused = Callable[..., str]
 MASKS = ("pruner.epochs=2", "pruner.settling_epochs=1")
+PRUNED_THEN_TUCKER = (
+    *("pruner=magnitude", "budget.macs=0.6", "prune.decompose_params=0.5"),
+    *("selector=greedy", "decomposition=tucker"),
+)
 
 
 @pytest.fixture
@@ -66,14 +70,7 @@ def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) ->
 def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
     prune: Callable[..., Path], rankrl: Command, small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    folder = prune(
-        "run",
-        "pruner=magnitude",
-        "budget.macs=0.6",
-        "prune.decompose_params=0.5",
-        "selector=greedy",
-        "decomposition=tucker",
-    )
+    folder = prune("run", *PRUNED_THEN_TUCKER)
     metrics = read_json(folder / "metrics.json")
     assert metrics["pruned"]["macs"] <= 0.6 * metrics["baseline"]["macs"]
     assert metrics["compressed"]["params"] <= 0.5 * metrics["pruned"]["params"]
@@ -109,16 +106,7 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
 def test_epochs_before_the_decomposition_are_counted_apart(
     prune: Callable[..., Path], between: int, stages: dict[str, int]
 ) -> None:
-    folder = prune(
-        "run",
-        "pruner=magnitude",
-        "budget.macs=0.6",
-        "prune.decompose_params=0.5",
-        f"prune.finetune_epochs={between}",
-        "finetune.epochs=1",
-        "selector=greedy",
-        "decomposition=tucker",
-    )
+    folder = prune("run", *PRUNED_THEN_TUCKER, f"prune.finetune_epochs={between}", "finetune.epochs=1")
     trainings = read_json(folder / "metrics.json")["trainings"]
     assert {name: trainings[name]["epochs"] for name in trainings if name.startswith("finetune")} == stages
 
