@@ -11,7 +11,6 @@ from torch import nn
 from decomposition import apply_plan, load_compressed
 from decomposition.inputs import CalibrationInputs, calibration_batches, split
 from rankrl.errors import ConfigError
-from rankrl.export.int8 import runnable
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
@@ -154,7 +153,8 @@ def search(
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
     chosen = CandidateOptions(
         formats,
-        precisions=runnable(precisions),
+        precisions=tuple(precisions),
+        reduce_range=options.timing.reduce_range,
         candidates=candidates,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),

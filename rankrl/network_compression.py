@@ -26,7 +26,6 @@ from rankrl.compression import Compression, missed_latency, summary
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.export import export_onnx, fast_multiple
-from rankrl.export.int8 import runnable
 from rankrl.files import write_json
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
@@ -213,7 +212,8 @@ def compress(
         multiple = 1 if latency is None else fast_multiple(timing.folder)
     chosen = CandidateOptions(
         formats,
-        precisions=runnable(precisions, timing.reduce_range),
+        precisions=tuple(precisions),
+        reduce_range=timing.reduce_range,
         candidates=candidates,
         multiple=multiple,
         weigh_outputs=weigh_outputs,

@@ -15,7 +15,6 @@ from rankrl.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeCon
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.export import DEFAULT_RUNTIME, fast_multiple, get_runtime
-from rankrl.export.int8 import runnable
 from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, Term
 from rankrl.pretraining.training import PretrainingOptions
@@ -58,7 +57,8 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     if multiple is None:
         multiple = 1 if config.budget.latency is None else fast_multiple(cache_folder() / "latencies")
     return CandidateOptions(
-        precisions=runnable(_precisions(config), config.export.reduce_range),
+        precisions=_precisions(config),
+        reduce_range=config.export.reduce_range,
         channels=tuple(chosen.channels),
         blocks=chosen.blocks,
         skip=tuple(chosen.skip),

@@ -20,7 +20,6 @@ from rankrl.agreement import agreement_score
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
-from rankrl.export.int8 import runnable
 from rankrl.onnx_graph.budget import compared_with_original, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
@@ -197,7 +196,8 @@ def compress_onnx(
         multiple = 1 if latency is None else fast_multiple(timing.folder)
     chosen = CandidateOptions(
         chosen_formats(decomposition),
-        precisions=runnable(precisions, timing.reduce_range),
+        precisions=tuple(precisions),
+        reduce_range=timing.reduce_range,
         candidates=candidates,
         multiple=multiple,
         weigh_outputs=weigh_outputs,

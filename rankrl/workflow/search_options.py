@@ -9,6 +9,7 @@ from typing import Any
 from decomposition import FitOptions
 from decomposition.operations.quantise import computes_in_integers
 from rankrl.errors import ConfigError
+from rankrl.export.int8 import runnable
 from rankrl.plan_search.problem import check_budgets
 from rankrl.plan_search.rewards import check_reward, reward_source
 from rankrl.plan_search.run import check_limits
@@ -25,7 +26,9 @@ class CandidateOptions:
 
     Attributes:
         formats: Names of the tensor formats that every layer chooses from.
-        precisions: Names of what every layer may compute with or be stored in (`PRECISIONS`).
+        precisions: Names of what every layer may compute with or be stored in (`PRECISIONS`); `int7` takes
+            the place of `int8` where weights are to have 7 of 8 bits.
+        reduce_range: Whether they are, as in `quantise_onnx`.
         tensorised: Whether channel counts are split into small factors (64 = 4x4x4), for very high
             compression; tensor ring and tensor train alone.
         candidates: Candidate ranks a layer and format at most.
@@ -42,6 +45,7 @@ class CandidateOptions:
 
     formats: tuple[str, ...]
     precisions: tuple[str, ...] = ("float32",)
+    reduce_range: bool | None = None
     tensorised: bool = False
     candidates: int = 16
     multiple: int = 1
@@ -55,6 +59,8 @@ class CandidateOptions:
     def __post_init__(self) -> None:
         if self.candidates < 1:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
+        # Fits, scores and fine-tuning round as the finished file does, so nothing sees what was asked for.
+        object.__setattr__(self, "precisions", runnable(self.precisions, self.reduce_range))
 
 
 @dataclass(frozen=True)

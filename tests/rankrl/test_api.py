@@ -17,6 +17,7 @@ import decomposition
 import rankrl
 from rankrl.errors import CheckpointError, ConfigError, NonFiniteError
 from rankrl.plan_search.score_evaluator import ScoreEvaluator
+from rankrl.workflow.latency import LatencyOptions
 
 
 @pytest.fixture
@@ -76,6 +77,24 @@ def test_layers_choose_among_several_formats_within_bytes(model: nn.Module, imag
     other = decomposition.apply_plan(model, without_last_round, images)
     with torch.no_grad():
         assert score(small) >= score(other)
+
+
+@pytest.mark.parametrize(("reduce_range", "bits"), [(True, 7), (False, 8)])
+def test_integers_have_the_bits_that_timing_asks_for(
+    reduce_range: bool, bits: int, model: nn.Module, images: torch.Tensor
+) -> None:
+    result = rankrl.search(
+        model,
+        calibration=images,
+        score=lambda network: 0.0,
+        decomposition="cp",
+        bytes=0.3,
+        precisions=("int8",),
+        timing=LatencyOptions(reduce_range=reduce_range),
+        candidates=2,
+        selector="greedy",
+    )
+    assert {each.weight_bits for each in result.plan.chosen(decomposition.Quantise).values()} == {bits}
 
 
 def test_search_without_a_budget_is_refused(model: nn.Module, images: torch.Tensor) -> None:
