@@ -42,7 +42,10 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     chosen = options.pruning(config)
     decomposing = options.decomposition_after_pruning(config)
+    between = options.before_decomposition(config)
     options.check(config if decomposing is None else decomposing, finetuning=config.finetune.epochs > 0)
+    if between.finetune.epochs > 0:
+        options.finetuning_recipe(between, after_removal=True)
     export_options = options.export_options(config)
     data = options.dataset(config)
     with _refusals():
@@ -62,7 +65,6 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         plan.save(folder.plan)
     else:
         tuned = copy.deepcopy(network)
-        between = options.before_decomposition(config)
         steps.finetuned(between, data, tuned, dense, folder, stage="finetune-pruned", after_removal=True)
         metrics["pruned"] = network_numbers(tuned, data)
         network, plan, metrics["search"] = _decomposed(

@@ -168,6 +168,10 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
         (("prune.decompose_params=0.5", "prune.decompose_macs=0.5"), "not both"),
         (("prune.decompose_macs=2",), "prune.decompose_macs=2.0 is outside (0, 1)"),
         (("prune.decompose_macs=0.5", "prune.finetune_epochs=-1"), "prune.finetune_epochs must be a whole"),
+        (
+            ("prune.decompose_macs=0.5", "prune.finetune_epochs=1", "finetune.epochs=0", "finetune.warmup=2"),
+            "warmup",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_the_network_is_trained(
