@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from result_rows import ResultRows
-from scipy.stats import t as student
 from torch import nn
 from transfer import Asked, Prepared, augmented_accuracy, finetuned_accuracy
 
@@ -49,13 +48,11 @@ from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
 from rankrl.pretraining.episodes import task_of
 from rankrl.report.axes import percent_axis
+from rankrl.report.comparison import AFTER, Spread
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import SelectorEntry, create_selector, selector_is_seeded
-
-AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
-"""Evaluations after which the best plan is judged; the last one of a search too."""
 
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _DASHES = ((0, (1, 1.5)), (0, (5, 2)), (0, (5, 2, 1, 2)))
@@ -105,15 +102,6 @@ def best_plans(rows: Sequence[EpisodeRow]) -> dict[int, Choices]:
     """Return the best plan after each of `AFTER` evaluations, and after all, by their number."""
     ends = [*(after for after in AFTER if after < len(rows)), len(rows)]
     return {end: max(rows[:end], key=lambda row: row.reward).key for end in ends}
-
-
-def spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and half of its 95 % interval (Student's t); None for the latter of a single value."""
-    count = len(values)
-    if count < 2:
-        return float(np.mean(values)), None
-    half = float(student.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5)
-    return float(np.mean(values)), half
 
 
 def search(
@@ -233,8 +221,8 @@ def report(curves: Sequence[Curve], references: Mapping[str, float], episodes: i
     lines = [f"| {' | '.join(head)} |", f"|---|---:|{'---:|' * len(head[2:])}"]
     groups = by_entry(curves)
     for name in sorted(groups, key=lambda name: -np.mean([each.at(episodes) for each in groups[name]])):
-        cells = [_cell(*spread([each.at(after) for each in groups[name]])) for after in shown]
-        cells += [_cell(*spread([each.applied[end] for each in groups[name]])) for end in done]
+        cells = [_cell([each.at(after) for each in groups[name]]) for after in shown]
+        cells += [_cell([each.applied[end] for each in groups[name]]) for end in done]
         lines.append(f"| `{name}` | {len(groups[name])} | {' | '.join(cells)} |")
     known = "; ".join(f"{name} {accuracy:.3f}" for name, accuracy in references.items())
     return "\n".join([*lines, "", f"Without any evaluation: {known}."])
@@ -248,8 +236,8 @@ def by_entry(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
     }
 
 
-def _cell(mean: float, half: float | None) -> str:
-    return f"{mean:.3f}" if half is None else f"{mean:.3f} ± {half:.3f}"
+def _cell(values: Sequence[float]) -> str:
+    return Spread.of(values).text(factor=1, digits=3)
 
 
 def picture(curves: Sequence[Curve], references: Mapping[str, float], episodes: int) -> Figure:

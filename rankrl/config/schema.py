@@ -225,11 +225,11 @@ class CompareConfig:
 
     selectors: list[str] = field(
         default_factory=lambda: [
-            *("bayes_ddpg", "bayes", "ddpg", "tpe", "local", "random"),
-            *("greedy", "energy", "vbmf", "uniform"),
+            *("bayes_ddpg", "bayes", "ddpg", "tpe", "cmaes", "local", "random"),
+            *("greedy", "divergence", "energy", "vbmf", "uniform"),
         ]
     )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Selectors side by side: one row for each search, and their means and spreads."""
+"""Selectors side by side: one row for each search, their means and 95 % intervals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import io
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+from scipy.special import stdtrit
 
 from rankrl.report.stages import UNKNOWN
+from rankrl.wording import counted
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ _TITLES = {
 SHORT = ("best_reward", "test_accuracy", "finetuned_accuracy")
 """The measures that fit on a terminal."""
 
+PROGRESS_CAPTION = "Best reward after so many plans, mean ± 95 % interval over the seeds."
+
 _WRITTEN = {
     "best_reward": (1.0, 4),
     "heldout_accuracy": (100.0, 2),
@@ -75,12 +81,38 @@ _WRITTEN = {
 }
 
 
+AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
+"""Plans after which selectors are compared; the end of the longest search too."""
+
+
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over the seeds; the latter None for a single search."""
+    """What the seeds say of one measure.
+
+    Attributes:
+        mean: Mean over the seeds.
+        std: Sample standard deviation; None for a single search.
+        half_width: Half of the mean's 95 % interval (Student's t), with as many degrees of freedom as there
+            are seeds, less one; None for a single search.
+    """
 
     mean: float
     std: float | None
+    half_width: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return that of one value for each seed, at least one."""
+        mean, count = float(statistics.fmean(values)), len(values)
+        if count < 2:
+            return cls(mean, None, None)
+        std = statistics.stdev(values)
+        return cls(mean, std, float(stdtrit(count - 1, 0.975)) * std / count**0.5)
+
+    def text(self, factor: float, digits: int) -> str:
+        """Return `mean ± half_width`, each times a factor and with so many decimals."""
+        mean = f"{factor * self.mean:.{digits}f}"
+        return mean if self.half_width is None else f"{mean} ± {factor * self.half_width:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -107,8 +139,7 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
         for measure in MEASURES:
             values = [getattr(row, measure) for row in runs if getattr(row, measure) is not None]
             if values:
-                std = statistics.stdev(values) if len(values) > 1 else None
-                measures[measure] = Spread(float(statistics.fmean(values)), std)
+                measures[measure] = Spread.of(values)
         found.append(SelectorSummary(name, len(runs), measures))
     return sorted(found, key=lambda summary: -summary.measures["best_reward"].mean)
 
@@ -123,7 +154,7 @@ def comparison_cells(
         measures: What to show; what was not measured is left out.
 
     Returns:
-        Titles, and a row for every selector with `mean ± spread` in its cells.
+        Titles, and a row for every selector with means and 95 % intervals in its cells.
     """
     summaries = summarise(rows)
     taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
@@ -134,9 +165,37 @@ def comparison_cells(
     return ["Selector", "Runs", *(_TITLES[name] for name in taken)], cells
 
 
+def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[str]]]:
+    """Return as text how far searches had come after so many plans.
+
+    Args:
+        rows: The searches. One that ended early keeps what it had.
+
+    Returns:
+        Titles, and a row for every selector with means and 95 % intervals of the best reward so far; no rows
+        where every search scored a single plan.
+    """
+    longest = max(len(row.best_rewards) for row in rows)
+    if longest == 1:
+        return ["Selector"], []
+    ends = [*(after for after in AFTER if after < longest), longest]
+    factor, digits = _WRITTEN["best_reward"]
+    cells = []
+    for summary in summarise(rows):
+        runs = [row.best_rewards for row in rows if row.selector == summary.selector]
+        known = (Spread.of([run[min(end, len(run)) - 1] for run in runs]) for end in ends)
+        cells.append([summary.selector, *(each.text(factor, digits) for each in known)])
+    return ["Selector", *(counted(end, "plan") for end in ends)], cells
+
+
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
-    """Return the table in Markdown."""
-    columns, cells = comparison_cells(rows)
+    """Return the tables in Markdown."""
+    columns, cells = progress_cells(rows)
+    progress = f"\n{PROGRESS_CAPTION}\n\n{_markdown(columns, cells)}" if cells else ""
+    return f"{_markdown(*comparison_cells(rows))}{progress}"
+
+
+def _markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -153,6 +212,4 @@ def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
 def _cell(spread: Spread | None, measure: str) -> str:
     if spread is None:
         return UNKNOWN
-    factor, digits = _WRITTEN[measure]
-    text = f"{factor * spread.mean:.{digits}f}"
-    return text if spread.std is None else f"{text} ± {factor * spread.std:.{digits}f}"
+    return spread.text(*_WRITTEN[measure])

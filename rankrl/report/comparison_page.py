@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.files import write_atomically
-from rankrl.report.comparison import ComparisonRow, comparison_cells, comparison_csv, comparison_markdown
+from rankrl.report.comparison import (
+    PROGRESS_CAPTION,
+    ComparisonRow,
+    comparison_cells,
+    comparison_csv,
+    comparison_markdown,
+    progress_cells,
+)
 from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
 from rankrl.report.html_page import Head, drawing, render, text_table
 from rankrl.report.run_page import run_title
@@ -16,8 +23,8 @@ from rankrl.report.stages import heldout_note, number, rival_note
 from rankrl.report.write import save_figure
 
 _CAPTION = (
-    "Every selector had the same evaluator, the same fits and as many evaluations; mean ± standard deviation "
-    "over the seeds. Test images gave the test accuracy and nothing else. Best reward first."
+    "Every selector had the same evaluator, the same fits and as many evaluations; mean ± 95 % interval "
+    "(Student's t) over the seeds. Test images gave the test accuracy and nothing else. Best reward first."
 )
 
 
@@ -45,6 +52,7 @@ def comparison_page(
             "Best reward so far of every selector over the episodes; the table holds the last values.",
             "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
         ),
+        progress=text_table(PROGRESS_CAPTION, *progress_cells(rows)),
         accuracies=drawing(
             partial(accuracies_figure, rows, baseline),
             "accuracies",

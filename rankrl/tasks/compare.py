@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -70,7 +71,7 @@ def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
     return {
         summary.selector: {
             "runs": summary.runs,
-            **{name: {"mean": s.mean, "std": s.std} for name, s in summary.measures.items()},
+            **{name: asdict(spread) for name, spread in summary.measures.items()},
         }
         for summary in summarise(rows)
     }

@@ -91,11 +91,14 @@ def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
     assert all(0 <= float(row["finetuned_accuracy"]) <= 1 for row in found)
     metrics = read_json(whole / "metrics.json")
     assert metrics["compare"][LOCAL]["runs"] == 2
-    assert metrics["compare"]["greedy"]["best_reward"]["std"] is None
+    assert metrics["compare"]["greedy"]["best_reward"]["half_width"] is None
+    assert metrics["compare"][LOCAL]["best_reward"]["half_width"] >= 0
     assert metrics["search"]["best_reward"] == max(float(row["best_reward"]) for row in found)
     for name in ("compare.md", "report.html", "plots/rewards.png", "plots/accuracies.png", "plan.json"):
         assert (whole / name).stat().st_size > 0, name
-    assert f"| {LOCAL} | 2 |" in (whole / "compare.md").read_text()
+    written = (whole / "compare.md").read_text()
+    assert f"| {LOCAL} | 2 |" in written
+    assert "| Selector | 1 plan | 3 plans |" in written
     assert (whole / "searches" / "local-step-0.4-share-0.5-3" / "plan.json").exists()
 
 

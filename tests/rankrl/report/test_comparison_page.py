@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import t as student
 
-from rankrl.report.comparison import ComparisonRow
+from rankrl.report.comparison import ComparisonRow, Spread, comparison_markdown, progress_cells
 from rankrl.report.comparison_page import comparison_page
 
 HOSTILE = '"><script>alert(1)</script>'
@@ -32,8 +35,41 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(
     headings = re.findall(r"<h2[^>]*>([^<]*)", page)
     assert headings == ["Result", "Search", "Test accuracy", "Setup"]
     assert page.count("<svg") == 4  # two figures, each for wide and for narrow windows
-    assert "0.5550 ± 0.0071" in page
+    assert page.count("0.5550 ± 0.0635") == 4  # in both tables, of both selectors
     assert not re.search(r"https?:|@import|<script|<link|<img| src=", page)
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.2, 0.4], [0.5, 0.5], [1.0, 2.0, 4.0, 8.0, 16.0]])
+def test_an_interval_is_students(values: list[float]) -> None:
+    found = Spread.of(values)
+    error = np.std(values, ddof=1) / len(values) ** 0.5
+    assert found.mean == pytest.approx(np.mean(values))
+    assert found.half_width == pytest.approx(student.ppf(0.975, len(values) - 1) * error)
+
+
+def test_a_single_search_has_no_interval() -> None:
+    assert Spread.of([0.5]) == Spread(0.5, None, None)
+    assert Spread.of([0.5]).text(factor=100, digits=1) == "50.0"
+
+
+def test_progress_is_the_best_reward_so_far_of_searches_of_any_length(rows: list[ComparisonRow]) -> None:
+    short = dataclasses.replace(row("greedy", 0), seed=None, best_rewards=(0.51,), best_reward=0.51)
+    long = dataclasses.replace(row("tpe", 0), best_rewards=tuple(np.linspace(0.4, 0.6, 6)), best_reward=0.6)
+    columns, cells = progress_cells([*rows, short, long])
+    assert columns == ["Selector", "1 plan", "5 plans", "6 plans"]
+    assert {each[0]: each[1:] for each in cells} == {
+        "tpe": ["0.4000", "0.5600", "0.6000"],
+        "ddpg": ["0.5000 ± 0.0000", "0.5550 ± 0.0635", "0.5550 ± 0.0635"],
+        "random": ["0.5000 ± 0.0000", "0.5550 ± 0.0635", "0.5550 ± 0.0635"],
+        "greedy": ["0.5100", "0.5100", "0.5100"],
+    }
+    assert cells[0][0] == "tpe"  # the best one
+
+
+def test_single_plans_have_no_progress(metrics: Mapping[str, Any]) -> None:
+    single = [dataclasses.replace(row(name, 0), best_rewards=(0.5,)) for name in ("greedy", "uniform")]
+    assert "so many plans" not in comparison_markdown(single)
+    assert "so many plans" not in comparison_page(single, metrics, {})
 
 
 def test_text_from_the_run_is_never_markup(metrics: Mapping[str, Any]) -> None:

@@ -6,11 +6,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import selector_curves as script
 import torch
-from scipy.stats import t as student
 
 from rankrl.data import load_dataset
 from rankrl.models import create_model, save_checkpoint
@@ -42,14 +40,6 @@ def test_searches_are_read_again_and_judged_by_their_best_plans(
     assert best[1] == tuple(small_problem.preset)
     for after, plan in best.items():
         assert small_evaluator(plan).score == max(row.reward for row in rows[:after])
-
-
-def test_an_interval_is_students() -> None:
-    values = [0.1, 0.2, 0.4]
-    mean, half = script.spread(values)
-    low, high = student.interval(0.95, 2, np.mean(values), np.std(values, ddof=1) / 3**0.5)
-    assert (mean - half, mean + half) == pytest.approx((low, high))
-    assert script.spread([0.5]) == (0.5, None)
 
 
 def test_the_table_puts_the_best_first() -> None:
