@@ -226,7 +226,7 @@ class CompareConfig:
     selectors: list[str] = field(
         default_factory=lambda: [
             *("bayes_ddpg", "bayes", "ddpg", "tpe", "cmaes", "local", "random"),
-            *("greedy", "divergence", "energy", "vbmf", "uniform"),
+            *("greedy", "energy", "vbmf", "uniform"),
         ]
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])

@@ -14,6 +14,11 @@ from rankrl.plan_search.setting import SearchSetting
 from rankrl.selectors.base import Proposal, Selector, SelectorState
 from rankrl.selectors.registry import register_selector
 
+_ELSEWHERE = (
+    "selector 'divergence' measures on images in this process: it goes neither with search.workers nor with "
+    "a score of your own; leave search.workers null, or use selector=greedy"
+)
+
 
 @register_selector
 class DivergenceSelector(Selector):
@@ -47,8 +52,10 @@ class DivergenceSelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse a search without a budget."""
+        """Refuse a search without a budget, or with workers."""
         check_action("importance", setting=setting)
+        if setting.in_workers:
+            raise ConfigError(_ELSEWHERE)
 
     def propose(self) -> list[Proposal]:
         """Measure, and return the plan, once."""
@@ -58,11 +65,7 @@ class DivergenceSelector(Selector):
         if budget is None:
             raise ConfigError("selector 'divergence' spends a budget and there is none; set budget.params")
         if measured is None:
-            raise ConfigError(
-                "selector 'divergence' measures on images in this process: it goes neither with "
-                "search.workers nor with a score of your own; leave search.workers null, or use "
-                "selector=greedy"
-            )
+            raise ConfigError(_ELSEWHERE)
         pairs = zip(self.problem.sites, measured(self.batches), strict=True)
         choices = allocate([with_divergences(site, values) for site, values in pairs], budget)
         return [Proposal(tuple(choices.tolist()), "one-shot")]

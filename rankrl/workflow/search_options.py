@@ -128,6 +128,7 @@ class SearchOptions:
             len(candidates.formats) > 1,
             bool(candidates.channels) or candidates.blocks,
             self.latency is not None and computes_in_integers(candidates.precisions),
+            self.workers is not None,
         )
 
     @property

@@ -58,6 +58,10 @@ def _begun(*_: object, **__: object) -> Any:
             ("task=compare", "compare.selectors=[local,random]", "reward=weighted"),
             "spends a budget and there is none",
         ),
+        (
+            ("task=compare", "compare.selectors=[local,divergence]", "search.workers=2"),
+            "'divergence' measures on images in this process: it goes neither with search.workers",
+        ),
     ],
 )
 def test_options_are_refused_before_data_are_read(
