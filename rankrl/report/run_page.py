@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rankrl.plan_search.history import fully_scored
 from rankrl.report.data import LayerRow, RunReport, layer_formats
-from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
+from rankrl.report.figures import (
+    LEFT_DENSE,
+    ONLY_ROUNDED,
+    fine_tuning_figure,
+    layer_kind,
+    layers_figure,
+    reward_figure,
+)
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.network_drawing import plan_drawing
 from rankrl.report.provenance import DATE
@@ -157,10 +165,11 @@ def _search(report: RunReport) -> Drawing | None:
 def _layers(report: RunReport) -> Drawing | None:
     if not report.layers:
         return None
-    dense = sum(not row.is_compressed for row in report.layers)
+    kinds = Counter(layer_kind(row, mixed=False) for row in report.layers)
+    rounded = f"{kinds[ONLY_ROUNDED]} {ONLY_ROUNDED}, " if kinds[ONLY_ROUNDED] else ""
     kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
     caption = (
-        f"{counted(len(report.layers), 'layer')}, {dense} left dense; "
+        f"{counted(len(report.layers), 'layer')}, {rounded}{kinds[LEFT_DENSE]} {LEFT_DENSE}; "
         f"together they keep {format_share(kept)} of their parameters."
     )
     return drawing(

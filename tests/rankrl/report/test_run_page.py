@@ -161,6 +161,15 @@ def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str,
     assert {"Outputs stay because", stays} <= set(outline(page).cells)
 
 
+def test_dense_layers_in_integers_are_counted_apart(metrics: Mapping[str, Any]) -> None:
+    rows = [
+        LayerRow("first", (8, 3, 3, 3), (), 216, 216, 9000, 9000, precision="int8"),
+        LayerRow("second", (8, 8, 3, 3), (2,), 576, 144, 9000, 2250, precision="int8"),
+        LayerRow("third", (8, 8, 3, 3), (), 576, 576, 9000, 9000, reason="left dense by the plan"),
+    ]
+    assert "3 layers, 1 dense, in integers, 1 left dense" in run_page(RunReport(metrics, rows))
+
+
 def test_warnings_stand_above_the_numbers(metrics: dict[str, Any]) -> None:
     page = run_page(RunReport({**metrics, "warnings": ["nothing was <learned>", "and more"]}))
     assert page.index("<li>nothing was &lt;learned&gt;</li>\n<li>and more</li>") < page.index("Test accuracy")
