@@ -48,7 +48,7 @@ from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
 from rankrl.pretraining.episodes import task_of
 from rankrl.report.axes import percent_axis
-from rankrl.report.comparison import AFTER, Spread
+from rankrl.report.comparison import Spread, milestones
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
@@ -99,9 +99,8 @@ class Curve:
 
 
 def best_plans(rows: Sequence[EpisodeRow]) -> dict[int, Choices]:
-    """Return the best plan after each of `AFTER` evaluations, and after all, by their number."""
-    ends = [*(after for after in AFTER if after < len(rows)), len(rows)]
-    return {end: max(rows[:end], key=lambda row: row.reward).key for end in ends}
+    """Return the best plan after some numbers of evaluations, and after all, by their number."""
+    return {end: max(rows[:end], key=lambda row: row.reward).key for end in milestones(len(rows))}
 
 
 def search(
@@ -215,7 +214,7 @@ class Ends:
 
 def report(curves: Sequence[Curve], references: Mapping[str, float], episodes: int) -> str:
     """Return the table: mean accuracy and 95 % interval after some numbers of evaluations, the best first."""
-    shown = [after for after in AFTER if 10 <= after < episodes] + [episodes]
+    shown = [end for end in milestones(episodes) if end >= 10 or end == episodes]
     done = [name for name in (REFIT, TUNED) if any(name in curve.applied for curve in curves)]
     head = ["selector", "seeds", *(f"{after} evaluations" for after in shown), *done]
     lines = [f"| {' | '.join(head)} |", f"|---|---:|{'---:|' * len(head[2:])}"]
@@ -249,7 +248,7 @@ def picture(curves: Sequence[Curve], references: Mapping[str, float], episodes: 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
     style_axes(axes, "evaluations", "accuracy of the best plan so far, on other images")
-    places = [after for after in AFTER if after < episodes] + [episodes]
+    places = milestones(episodes)
     levels = {name: accuracy for name, accuracy in references.items() if name != DENSE}
     drawn = 0
     for name, group in by_entry(curves).items():

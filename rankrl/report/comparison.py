@@ -81,8 +81,12 @@ _WRITTEN = {
 }
 
 
-AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
-"""Plans after which selectors are compared; the end of the longest search too."""
+_AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
+
+
+def milestones(plans: int) -> list[int]:
+    """Return after how many plans searches are compared, the last time after all of them."""
+    return [*(after for after in _AFTER if after < plans), plans]
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[
     longest = max(len(row.best_rewards) for row in rows)
     if longest == 1:
         return ["Selector"], []
-    ends = [*(after for after in AFTER if after < longest), longest]
+    ends = milestones(longest)
     factor, digits = _WRITTEN["best_reward"]
     cells = []
     for summary in summarise(rows):

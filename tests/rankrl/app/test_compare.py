@@ -91,6 +91,7 @@ def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
     assert all(0 <= float(row["finetuned_accuracy"]) <= 1 for row in found)
     metrics = read_json(whole / "metrics.json")
     assert metrics["compare"][LOCAL]["runs"] == 2
+    assert metrics["compare"]["greedy"]["best_reward"]["std"] is None
     assert metrics["compare"]["greedy"]["best_reward"]["half_width"] is None
     assert metrics["compare"][LOCAL]["best_reward"]["half_width"] >= 0
     assert metrics["search"]["best_reward"] == max(float(row["best_reward"]) for row in found)
