@@ -15,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from rankrl.data.arrays import images_from_arrays
 from rankrl.data.augmentation import Augmentation
 from rankrl.data.images import Images
+from rankrl.data.pixel_range import eight_bits
 from rankrl.data.registry import SourceFiles, register_dataset
 from rankrl.errors import ConfigError, DataError
 
@@ -30,8 +31,9 @@ SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", "
 def imagefolder(root: Path, path: str | Path, size: int = 224, resize: int | None = None) -> SourceFiles:
     """Decode every image file of a folder.
 
-    Each image is converted to RGB, resized (bilinear, antialiased) so that its shorter side is `resize`
-    pixels, and cropped to the central square. Everything is kept in memory: 3 * size² bytes an image.
+    Each image is converted to RGB in 8 bits (16 bits and floats in [0, 1] are scaled), resized (bilinear,
+    antialiased) so that its shorter side is `resize` pixels, and cropped to the central square. Everything is
+    kept in memory: 3 * size² bytes an image.
 
     Args:
         root: Not used; `path` says where the folder is.
@@ -43,7 +45,8 @@ def imagefolder(root: Path, path: str | Path, size: int = 224, resize: int | Non
 
     Raises:
         ConfigError: `size` or `resize` is out of range.
-        DataError: A folder is missing or empty, a class is unknown, or a file cannot be decoded.
+        DataError: A folder is missing or empty, a class is unknown, or a file cannot be decoded or does not
+            say what its white is.
     """
     del root
     folder = Path(path)
@@ -84,10 +87,17 @@ def _read(folder: Path, classes: list[str], size: int, shorter: int) -> Images:
                 f"{entry} is a class that the training folder lacks; it has {', '.join(classes[:10])}"
             )
         found = image_files(entry)
+        if not found:
+            raise DataError(
+                f"the class folder {entry} holds no image files ({', '.join(sorted(SUFFIXES))}); put images "
+                f"of the class into it, or remove it if {entry.name!r} is no class"
+            )
         files += found
         labels += [classes.index(entry.name)] * len(found)
     if not files:
-        raise DataError(f"{folder} holds no image files ({', '.join(sorted(SUFFIXES))}) in its class folders")
+        raise DataError(
+            f"{folder} holds no class folders; it needs one for each of {', '.join(classes[:10])}"
+        )
     pixels = decode_images(files, size, size, shorter)
     return images_from_arrays(pixels, np.asarray(labels), where=str(folder))
 
@@ -113,7 +123,7 @@ def decode_images(
         Pixels, shape (N, height, width, 3), or (N, height, width, 1) for `L`.
 
     Raises:
-        DataError: A file cannot be decoded.
+        DataError: A file cannot be decoded, or does not say what its white is (`pixel_range.eight_bits`).
     """
     pixels = np.empty((len(files), height, width, 3 if mode == "RGB" else 1), dtype=np.uint8)
 
@@ -130,7 +140,7 @@ def decode_images(
 def _decode(path: Path, height: int, width: int, shorter: int, mode: str) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as file:
-            image = file.convert(mode)
+            image = eight_bits(file).convert(mode)
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode the image {path}: {error}. Replace or remove the file.") from error
     whole_width, whole_height = image.size

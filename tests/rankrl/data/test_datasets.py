@@ -296,7 +296,16 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_dataset("imagefolder", path=tmp_path)
     (tmp_path / "train" / "a").mkdir()
     (tmp_path / "train" / "b").mkdir()
-    with pytest.raises(DataError, match="no image files"):
+    with pytest.raises(DataError, match=r"class folder .*train/a holds no image files"):
+        load_dataset("imagefolder", path=tmp_path)
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_class_without_images_is_named(tmp_path: Path, part: str) -> None:
+    write_image_folder(tmp_path, {"a": 4, "b": 4, "c": 4})
+    for file in (tmp_path / part / "b").iterdir():
+        file.rename(file.with_suffix(".txt"))
+    with pytest.raises(DataError, match=rf"class folder .*{part}/b holds no image files .*or remove it"):
         load_dataset("imagefolder", path=tmp_path)
 
 
