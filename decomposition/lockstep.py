@@ -12,7 +12,6 @@ inputs arrive.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -31,7 +30,7 @@ from decomposition.metric import Metric, RowFactor, gram, shrunk_matrix, shrunk_
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.rounding import calibrate_ranges
 from decomposition.shrinkage import labels_or_single, shrinkage
-from decomposition.surgery import replace_module
+from decomposition.surgery import copied, replace_module
 
 # Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
 RIDGE = 1e-3
@@ -76,7 +75,7 @@ def solved(layer: DecomposableModule, inputs: int) -> Refit:
     """
 
     def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-        fitted = copy.deepcopy(layer)
+        fitted = copied(layer)
         if problem.count >= PATCHES_TO_SOLVE * inputs:
             with torch.no_grad():
                 fitted.weight.copy_(problem.target.reshape(fitted.weight.shape))

@@ -9,7 +9,6 @@ solved for in closed form, the others follow in a few iterations.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from decomposition.operations import Factorise, LayerOperation, Operation
 from decomposition.operations.base import FittedLayer
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.shrinkage import labels_or_single, shrinkage
+from decomposition.surgery import copied
 
 QUICK = FitOptions(iterations=10, tolerance=1e-4, patience=5)
 MAX_PATCHES = 8_192
@@ -178,7 +178,7 @@ class QuickRefit:
         )
         share = shrinkage(patches, labels, moments, centre)
         outputs = patches @ weight.T.to(patches)
-        self._dense[name] = _Dense(copy.deepcopy(layer), weight, outputs, weight @ mean, share)
+        self._dense[name] = _Dense(copied(layer), weight, outputs, weight @ mean, share)
 
     def _fit(self, name: str, operations: Sequence[Operation], x: torch.Tensor) -> None:
         """Give a layer the weight that does best on what arrives."""

@@ -3,27 +3,73 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from decomposition.errors import DecompositionError
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def copied(model: Module) -> Module:
-    """Return a deep copy of `model`.
+class _ComputedByValue(TorchFunctionMode):
+    """Lets tensors that a forward computed be copied, by value and cut off from what they were computed of.
 
-    Tensors that its forward computed and kept, which torch refuses to copy (the weight of
-    `torch.nn.utils.weight_norm`), are copied by value.
+    torch copies parameters and other leaves alone. Wherever `copy.deepcopy` meets a tensor, in lists,
+    dataclasses or objects that are hooks, it calls `Tensor.__deepcopy__`.
     """
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, torch.Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(model, computed)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def copied(model: Module) -> Module:
+    """Return a deep copy of a module.
+
+    Tensors that its forward computed and kept anywhere among its attributes, which torch refuses to copy
+    (features in a list, the weight of `torch.nn.utils.weight_norm`), are copied by value. Functions are not
+    copied: a hook that writes into a list outside writes there for the copy, too.
+
+    Raises:
+        DecompositionError: An attribute cannot be copied; it is named.
+    """
+    try:
+        with _ComputedByValue():
+            return copy.deepcopy(model)
+    except Exception as error:  # whatever an attribute's own code raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DecompositionError(
+            f"the {type(model).__name__} cannot be copied: {_uncopyable(model)} ({reason}); keep only "
+            "modules, tensors and plain values as attributes, or define __deepcopy__ or __getstate__ for it"
+        ) from error
+
+
+def _uncopyable(model: nn.Module) -> str:
+    """Return which attribute cannot be copied, for messages."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute == "_modules":
+                continue
+            try:
+                with _ComputedByValue():
+                    copy.deepcopy(value)
+            except Exception:  # whatever the attribute's own code raises
+                where = f"layer {name!r}" if name else "it"
+                return f"{where} holds {attribute!r}, a {type(value).__name__}"
+    return "one of its modules refuses"
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -259,9 +258,7 @@ def compress(
     tuned: nn.Module = compressed
     epochs: Sequence[EpochRow] = ()
     if finetune is not None:
-        tuned, epochs = _tuned(
-            copy.deepcopy(compressed), dense, finetune, recipe, fitted, judge, loss, progress
-        )
+        tuned, epochs = _tuned(copied(compressed), dense, finetune, recipe, fitted, judge, loss, progress)
     save_compressed(tuned, found.plan, run.model, dense=dense)
 
     inputs = OwnInputs(dense, fitted, held, timing.batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from decomposition.operations.base import (
     register_operation,
 )
 from decomposition.rounding import REDUCED_BITS, round_activations, round_weights, rounded_weight
+from decomposition.surgery import copied
 
 BITS = (8, REDUCED_BITS, 4)
 INTEGERS, FLOATS = "uint8", "float32"
@@ -115,7 +115,7 @@ class Quantise(LayerOperation):
                 could compute in integers.
         """
         if is_decomposable_module(module):
-            module = copy.deepcopy(module)
+            module = copied(module)
         stages = self._stages(module, spec)
         if isinstance(module, FactorisedLayer):
             module.rounds_between = self.integer
@@ -158,7 +158,7 @@ class Quantise(LayerOperation):
     ) -> FittedLayer:
         """Round the layer's weights so that what one loses others make up for, stage by stage."""
         if is_decomposable_module(module):
-            dense = copy.deepcopy(module)
+            dense = copied(module)
             solved = problem.count >= PATCHES_TO_SOLVE * problem.target[0].numel()
             wanted = (problem.target if solved else weight_of(module)).flatten(1)
             with torch.no_grad():

@@ -12,7 +12,6 @@ one graph each.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from decomposition import LayerOperation, Quantise, integer_layers, without_rounding
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.operations import Operation
+from decomposition.surgery import copied
 from rankrl.export.channel_padding import pad_channels
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import clock_for, ticks
@@ -84,7 +84,7 @@ class LayerTimer:
         """
         sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
         shapes = (self._shapes(spec, size, result) for size, result in sizes)
-        times = [self._between(list(map(copy.deepcopy, layers)), *each, integer=False) for each in shapes]
+        times = [self._between(list(map(copied, layers)), *each, integer=False) for each in shapes]
         return np.maximum(np.sum(times, axis=0), 1e-4)
 
     def _between(
@@ -99,7 +99,7 @@ class LayerTimer:
             integer: Whether their neighbours compute in integers.
         """
         ends = [_neighbour(each, integer) for each in (shape, after)]
-        stacks = [_stack([copy.deepcopy(ends[0]), each, copy.deepcopy(ends[1])]) for each in layers]
+        stacks = [copied(_stack([ends[0], each, ends[1]])) for each in layers]
         around = sum(self._pair(each, integer, integer) for each in (shape, after)) / 2
         parts = range(0, len(stacks), _MOST_TOGETHER)
         return np.concatenate(
@@ -220,7 +220,7 @@ class _Residual(nn.Module):
 
 
 def _structure(dense: DecomposableModule, spec: LayerSpec, operations: Sequence[Operation]) -> nn.Module:
-    layer: nn.Module = dense if operations else copy.deepcopy(dense)
+    layer: nn.Module = dense if operations else copied(dense)
     for operation in operations:
         if not isinstance(operation, LayerOperation):
             raise TypeError(f"layer {spec.name!r}: {operation.kind!r} cannot be timed alone")

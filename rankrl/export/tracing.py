@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from decomposition.errors import DecompositionError
 from decomposition.inputs import Inputs, described, run_model, tensors_of
 from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
@@ -36,11 +38,8 @@ def inference_copy(model: nn.Module) -> nn.Module:
     """
     try:
         return copied(model).cpu().float().eval()
-    except (RuntimeError, TypeError) as error:
-        raise ExportError(
-            f"cannot export {type(model).__name__}: it cannot be copied ({_one_line(error)}). "
-            "Keep only modules, parameters and plain values as its attributes."
-        ) from error
+    except DecompositionError as error:
+        raise ExportError(f"cannot export {type(model).__name__}: {error}.") from error
 
 
 def trace(model: nn.Module, sample: Inputs, *, dynamic_batch: bool) -> torch.export.ExportedProgram:
@@ -58,11 +57,9 @@ def trace(model: nn.Module, sample: Inputs, *, dynamic_batch: bool) -> torch.exp
     Raises:
         ExportError: The model cannot be traced; the message names the layer whose `forward` failed.
     """
-    free = {0: torch.export.Dim("batch")}
-    given, keywords = ((), sample) if isinstance(sample, dict) else (tensors_of(sample), {})
-    dynamic_shapes: Any = dict.fromkeys(keywords, free) or (free,) * len(given) if dynamic_batch else None
     try:
-        with _silence():
+        with _silence(), _in_order(model, sample) as (given, keywords):
+            dynamic_shapes = _free_batch(model, given, keywords) if dynamic_batch else None
             return torch.export.export(model, given, keywords, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export passes on whatever the model's own code raises
         layer = _failing_layer(model, error)
@@ -123,6 +120,35 @@ def convert(
             f"Choose opset {version}, or none for the default."
         )
     return converted.model
+
+
+def _free_batch(
+    model: nn.Module, given: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """The free first axis of every input, by parameter of the forward; `*inputs` holds several."""
+    free = {0: torch.export.Dim("batch")}
+    arguments = inspect.signature(model.forward).bind_partial(*given, **keywords).arguments
+    return {
+        name: (free,) * len(value) if isinstance(value, tuple) else free for name, value in arguments.items()
+    }
+
+
+@contextlib.contextmanager
+def _in_order(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
+    """What to call the model with; a forward of `**inputs`, which torch does not translate, in order."""
+    if not isinstance(sample, dict):
+        yield tensors_of(sample), {}
+        return
+    forward, own = model.forward, vars(model).get("forward")
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values()):
+        yield (), sample
+        return
+    model.forward = lambda *inputs: forward(**dict(zip(sample, inputs, strict=True)))
+    try:
+        yield tensors_of(sample), {}
+    finally:
+        del model.forward
+        vars(model).update({} if own is None else {"forward": own})
 
 
 @contextlib.contextmanager

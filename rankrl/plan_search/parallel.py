@@ -10,7 +10,6 @@ re-estimated for every plan (`statistics="reestimated"`) are sums whose last bit
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from decomposition.inputs import Inputs
 from decomposition.library import FitLibrary
 from decomposition.moments import InputMoments
 from decomposition.operations import Factorise
+from decomposition.surgery import copied
 from rankrl.data import Augmentation, Images
 from rankrl.device import Precision, select_device
 from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator, batch_size
@@ -213,7 +213,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         # Shares of a plan are counted in batches, so workers need those of this process on any device.
         arguments["options"] = replace(self._local.options, batch_size=self._local.batch_size)
         scorer = _PlanScorer(
-            copy.deepcopy(model).cpu(),
+            copied(model).cpu(),
             GivenFits(library, problem),
             replace(problem, library=None),
             images,

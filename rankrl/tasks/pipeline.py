@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 from decomposition import save_compressed
+from decomposition.surgery import copied
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.plan_search.run import search_numbers
@@ -38,7 +37,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     nearer = steps.constrained(config, data, plan, dense, images, folder)
     compressed = steps.applied_plan(config, data, plan, nearer, images)
     rows = layer_rows(plan, dense, compressed)
-    finetuned = copy.deepcopy(compressed)
+    finetuned = copied(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)
     save_compressed(finetuned, plan, folder.model, dense=dense)
 

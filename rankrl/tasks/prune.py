@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, Operation, inspect_layers, save_compressed
+from decomposition.surgery import copied
 from pruning import PruningError
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
@@ -64,14 +64,14 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     if decomposing is None:
         plan.save(folder.plan)
     else:
-        tuned = copy.deepcopy(network)
+        tuned = copied(network)
         steps.finetuned(between, data, tuned, dense, folder, stage="finetune-pruned", after_removal=True)
         metrics["pruned"] = network_numbers(tuned, data)
         network, plan, metrics["search"] = _decomposed(
             decomposing, data, tuned, pruned, images, dense, folder
         )
     rows = layer_rows(plan, dense, network)
-    finetuned = copy.deepcopy(network)
+    finetuned = copied(network)
     epochs = steps.finetuned(config, data, finetuned, dense, folder, after_removal=decomposing is None)
     save_compressed(finetuned, plan, folder.model, dense=dense)
     metrics["compressed"] = network_numbers(network, data)

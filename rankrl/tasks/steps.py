@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
 from decomposition.fitting import FAST
+from decomposition.surgery import copied
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -195,7 +195,7 @@ def constrained(
     recipe = options.constraining_recipe(config)
     if recipe is None:
         return dense
-    network, chosen = copy.deepcopy(dense), config.constrain
+    network, chosen = copied(dense), config.constrain
     constraint = RankConstraint(
         network,
         plan,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from decomposition import count_macs, count_parameters
 from decomposition.inputs import example_tensor
+from decomposition.surgery import copied
 from pruning import MaskedNetwork, MaskEpoch, MaskTrainingResult, MaskTrainingState, train_masks
 from pruning.selection import Cost
 from pruning.training import adam
@@ -51,7 +51,7 @@ def train_channel_masks(
         CheckpointError: If `state_file` belongs to other options.
     """
     precision = inference_precision()
-    dense = copy.deepcopy(model).to(precision.device)
+    dense = copied(model).to(precision.device)
     inputs = example_tensor(dense, data.input_shape)
     layout = to_fastest_layout(dense, inputs)
     steps, training = options.steps, options.training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from decomposition import (
     inspect_layers,
 )
 from decomposition.inputs import example_tensor
+from decomposition.surgery import copied
 from pruning import (
     ChannelGroup,
     KeptChannels,
@@ -256,7 +256,7 @@ def _rewound(
 
 def _heldout_accuracy(network: nn.Module, data: ImageData) -> float:
     precision = inference_precision()
-    tested = copy.deepcopy(network).to(precision.device)
+    tested = copied(network).to(precision.device)
     return accuracy(tested, data.heldout, mean=data.mean, std=data.std, precision=precision)
 
 

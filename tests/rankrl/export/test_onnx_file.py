@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -306,3 +307,35 @@ def test_torchvision_networks_are_exported(name: str, tmp_path: Path) -> None:
     result = export_onnx(model, tmp_path / "model.onnx", (3, 64, 64))
     assert "BatchNormalization" not in result.operators
     assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, 3, 64, 64)) <= 1e-4
+
+
+class Wrapper(nn.Module):
+    """Hands on whatever it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return self.inner(*inputs, **named)
+
+
+@pytest.mark.parametrize(
+    ("network", "inputs", "names"),
+    [
+        (nn.Linear(3, 2), torch.randn(4, 3), ["input"]),
+        (nn.Bilinear(3, 5, 2), (torch.randn(4, 3), torch.randn(4, 5)), ["input_0", "input_1"]),
+        (
+            nn.Bilinear(3, 5, 2),
+            {"input1": torch.randn(4, 3), "input2": torch.randn(4, 5)},
+            ["input1", "input2"],
+        ),
+    ],
+)
+def test_a_forward_of_any_arguments_is_exported_with_a_free_batch(
+    network: nn.Module, inputs: Any, names: list[str], tmp_path: Path
+) -> None:
+    wrapped = Wrapper(network)
+    export_onnx(wrapped, tmp_path / "model.onnx", inputs)
+    assert [each.name for each in onnx.load(tmp_path / "model.onnx").graph.input] == names
+    assert verify_onnx(wrapped, tmp_path / "model.onnx", inputs) < 1e-5
