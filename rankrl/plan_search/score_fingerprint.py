@@ -2,8 +2,9 @@
 
 A score is its code and what the code reaches: constants, defaults, what it closes over, what it is bound to,
 and the functions, classes and values of the user's own modules that it names. Installed packages count by
-name: they are not what a user edits between two runs. Neither the score's name nor the lines it stands on
-matter, and nothing depends on addresses or on the order of sets, so that another process finds the same.
+name and version: they are not what a user edits between two runs. Neither the score's name nor the lines it
+stands on matter, and nothing depends on addresses or on the order of sets, so that another process finds the
+same. What cannot be read, or is nested too deeply, is named as opaque and never an error.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import dis
 import functools
 import hashlib
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-_OWN_PACKAGES = ("rankrl", "decomposition", "pruning", "optim")
-_INSTALLED = tuple(
-    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+from rankrl.plan_search.installed import OWN_PACKAGES, is_installed, version
+
+_DEEPEST = 1000
+"""Values within values that are looked into."""
+_CALLS_A_LEVEL = 8
+"""Python's calls for each of them, with some to spare."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 
 
@@ -51,7 +54,8 @@ class ScoreFingerprint:
     def of(cls, score: Callable[..., Any]) -> ScoreFingerprint:
         """Look into a score: a function, a method, a `functools.partial` or an object that can be called."""
         reader = _Reader()
-        digest = reader.digest_of(score)
+        with _room_for_calls(_DEEPEST * _CALLS_A_LEVEL):
+            digest = reader.digest_of(score)
         if isinstance(score, types.BuiltinFunctionType):  # an installed one is taken by name elsewhere
             reader.opaque.add(_full_name(score))
         return cls(digest[:16], tuple(sorted(reader.opaque)))
@@ -77,11 +81,19 @@ class _Reader:
             return self._known[id(value)]
         if id(value) in self._open:  # it holds itself
             return f"{len(self._open) - self._open[id(value)]} levels up"
+        if len(self._open) == _DEEPEST:
+            self.opaque.add(f"{_full_name(value)} (nested too deeply)")
+            return "too deep"
         self._open[id(value)] = len(self._open)
         self._kept.append(value)  # or another object could get its address
         outer, self._digest = self._digest, hashlib.sha256()
-        read = next((read for kinds, read in _READERS if isinstance(value, kinds)), _Reader._object)
-        read(self, value)
+        try:
+            read = next((read for kinds, read in _READERS if isinstance(value, kinds)), _Reader._object)
+            read(self, value)
+        except Exception as error:  # objects of others raise anything when their attributes are read
+            self._digest = hashlib.sha256()
+            self._named(value)
+            self.opaque.add(f"{_full_name(value)} ({type(error).__name__})")
         digest = self._known[id(value)] = str(self._digest.hexdigest())
         self._digest = outer
         del self._open[id(value)]
@@ -153,20 +165,20 @@ class _Reader:
         self._read(method.__self__)
 
     def _function(self, function: types.FunctionType) -> None:
-        if not _is_users(function.__module__):
+        if function.__module__ is not None and not _is_users(function.__module__):
             self._named(function)
             return
         self._note("function")
         self._code(function.__code__, function.__doc__)
         self._all("defaults", function.__defaults__ or ())
         self._mapping(function.__kwdefaults__ or {})
+        names = list(dict.fromkeys(_names(function.__code__)))
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:  # not filled yet
                 content = None
-            self._read(content)
-        names = list(dict.fromkeys(_names(function.__code__)))
+            self._global(content, names)
         imported = {name: sys.modules[name] for name in _imports(function.__code__) if name in sys.modules}
         for name in names:
             found = imported.get(name, function.__globals__.get(name, _NOTHING))
@@ -183,7 +195,10 @@ class _Reader:
                     self._note("attribute", name)
                     self._read(vars(value)[name])
         else:
-            self._note("module", value.__name__)
+            self._module(value)
+
+    def _module(self, module: types.ModuleType) -> None:
+        self._note("module", module.__name__, version(module.__name__))
 
     def _builtin(self, function: types.BuiltinFunctionType) -> None:
         self._named(function)
@@ -199,9 +214,10 @@ class _Reader:
                 self._read(constant)
 
     def _class(self, cls: type) -> None:
-        self._note("class", cls.__module__ if not _is_users(cls.__module__) else "", cls.__qualname__)
         if not _is_users(cls.__module__):
+            self._note("class", cls.__module__, cls.__qualname__, version(cls.__module__))
             return
+        self._note("class", "", cls.__qualname__)
         self._all("bases", cls.__bases__)
         for name, value in sorted(vars(cls).items()):
             inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
@@ -238,7 +254,8 @@ class _Reader:
                 self.opaque.add(_full_name(value))
 
     def _named(self, value: Any) -> None:
-        self._note("named", _full_name(value))
+        name = _full_name(value)
+        self._note("named", name, version(name))
 
 
 _NOTHING = object()
@@ -263,7 +280,7 @@ _READERS: tuple[tuple[Any, Callable[[_Reader, Any], None]], ...] = (
     (types.MethodType, _Reader._method),
     (functools.partial, _Reader._partial),
     (type, _Reader._class),
-    (types.ModuleType, _Reader._named),
+    (types.ModuleType, _Reader._module),
     (types.CodeType, _Reader._code),
     (Tensor, _Reader._tensor),
     (np.ndarray, _Reader._array),
@@ -304,7 +321,7 @@ def _slots(cls: type) -> Iterable[str]:
 
 
 def _full_name(value: Any) -> str:
-    named = value if hasattr(value, "__qualname__") else type(value)
+    named = value if isinstance(getattr(value, "__qualname__", None), str) else type(value)
     module = getattr(named, "__module__", None)
     return f"{module}.{named.__qualname__}" if module else str(getattr(value, "__name__", named.__qualname__))
 
@@ -312,14 +329,24 @@ def _full_name(value: Any) -> str:
 def _is_known(value: Any) -> bool:
     """Return whether an object holds its attributes alone: one of the user, of ours, or a dataclass."""
     module = type(value).__module__
-    ours = module.partition(".")[0] in _OWN_PACKAGES
+    ours = module.partition(".")[0] in OWN_PACKAGES
     return _is_users(module) or ours or dataclasses.is_dataclass(value)
 
 
-@functools.cache
 def _is_users(module: str | None) -> bool:
     """Return whether a module is the user's own code: neither Python's, nor ours, nor installed."""
-    if module is None or module.partition(".")[0] in (*_OWN_PACKAGES, *sys.builtin_module_names):
-        return module == "__main__"
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" or file is None or not str(Path(file).resolve()).startswith(_INSTALLED)
+    return module is not None and not is_installed(module)
+
+
+@contextmanager
+def _room_for_calls(calls: int) -> Iterator[None]:
+    """Let Python nest so many calls more than it does now; they take no room on the stack of C."""
+    frame, nested = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame, nested = frame.f_back, nested + 1
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, nested + calls))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)

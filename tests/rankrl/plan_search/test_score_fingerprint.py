@@ -7,10 +7,13 @@ import dataclasses
 import functools
 import importlib
 import math
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankrl.data import load_dataset
+from rankrl.plan_search.installed import is_installed
 from rankrl.plan_search.score_fingerprint import ScoreFingerprint
 
 MODULE = '''
@@ -219,6 +223,119 @@ def test_what_cannot_be_looked_into_is_named() -> None:
     assert score_of(iter([1])).opaque == ("builtins.list_iterator",)
     compiled = ScoreFingerprint.of(importlib.import_module("operator").itemgetter(0))
     assert compiled.opaque == ("operator.itemgetter",)
+
+
+def test_what_is_nested_without_end_is_named_and_no_error() -> None:
+    chain: Any = None
+    for _ in range(100_000):
+        chain = [chain]
+    found = score_of(chain)
+    assert found.opaque == ("builtins.list (nested too deeply)",)
+    assert found.digest == score_of(chain).digest
+    short: Any = 1
+    for _ in range(500):
+        short = {"next": short}
+    assert score_of(short).opaque == ()
+
+
+class Refusing:
+    """A user's object whose attributes cannot be read."""
+
+    __slots__ = ("data",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} before it is connected")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        Refusing(),
+        np.ma.masked,
+        torch.eye(3).to_sparse(),
+        torch.empty(2, device="meta"),
+        torch.ops.aten,
+        torch.nn.functional.conv2d,
+        sys.modules["torch._C"],
+        Mock(),
+        re.compile("a"),
+    ],
+    ids=lambda held: type(held).__name__,
+)
+def test_no_object_is_an_error(held: Any) -> None:
+    assert score_of(held).digest == score_of(held).digest
+
+
+def test_a_score_of_a_notebook_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cell(weight: float) -> Any:
+        names: dict[str, Any] = {"__name__": "__main__", "WEIGHT": weight, "torch": torch}
+        exec("score = lambda network: float(torch.ones(1)) * WEIGHT", names)
+        return ScoreFingerprint.of(names["score"]).digest
+
+    assert cell(1.0) == cell(1.0) != cell(2.0)
+
+
+def test_a_partial_over_a_network_is_its_weights() -> None:
+    def distance(other: nn.Module, network: nn.Module) -> float:
+        return float((other(torch.ones(1, 3)) - network(torch.ones(1, 3))).square().mean())
+
+    digests = [ScoreFingerprint.of(functools.partial(distance, network(seed))).digest for seed in (0, 0, 1)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+PLACES = {
+    "user": "home/.local/lib/python3.11/site-packages",
+    "debian": "usr/lib/python3/dist-packages",
+    "target": "vendored",
+    "zipped": "packages.zip",
+    "own": "project",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_packages_count_by_version_wherever_they_are_installed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(constant: int, version: str) -> str:
+        root = tmp_path / f"{constant}-{version}" / PLACES[place]
+        files = {"measuring/__init__.py": f"__version__ = '{version}'\n\ndef measure(n): return {constant}\n"}
+        if place in ("target", "zipped"):
+            files["measuring-1.dist-info/METADATA"] = "Metadata-Version: 2.1\nName: measuring\nVersion: 1\n"
+            files["measuring-1.dist-info/RECORD"] = "measuring/__init__.py,,\n"
+        if place == "own":  # what an editable installation leaves beside the sources
+            files["measuring.egg-info/PKG-INFO"] = "Metadata-Version: 2.1\nName: measuring\nVersion: 1\n"
+            files["measuring.egg-info/SOURCES.txt"] = "measuring/__init__.py\n"
+        for name, content in files.items():
+            path = (root.with_suffix("") if place == "zipped" else root) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        if place == "zipped":
+            shutil.make_archive(str(root.with_suffix("")), "zip", root.with_suffix(""))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(root))
+            patch.delitem(sys.modules, "measuring", raising=False)
+            measuring = importlib.import_module("measuring")
+            is_installed.cache_clear()
+            return ScoreFingerprint.of(lambda network: measuring.measure(network)).digest
+
+    before = digest(1, "1.0")
+    assert digest(1, "1.0") == before
+    assert digest(1, "2.0") != before or place == "own"
+    assert (digest(2, "1.0") != before) == (place == "own")
+
+
+def test_a_file_of_the_user_may_be_named_as_one_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "this.py").write_text("def measure(n): return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    importlib.import_module("this")
+    is_installed.cache_clear()
+    assert not is_installed("this")
+    assert is_installed("json.decoder")
+    assert is_installed("torch._C._nn")
+    is_installed.cache_clear()
 
 
 @dataclasses.dataclass
