@@ -38,6 +38,8 @@ def model_of(
     *,
     opset: int = OPSETS[0],
     types: dict[str, int] | None = None,
+    domains: Sequence[str] = (),
+    functions: Sequence[onnx.FunctionProto] = (),
 ) -> onnx.ModelProto:
     types = types or {}
     ends = [
@@ -53,7 +55,8 @@ def model_of(
         *ends,
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(name, 1) for name in domains)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=8, functions=list(functions))
     onnx.checker.check_model(model, full_check=True)
     return model
 

@@ -20,6 +20,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from rankrl.export.operators import STANDARD, is_standard
+
 _LEAST_OPSET = 11  # the first in which Pad takes its sizes as an input
 _ALIGNMENT = 4  # of channels that are computed in blocks, whatever the block
 _PREFIX = "rankrl_pad_"
@@ -87,13 +89,13 @@ def pad_channels(model: onnx.ModelProto, block: int) -> int:
         How many convolutions make more channels than before.
     """
     graph = model.graph
-    opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
+    opset = next((each.version for each in model.opset_import if each.domain in STANDARD), 0)
     bodies = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)
     if block < 2 or opset < _LEAST_OPSET or bodies:
         return 0
     entries = {each.name for each in graph.input}
     constants = {each.name: each for each in graph.initializer if each.name not in entries}
-    convs = {node.output[0]: node for node in graph.node if node.op_type == "Conv"}
+    convs = {node.output[0]: node for node in graph.node if is_standard(node, "Conv")}
     rows, columns, changed = dict[str, int](), dict[str, int](), set[str]()
     for channels in _channels(graph, constants):
         missing = channels.missing(block)
@@ -135,10 +137,10 @@ def unpad_channels(model: onnx.ModelProto) -> bool:
     padding = {
         node.output[0]: node
         for node in graph.node
-        if node.op_type == "Pad" and len(node.input) == 2 and node.input[1] in sizes
+        if is_standard(node, "Pad") and len(node.input) == 2 and node.input[1] in sizes
     }
     for conv in graph.node:
-        if conv.op_type != "Conv":
+        if not is_standard(conv, "Conv"):
             continue
         added = 0
         for index, name in enumerate(conv.input):
@@ -214,12 +216,13 @@ def _channels(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) ->
             made.counts.add(dims[0])
             made.writers.append(output)
         elif len(operands) == 1 and (
-            node.op_type in _POOLING or (node.op_type in _ELEMENTWISE and node.input[0] == operands[0])
+            is_standard(node, *_POOLING)
+            or (is_standard(node, *_ELEMENTWISE) and node.input[0] == operands[0])
         ):
             join(operands[0], node.output[0])
             for extra in node.output[1:]:
                 known(extra).fixed = True
-        elif node.op_type in _JOINING and len(operands) == 2:
+        elif is_standard(node, *_JOINING) and len(operands) == 2:
             join(*operands, node.output[0])
         else:
             for name in (*operands, *node.output):
@@ -229,7 +232,7 @@ def _channels(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) ->
 
 def _plain_weight(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> tuple[int, ...] | None:
     """Return the sizes of a convolution's weight, if it has two axes, and float32 constants alone."""
-    if node.op_type != "Conv" or any(name and name not in constants for name in node.input[1:]):
+    if not is_standard(node, "Conv") or any(name and name not in constants for name in node.input[1:]):
         return None
     operands = [constants[name] for name in node.input[1:] if name]
     if any(each.data_type != onnx.TensorProto.FLOAT for each in operands):

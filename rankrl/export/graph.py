@@ -13,6 +13,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from rankrl.data import Preprocessing
+from rankrl.export.operators import is_standard
 
 if TYPE_CHECKING:  # onnxscript brings SymPy along, which takes half a second
     from onnxscript import ir
@@ -40,7 +41,7 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
     turned = {
         str(node.outputs[0].name): str(node.inputs[0].name)
         for node in model.graph
-        if node.op_type == "Transpose" and node.inputs[0] is not None and node.inputs[0].is_initializer()
+        if is_standard(node, "Transpose") and node.inputs[0] is not None and node.inputs[0].is_initializer()
     }
     if fold_batchnorm:
         optimizer.optimize_ir(model, should_fold=_should_fold)
@@ -90,9 +91,9 @@ def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
     producers = {output: node for node in graph.node for output in node.output}
     uses = Counter(name for node in graph.node for name in node.input)
     uses.update(output.name for output in graph.output)
-    for batchnorm in [node for node in graph.node if node.op_type == "BatchNormalization"]:
+    for batchnorm in [node for node in graph.node if is_standard(node, "BatchNormalization")]:
         conv = producers.get(batchnorm.input[0])
-        if conv is None or conv.op_type != "Conv" or uses[conv.output[0]] > 1:
+        if conv is None or not is_standard(conv, "Conv") or uses[conv.output[0]] > 1:
             continue
         kernel = next((a.ints for a in conv.attribute if a.name == "kernel_shape"), None)
         bias = conv.input[2] if len(conv.input) > 2 else ""
@@ -196,8 +197,8 @@ def _should_fold(node: ir.Node) -> bool | None:
 
     The cores of a decomposed layer thus stay cores in the file; the runtime contracts them once, on loading.
     """
-    if (
-        node.op_type == "Expand"
+    if is_standard(
+        node, "Expand"
     ):  # a bias of zeros; computed, it would keep a batch normalisation from folding
         return None
     operands = sum(value.const_value.size for value in node.inputs if value and value.const_value is not None)

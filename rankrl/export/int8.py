@@ -32,6 +32,7 @@ from decomposition.rounding import REDUCED_BITS, reduce_weight_range
 from decomposition.surgery import copied
 from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.errors import ExportError
+from rankrl.export.operators import STANDARD, dequantises, is_standard, quantises
 from rankrl.export.runtimes import Batch, open_session
 from rankrl.export.subsampling import selects, store_selections
 from rankrl.files import write_atomically
@@ -228,7 +229,7 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     owners = [
         (name, node)
         for node in graph.node
-        if node.op_type in _COMPUTING
+        if is_standard(node, *_COMPUTING)
         for name in node.input
         if name in weights
     ]
@@ -242,15 +243,15 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
     chosen = {node.name for _, node in owners}
     produced = {name for _, node in owners for name in node.output}
     taken = {node.input[0] for _, node in owners}
-    summands = {tuple(node.input) for node in graph.node if node.op_type == "Add"}
+    summands = {tuple(node.input) for node in graph.node if is_standard(node, "Add")}
     added_to = dict(summands) | {second: first for first, second in summands}
     for node in graph.node:  # in topological order
         inputs = {name for name in node.input if name and name not in constants}
         if selects(node):
             passes = inputs <= produced or (inputs <= taken and added_to.get(node.output[0]) in produced)
         else:
-            known = produced | taken if node.op_type == "Add" else produced
-            passes = node.op_type in _PASSING and bool(inputs & produced) and inputs <= known
+            known = produced | taken if is_standard(node, "Add") else produced
+            passes = is_standard(node, *_PASSING) and bool(inputs & produced) and inputs <= known
         if passes:
             chosen.add(node.name)
             produced.update(node.output)
@@ -272,24 +273,24 @@ def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str], before: Collec
     for node in graph.node:
         if node.name in before:
             continue
-        if node.op_type == "DequantizeLinear" and node.input[0] in producers:
+        if dequantises(node) and node.input[0] in producers:
             source = producers[node.input[0]].input[0]  # what went into QuantizeLinear
             if source not in producers or producers[source].name not in nodes:
                 unrounded[node.output[0]] = source
     for node in graph.node:
-        if node.name not in nodes and node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+        if node.name not in nodes and not (quantises(node) or dequantises(node)):
             node.input[:] = [unrounded.get(name, name) for name in node.input]
 
 
 def _checked_graph(path: Path, *, partly: bool) -> onnx.ModelProto:
     model = onnx.load(path, load_external_data=False)
-    opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0)
+    opset = next((each.version for each in model.opset_import if each.domain in STANDARD), 0)
     if opset < _LEAST_OPSET:
         raise ExportError(
             f"{path} has opset {opset}; 8-bit integers need {_LEAST_OPSET} or newer. Export it with "
             "export.opset=null."
         )
-    if not partly and any(node.op_type == "QuantizeLinear" for node in model.graph.node):
+    if not partly and any(quantises(node) for node in model.graph.node):
         raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
     return model
 

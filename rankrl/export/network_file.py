@@ -27,6 +27,7 @@ from rankrl.export.channel_padding import pad_channels
 from rankrl.export.errors import ExportError
 from rankrl.export.int8 import as_in_file, integer_bits, quantise_onnx
 from rankrl.export.onnx_file import ExportResult, export_onnx
+from rankrl.export.operators import is_standard
 from rankrl.export.runtimes import DEFAULT_RUNTIME, Batch, open_session
 from rankrl.files import write_atomically
 
@@ -89,7 +90,7 @@ def export_network(
 def _products(path: Path) -> set[str]:
     """Return the names of weights whose output channels lie on the last axis: those of matrix products."""
     nodes = onnx.load(path, load_external_data=False).graph.node
-    return {node.input[1] for node in nodes if node.op_type == "MatMul"}
+    return {node.input[1] for node in nodes if is_standard(node, "MatMul")}
 
 
 def store_integers(path: Path, bits: Mapping[str, int], columns: Collection[str] = ()) -> None:

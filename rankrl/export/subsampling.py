@@ -21,6 +21,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from rankrl.export.graph import remove_unused_constants, with_subgraphs
+from rankrl.export.operators import is_standard
 
 _PREFIX = "rankrl_select_"
 _MOST_CHANNELS = 64
@@ -64,7 +65,7 @@ def convolve_subsampling(model: onnx.ModelProto) -> int:
     readers = {name: node for node in graph.node for name in node.input}
     made, done = 0, set[str]()
     for node in list(graph.node):
-        if node.op_type != "Slice" or node.output[0] in done:
+        if not is_standard(node, "Slice") or node.output[0] in done:
             continue
         count = channels.get(node.input[0], _MOST_CHANNELS + 1)
         chain = _chain(node, readers, uses, constants)
@@ -107,7 +108,7 @@ def store_selections(model: onnx.ModelProto) -> bool:
 
 def selects(node: onnx.NodeProto) -> bool:
     """Return whether a node is a convolution that `convolve_subsampling` made."""
-    return node.op_type == "Conv" and node.input[1].startswith(_PREFIX)
+    return is_standard(node, "Conv") and node.input[1].startswith(_PREFIX)
 
 
 def _channels(graph: onnx.GraphProto) -> dict[str, int]:
@@ -149,7 +150,7 @@ def _chain(
 
 def _strides(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> dict[int, int] | None:
     """Return the step along each axis of a slice from the axis' first position to its last."""
-    if node.op_type != "Slice" or len(node.input) != 5:
+    if not is_standard(node, "Slice") or len(node.input) != 5:
         return None
     values = [_values(name, constants) for name in node.input[1:]]
     if any(each is None for each in values):
@@ -168,7 +169,7 @@ def _strides(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) ->
 
 def _zero_channels(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int] | None:
     """Return how many channels of zeros a node adds before and after, if that is all it does."""
-    if node.op_type != "Pad" or len(node.input) > 3:
+    if not is_standard(node, "Pad") or len(node.input) > 3:
         return None
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
     pads = _values(node.input[1], constants)

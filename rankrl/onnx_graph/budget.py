@@ -19,6 +19,7 @@ from decomposition.operations.base import FLOAT_BYTES, dense_cost
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.latency import LatencyComparison, compare_latency, measure_latency
 from rankrl.export.layer_latency import kept_table, measuring_conditions, table_key, time_sites
+from rankrl.export.operators import dequantises, is_standard
 from rankrl.files import write_json
 from rankrl.onnx_graph.file import write_graph
 from rankrl.onnx_graph.inputs import batch_size
@@ -48,7 +49,7 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
     weights = _integer_weights(network.model.graph, integers)
     tensors = [(each.name, each) for each in network.model.graph.initializer]
     for node in network.model.graph.node:
-        if node.op_type == "Constant":
+        if is_standard(node, "Constant"):
             tensors += [(node.output[0], each.t) for each in node.attribute if each.HasField("t")]
     for name, tensor in tensors:
         count = int(np.prod(tensor.dims))
@@ -77,7 +78,7 @@ def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: Compressi
 
 def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> set[str]:
     """Return the names of constants in integers that nodes multiply with, or that are turned to floats."""
-    found = {node.input[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    found = {node.input[0] for node in graph.node if dequantises(node)}
     return found | {each for node in graph.node if node.name in names for each in node.input}
 
 

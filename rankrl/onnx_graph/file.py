@@ -14,6 +14,7 @@ from onnx import version_converter
 from rankrl.export.graph import set_metadata
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.network_file import INT4_OPSET, store_integers
+from rankrl.export.operators import STANDARD, is_standard
 from rankrl.files import write_atomically
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.network import Feed, GraphSession
@@ -60,7 +61,7 @@ def write_graph(
         scratch = Path(folder) / "graph.onnx"
         scratch.write_bytes(proto.SerializeToString())
         if graph.stored:
-            products = {node.input[1] for node in proto.graph.node if node.op_type == "MatMul"}
+            products = {node.input[1] for node in proto.graph.node if is_standard(node, "MatMul")}
             store_integers(scratch, graph.stored, products & set(graph.stored))
         if graph.computing:
             quantise_onnx(
@@ -76,7 +77,7 @@ def write_graph(
 
 def _with_int4(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a graph in an operator set that has weights of 4 bits."""
-    opset = next(each.version for each in proto.opset_import if each.domain in ("", "ai.onnx"))
+    opset = next(each.version for each in proto.opset_import if each.domain in STANDARD)
     if opset >= INT4_OPSET:
         return proto
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 from decomposition.layers import skipping
 from rankrl.onnx_graph.budget import input_shape, network_costs
 from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.foreign import foreign_reason, is_foreign
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
 from rankrl.onnx_graph.look_up import with_look_ups
@@ -19,6 +21,9 @@ from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
 from rankrl.onnx_graph.positions import Chosen, with_several_positions
 from rankrl.onnx_graph.site import Site
 from rankrl.onnx_graph.sites import find_sites
+from rankrl.wording import counted
+
+log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, Array] | Array | Iterable[Feed] | str | Path
 
@@ -77,12 +82,15 @@ class GivenFile:
         """
         original = OnnxNetwork.load(path)
         network = with_look_ups(original) if look_ups else original
-        given = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
-        split = split_inputs(given, network, heldout=heldout, scored=scored, seed=seed)
+        held = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
+        split = split_inputs(held, network, heldout=heldout, scored=scored, seed=seed)
         found = find_sites(network, split.calibration[0])
         specs = skipping([site.spec for site in found], skip, only)
         sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
-        return cls(original, network, split, tuple(sites), network_costs(network, sites))
+        given = cls(original, network, split, tuple(sites), network_costs(network, sites))
+        if given.foreign is not None:
+            log.warning("%s: %s", path, given.foreign)
+        return given
 
     def with_several_positions(self, chosen: Chosen) -> GivenFile:
         """Return the same file with convolutions that compute several positions at once.
@@ -117,6 +125,17 @@ class GivenFile:
                 f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
             )
         return found
+
+    @cached_property
+    def foreign(self) -> str | None:
+        """Which nodes hold weights but are no operators of ONNX, and what to do about it."""
+        nodes = {node.name: node for node in self.network.graph_model().graph}
+        names = [site.name for site in self.sites if is_foreign(nodes.get(site.name))]
+        if not names:
+            return None
+        among = f", {names[0]!r} among them" if len(names) > 1 else f", {names[0]!r}"
+        reason = foreign_reason(nodes[names[0]])
+        return f"{counted(len(names), 'node')} with weights must stay{among}: {reason}"
 
     @cached_property
     def original_sites(self) -> list[Site]:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
+from rankrl.export.operators import is_standard
 from rankrl.onnx_graph.network import Array, GraphSession, OnnxNetwork, part_of
 from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx_graph.sites import constant
@@ -50,7 +51,7 @@ def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
         network: The network; left as it was.
     """
     model = network.graph_model()
-    products = [node for node in model.graph if node.op_type == "MatMul" and _one_hot(node.inputs[0])]
+    products = [node for node in model.graph if is_standard(node, "MatMul") and _one_hot(node.inputs[0])]
     if not products:
         return network
     passes.ShapeInferencePass()(model)
@@ -95,9 +96,9 @@ def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
 def _one_hot(value: ir.Value | None) -> _OneHot | None:
     """Return what a value is the one-hot code of: a comparison with 0, 1, 2, ... along the last axis."""
     producer = None if value is None else value.producer()
-    while producer is not None and producer.op_type == "Cast" and producer.inputs[0] is not None:
+    while producer is not None and is_standard(producer, "Cast") and producer.inputs[0] is not None:
         producer = producer.inputs[0].producer()
-    if producer is None or producer.op_type != "Equal":
+    if producer is None or not is_standard(producer, "Equal"):
         return None
     for index, other in (producer.inputs, producer.inputs[::-1]):
         classes = constant(other)
@@ -118,7 +119,11 @@ def _function_of_row(graph: ir.Graph, product: ir.Value, width: int, axes: int) 
     for node in graph:
         others = [each for each in node.inputs if each is not None and each not in sources]
         inside = {each for each in node.inputs if each is not None and each in sources}
-        if inside and node.op_type in _ELEMENTWISE and all(_along_row(each, width, axes) for each in others):
+        if (
+            inside
+            and is_standard(node, *_ELEMENTWISE)
+            and all(_along_row(each, width, axes) for each in others)
+        ):
             sources[node.outputs[0]] = inside.union(*(sources[each] for each in inside))
     for value, within in reversed(sources.items()):
         if all(_only_within(each, within | {value}) for each in within):

@@ -13,10 +13,11 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
-from onnx import helper
+from onnx import helper, inliner
 
 from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.graph import with_subgraphs
+from rankrl.export.operators import STANDARD
 from rankrl.export.runtimes.onnxruntime_cpu import session_options
 from rankrl.onnx_graph.errors import OnnxGraphError
 
@@ -78,7 +79,7 @@ class OnnxNetwork:
             raise OnnxGraphError(
                 f"{path} is no ONNX file, or one that is cut off ({error}); fetch or export it again"
             ) from error
-        opset = next((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), None)
+        opset = next((each.version for each in model.opset_import if each.domain in STANDARD), None)
         if not model.graph.node or opset is None:
             raise OnnxGraphError(
                 f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
@@ -103,6 +104,7 @@ class OnnxNetwork:
             raise OnnxGraphError(
                 f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
             ) from error
+        model = _inlined(model)
         _fix_constants(model)
         unpad_channels(model)
         _name_nodes(model.graph)
@@ -252,6 +254,14 @@ def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
             for inner in ir.traversal.RecursiveGraphIterator(body):
                 found += [each for each in inner.inputs if each is not None and each.graph is graph]
     return found
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model in which the nodes of its own functions stand where those were called."""
+    if not model.functions:
+        return model
+    inlined: onnx.ModelProto = inliner.inline_local_functions(model, convert_version=True)
+    return inlined
 
 
 def _fix_constants(model: onnx.ModelProto) -> None:

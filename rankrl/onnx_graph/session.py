@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, FitOptions
+from decomposition.errors import DecompositionError
 from decomposition.fitting import CHOOSING
 from decomposition.listing import CandidateLister
 from decomposition.operations.quantise import computes_in_integers
@@ -131,7 +132,13 @@ def check_reachable(given: GivenFile, candidates: CandidateOptions, search: Sear
     """
     specs = [site.spec for site in given.usable]
     lister = CandidateLister(specs, candidates.formats, precisions=candidates.precisions)
-    _problem(given, [lister.candidates(spec.name, limit=candidates.candidates) for spec in specs], search)
+    sites = [lister.candidates(spec.name, limit=candidates.candidates) for spec in specs]
+    try:
+        _problem(given, sites, search)
+    except DecompositionError as error:
+        if given.foreign is None:
+            raise
+        raise DecompositionError(f"{error}. {given.foreign}") from error
 
 
 def fit_library(

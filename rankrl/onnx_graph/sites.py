@@ -14,6 +14,8 @@ import torch
 from onnx.reference import ReferenceEvaluator
 
 from decomposition.layers import Kind, LayerSpec
+from rankrl.export.operators import MICROSOFT, STANDARD, dequantises, is_standard
+from rankrl.onnx_graph.foreign import foreign_reason, foreign_weight
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, until
 from rankrl.onnx_graph.site import Absorber, Site
 
@@ -38,7 +40,7 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
     """
     model = network.graph_model()
     variable = depending(model.graph, model.graph.inputs)
-    main = [node for node in model.graph if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS)]
+    main = [node for node in model.graph if _multiplies(node)]
     ends = [each for node in main for each in (*node.inputs[:2], node.outputs[0]) if each is not None]
     computed = list(dict.fromkeys(str(each.name) for each in ends if each.producer() is not None))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -54,7 +56,7 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
     found: list[Site] = []
     shared: dict[str, int] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.op_type in (*_PRODUCTS, *_INTEGER_PRODUCTS):
+        if _multiplies(node):
             if node.graph is model.graph and node.outputs[0] not in variable:
                 continue  # it is how a weight is computed
             site = _site(node, model, shapes, len(found), network.fixed_batch or 1, variable)
@@ -65,11 +67,20 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
     return _with_twins(found, shared)
 
 
+def _multiplies(node: ir.Node) -> bool:
+    """Tell whether a node is a convolution or product, or holds a weight without saying what it does."""
+    return is_standard(node, *_PRODUCTS) or _in_integers(node) or foreign_weight(node) is not None
+
+
+def _in_integers(node: ir.Node) -> bool:
+    return node.op_type in _INTEGER_PRODUCTS and node.domain in (*STANDARD, MICROSOFT)
+
+
 def _owners(graph: ir.Graph) -> dict[str, int]:
     """Count how often every value is used, a constant that is only turned on its way in its own name."""
     owners: Counter[str] = Counter()
     for node in ir.traversal.RecursiveGraphIterator(graph):
-        if node.op_type in _MOVING and _constant_root(node.inputs[0]) is not None:
+        if is_standard(node, *_MOVING) and _constant_root(node.inputs[0]) is not None:
             continue
         owners.update(_origin(value) for value in node.inputs if value is not None)
     owners.update(_origin(value) for value in graph.outputs)
@@ -80,7 +91,7 @@ def _constant_root(value: ir.Value | None) -> ir.Value | None:
     """Return the constant that a value is, turned or reshaped perhaps; None where it is none."""
     while value is not None and ir.convenience.get_const_tensor(value) is None:
         producer = value.producer()
-        value = producer.inputs[0] if producer is not None and producer.op_type in _MOVING else None
+        value = producer.inputs[0] if producer is not None and is_standard(producer, *_MOVING) else None
     return value
 
 
@@ -153,7 +164,7 @@ def constant(value: ir.Value | None) -> Array | None:
     if tensor is not None:
         return tensor.numpy()
     producer = value.producer()
-    if producer is None or producer.op_type not in _MOVING or producer.graph is None:
+    if producer is None or not is_standard(producer, *_MOVING) or producer.graph is None:
         return None
     if any(constant(each) is None for each in producer.inputs):
         return None
@@ -176,10 +187,13 @@ def _site(
     `variable` are the values of the main graph that depend on the inputs.
     """
     name = node.name or f"{node.op_type}_{index}"
+    held = None if _in_integers(node) else foreign_weight(node)
+    if held is not None:
+        return _refused(node, name, index, held, foreign_reason(node))
     x, y = node.inputs[0], node.outputs[0]
     given = node.inputs[1] if len(node.inputs) > 1 else None
     weight = constant(given)
-    if node.op_type in _INTEGER_PRODUCTS:
+    if _in_integers(node):
         return _refused(node, name, index, weight, _QUANTISED)
     if weight is None:
         if _dequantised(given):
@@ -317,7 +331,7 @@ def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSp
     groups = _int(node, "group", 1) if "Conv" in node.op_type else 1
     kernel: tuple[int, ...] = ()
     kind: Kind = "linear"
-    if node.op_type in ("Conv", "QLinearConv", "ConvInteger", "ConvTranspose") and len(shape) > 2:
+    if "Conv" in node.op_type and len(shape) > 2:
         kernel = tuple(shape[2:])
         kinds = _TRANSPOSED if node.op_type == "ConvTranspose" else _CONVOLUTIONS
         kind = kinds.get(len(kernel), "conv3d")
@@ -362,13 +376,13 @@ def _absorber(node: ir.Node, bias: bool, spec: LayerSpec) -> Absorber | None:
     if len(uses) != 1 or y.is_graph_output():
         return None
     behind = uses[0].node
-    if behind.op_type == "Add":
+    if is_standard(behind, "Add"):
         other = constant(behind.inputs[1 - uses[0].idx])
         if other is not None and other.size == spec.out_channels:
             channel = other.ndim - 1 if spec.kind == "linear" else other.ndim - 1 - len(spec.kernel_size)
             if 0 <= channel < other.ndim and other.shape[channel] == spec.out_channels:
                 return "add"
-    if behind.op_type == "BatchNormalization" and uses[0].idx == 0 and len(behind.outputs) == 1:
+    if is_standard(behind, "BatchNormalization") and uses[0].idx == 0 and len(behind.outputs) == 1:
         axis_fits = spec.kind != "linear" or len(spec.output_sizes[0] if spec.output_sizes else ()) == 0
         if axis_fits and constant(behind.inputs[3]) is not None:
             return "batch_norm"
@@ -385,19 +399,15 @@ def _padding(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | No
 
 def _dequantised(value: ir.Value | None) -> bool:
     producer = None if value is None else value.producer()
-    while producer is not None and producer.op_type in _MOVING and producer.inputs[0] is not None:
+    while producer is not None and is_standard(producer, *_MOVING) and producer.inputs[0] is not None:
         producer = producer.inputs[0].producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
+    return producer is not None and dequantises(producer)
 
 
 def _stored(value: ir.Value | None) -> Array | None:
     """Return the integers behind a DequantizeLinear."""
     producer = None if value is None else value.producer()
-    return (
-        constant(producer.inputs[0])
-        if producer is not None and producer.op_type == "DequantizeLinear"
-        else None
-    )
+    return constant(producer.inputs[0]) if producer is not None and dequantises(producer) else None
 
 
 def _is_float(*values: ir.Value) -> bool:
