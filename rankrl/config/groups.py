@@ -34,7 +34,8 @@ class OfEveryModel:
     """What every network has beside its own options.
 
     Attributes:
-        checkpoint: Weights to start from (.th, .pt or .safetensors); None trains the network first.
+        checkpoint: Weights to start from (.th, .pt, .ckpt or .safetensors), a state_dict or a trainer's file
+            that holds one; None trains the network first.
     """
 
     checkpoint: str | None = None

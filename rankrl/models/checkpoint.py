@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import pickle
 import re
 from collections.abc import Mapping
@@ -14,21 +16,22 @@ from torch import Tensor, nn
 
 from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
+from rankrl.models.trainer_files import StateDict, state_dicts
 
 _HELDOUT = "heldout"
-# What keys begin with in files of DataParallel, of a Lightning module's `model` and of torch.compile.
-_PREFIXES = ("module.", "model.", "_orig_mod.")
-_STATE_DICTS = ("state_dict", "model_state_dict")
-_LIGHTNING = "pytorch-lightning_version"
+_PLAN = "rankrl.plan"  # what `decomposition.save_compressed` writes into a file's metadata
+
+log = logging.getLogger(__name__)
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """Load the weights of a network, all of them or none.
 
-    Reads PyTorch files (.th, .pt, .pth, ...) with `weights_only=True`, holding a state_dict or a dict with a
-    "state_dict" or "model_state_dict", and .safetensors. A prefix `module.`, `model.` or `_orig_mod.` on
-    every key is removed, where the model's own names have none; of a Lightning checkpoint what lies beside
-    `model.` (a loss, metrics) is left out. `num_batches_tracked` may be missing, as old files lack it.
+    Reads PyTorch files (.th, .pt, .pth, .ckpt, ...) with `weights_only=True`, and .safetensors: a state_dict,
+    or a trainer's file with one in it, alone, under a key such as "state_dict", "model", "net" or "ema", or
+    behind a prefix such as `module.`, `model.` or `_orig_mod.`. Of several that fit, running averages come
+    first, then what is called a network; what was taken and what was left out is logged.
+    `num_batches_tracked` may be missing, as old files lack it, and one name of a tied parameter.
     Floating-point types are converted to the model's own.
 
     Args:
@@ -37,16 +40,17 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         CheckpointError: The file is missing, damaged, no state_dict, holds anything but tensors and plain
-            values, is for another architecture or class count, or holds NaN or infinite weights.
+            values, is for another architecture or class count, holds several networks that fit, a compressed
+            one, or NaN or infinite weights.
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint file {path}")
+        folder = "; it is a folder, give the file in it" if path.is_dir() else ""
+        raise CheckpointError(f"there is no checkpoint file {path}{folder}")
     expected: dict[str, Tensor] = model.state_dict()
-    tensors = _without_prefixes(_state_dict(_read(path), path), expected)
-    _check_fit(tensors, expected, path)
-    _check_values(tensors, expected, path)
-    model.load_state_dict(tensors, strict=False)
+    taken = _fitting(_read(path), expected, path)
+    _check_values(taken.tensors, expected, path)
+    model.load_state_dict(dict(taken.tensors), strict=False)
 
 
 def save_checkpoint(model: nn.Module, path: str | Path, *, heldout: str | None = None) -> None:
@@ -68,20 +72,31 @@ def save_checkpoint(model: nn.Module, path: str | Path, *, heldout: str | None =
 def checkpoint_heldout(path: str | Path) -> str | None:
     """Return which images the network in a file of `save_checkpoint` was not trained on, if it says so."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get(_HELDOUT)
+        return _metadata(path).get(_HELDOUT)
     except (SafetensorError, OSError):
         return None
+
+
+def _metadata(path: str | Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
 
 
 def _read(path: Path) -> object:
     if path.suffix == ".safetensors":
         try:
+            if _PLAN in _metadata(path):
+                raise CheckpointError(
+                    f"{path} holds a compressed network and its plan, not the dense network that is loaded "
+                    f"here; give it as weights={path}, or in Python to load_compressed"
+                )
             return safetensors.torch.load_file(path, device="cpu")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # timm and torchvision keep their options beside the weights; reading a Namespace runs no code.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found is None:
@@ -100,63 +115,68 @@ def _read(path: Path) -> object:
         ) from error
 
 
-def _state_dict(content: object, path: Path) -> dict[str, Tensor]:
-    lightning = isinstance(content, Mapping) and _LIGHTNING in content
-    if isinstance(content, Mapping):
-        content = next((content[k] for k in _STATE_DICTS if isinstance(content.get(k), Mapping)), content)
-    if lightning and isinstance(content, Mapping):
-        of_model = {key: value for key, value in content.items() if str(key).startswith("model.")}
-        content = of_model or content
+def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> StateDict:
+    """Return what of a file's content the network is filled with; log what was taken or left out."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}, not a state_dict (a dict of tensors)"
         )
-    others = [
-        key for key, value in content.items() if not (isinstance(key, str) and isinstance(value, Tensor))
-    ]
-    if others or not content:
+    candidates = state_dicts(content, expected)
+    if not candidates:
+        held = ", ".join(repr(key) for key in list(content)[:5]) or "nothing"
         raise CheckpointError(
-            f"{path} holds no state_dict: a dict of names and tensors, alone or under the key 'state_dict' "
-            "or 'model_state_dict'; "
-            f"it holds {', '.join(repr(key) for key in list(content)[:5]) or 'nothing'}"
+            f"{path} holds no state_dict: a dict of names and tensors, alone or under a key such as "
+            f"'state_dict' or 'model'; it holds {held}"
         )
-    return dict(content)
-
-
-def _without_prefixes(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without what wrappers put in front of every name."""
-    for _ in _PREFIXES:  # one wrapper may lie in another
-        for prefix in _PREFIXES:
-            wrapped = all(key.startswith(prefix) for key in tensors)
-            if wrapped and not all(key.startswith(prefix) for key in expected):
-                tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    return tensors
-
-
-def _check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    missing = [key for key in expected if key not in tensors and not key.endswith("num_batches_tracked")]
-    unexpected = [key for key in tensors if key not in expected]
-    reshaped = [key for key in tensors if key in expected and tensors[key].shape != expected[key].shape]
-    if not missing and not unexpected and not reshaped:
-        return
-    if not missing and not unexpected:
-        classes = _class_counts(tensors, expected, reshaped)
-        if classes is not None:
+    taken = candidates[0]
+    if not taken.fits:
+        raise CheckpointError(_misfit(taken, path))
+    fitting = [each for each in candidates if each.fits]
+    if len(fitting) > 1:
+        listed = " and ".join(map(str, fitting))
+        if fitting[1].distance == taken.distance:
             raise CheckpointError(
+                f"{path} holds several networks that fit: {listed}; save the state_dict of one of them alone"
+            )
+        log.warning(
+            "%s holds several networks that fit, %s; taken: %s. For another, save its state_dict alone.",
+            *(path, listed, taken),
+        )
+    elif taken.place or taken.prefix or taken.counters:
+        without = f", without {_some(list(taken.counters))}" if taken.counters else ""
+        log.info("%s: read %s%s", path, taken, without)
+    left = [
+        name
+        for name in taken.beside
+        if not any(name.startswith(each.prefix) for each in fitting if each.prefix)
+    ]
+    if left:
+        log.warning("%s: left out what the model has no place for: %s", path, _some(left))
+    return taken
+
+
+def _misfit(found: StateDict, path: Path) -> str:
+    """Say why the tensors that come nearest do not fit."""
+    if not found.missing and not found.unexpected:
+        classes = _class_counts(found.tensors, found.expected, found.reshaped)
+        if classes is not None:
+            return (
                 f"{path} is for {classes[0]} classes, but the model has {classes[1]}. "
                 "Choose the dataset that the checkpoint was trained on, or a checkpoint for this one."
             )
     problems = []
-    if missing:
-        problems.append(f"the file lacks {_some(missing)}")
-    if unexpected:
-        problems.append(f"the model lacks {_some(unexpected)}")
-    if reshaped:
-        shapes = [f"{key} {tuple(tensors[key].shape)} for {tuple(expected[key].shape)}" for key in reshaped]
+    if found.missing:
+        problems.append(f"the file lacks {_some(found.missing)}")
+    if found.unexpected:
+        problems.append(f"the model lacks {_some(found.unexpected)}")
+    if found.reshaped:
+        shapes = [
+            f"{key} {tuple(found.tensors[key].shape)} for {tuple(found.expected[key].shape)}"
+            for key in found.reshaped
+        ]
         problems.append(f"shapes differ (file for model): {_some(shapes)}")
-    raise CheckpointError(
-        f"{path} is for another architecture: {'; '.join(problems)}. Choose the matching model."
-    )
+    read = f" (read: {found})" if found.place or found.prefix else ""
+    return f"{path} is for another architecture{read}: {'; '.join(problems)}. Choose the matching model."
 
 
 def _class_counts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from decomposition import apply_plan, make_plan, save_compressed
 from rankrl.data import load_dataset
 from rankrl.errors import CheckpointError
 from rankrl.models import checkpoint_heldout, create_model, load_checkpoint, save_checkpoint
@@ -31,6 +34,15 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(value, theirs[key]) for key, value in one.state_dict().items())
 
 
+def behind(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{key}": value for key, value in state.items()}
+
+
+def noise(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is not to be loaded: the same shapes, all ones."""
+    return {key: torch.ones_like(value) for key, value in state.items()}
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -45,6 +57,21 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
             | {"loss.weight": torch.ones(10)},
         },
         lambda state: {"model": 1, "state_dict": {f"model._orig_mod.{k}": v for k, v in state.items()}},
+        lambda state: {"n_averaged": torch.tensor(5), **behind("module.", state)},
+        lambda state: {"model": state, "epoch": 3, "args": argparse.Namespace(lr=0.1)},
+        lambda state: {"net": state, "acc": 91.7, "epoch": 3},
+        lambda state: {"model": noise(state), "ema": behind("module.", state), "updates": torch.tensor(9)},
+        lambda state: {"model": noise(state), "model_ema": {"n_averaged": torch.tensor(5), **state}},
+        lambda state: {"state_dict": behind("net.", state), "pytorch-lightning_version": "2.5"},
+        lambda state: {"state_dict": {**behind("teacher.", noise(state)), **behind("self.net.", state)}},
+        lambda state: {"network": {"weights": behind("module._orig_mod.", state)}},
+        lambda state: {"params": noise(state), "params_ema": state},
+        lambda state: {k.replace(".conv1.", "._fsdp_wrapped_module.conv1."): v for k, v in state.items()},
+        lambda state: {k.replace("layer2.", "layer2.module._orig_mod."): v for k, v in state.items()},
+        lambda state: {
+            "state_dict": state,
+            "optimizer": {"state": {0: {"step": torch.tensor(1.0), "momentum_buffer": torch.ones(3)}}},
+        },
     ],
     ids=[
         "bare",
@@ -54,9 +81,21 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
         "model_state_dict",
         "Lightning",
         "compiled",
+        "AveragedModel",
+        "timm",
+        "net",
+        "ema beside the model",
+        "AveragedModel beside the model",
+        "net of Lightning",
+        "net of Lightning beside its teacher",
+        "two dicts and two wrappers",
+        "BasicSR",
+        "FSDP",
+        "layers wrapped",
+        "optimizer beside it",
     ],
 )
-@pytest.mark.parametrize("suffix", ["th", "pt", "pth"])
+@pytest.mark.parametrize("suffix", ["th", "ckpt"])
 def test_weights_arrive_whatever_way_they_were_saved(tmp_path: Path, wrap: Change, suffix: str) -> None:
     source, target = network(seed=1), network(seed=2)
     torch.save(wrap(dict(source.state_dict())), tmp_path / f"c.{suffix}")
@@ -69,6 +108,51 @@ def test_a_network_whose_own_names_begin_like_a_wrappers_keeps_them(tmp_path: Pa
     torch.save({"state_dict": source.state_dict()}, tmp_path / "c.pt")
     load_checkpoint(target, tmp_path / "c.pt")
     assert equal(source, target)
+
+
+def test_of_several_networks_in_a_file_the_one_taken_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = dict(network(seed=1).state_dict())
+    torch.save({"model": noise(state), "model_ema": state}, tmp_path / "c.pt")
+    load_checkpoint(network(), tmp_path / "c.pt")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "its 'model_ema' and its 'model'; taken: its 'model_ema'" in record.getMessage()
+
+
+def test_what_of_a_file_the_model_has_no_place_for_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)) for _ in range(2))
+    caplog.set_level(logging.INFO)
+    head = {"head.weight": torch.ones(5, 2), "head.bias": torch.ones(5), "n_averaged": torch.tensor(5)}
+    torch.save({**behind("encoder.", dict(source.state_dict())), **head}, tmp_path / "c.pt")
+    load_checkpoint(target, tmp_path / "c.pt")
+    assert equal(source, target)
+    assert caplog.messages[0].endswith("read the names that begin with 'encoder.', without n_averaged")
+    assert caplog.messages[-1].endswith("no place for: head.weight, head.bias")
+
+
+def test_a_tied_parameter_may_be_saved_under_one_of_its_names(tmp_path: Path) -> None:
+    """accelerate and transformers write models so: `safetensors.torch.save_model` drops the others."""
+    source, target = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+    for model in (source, target):
+        model[2].weight = model[0].weight
+    safetensors.torch.save_model(source, str(tmp_path / "model.safetensors"))
+    assert len(safetensors.torch.load_file(tmp_path / "model.safetensors")) == 3
+    load_checkpoint(target, tmp_path / "model.safetensors")
+    assert equal(source, target)
+
+
+def test_a_compressed_network_is_no_checkpoint_of_the_dense_one(tmp_path: Path) -> None:
+    dense = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
+    plan = make_plan(dense, (16,), "tucker", ranks=2)
+    save_compressed(apply_plan(dense, plan), plan, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"compressed network and its plan.*weights=\S+/model.safetensors"
+    ):
+        load_checkpoint(dense, tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("legacy", [True, False])
@@ -121,7 +205,20 @@ def set_value(state: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> 
         (lambda state: torch.zeros(3), "holds a Tensor, not a state_dict"),
         (lambda state: {"epoch": 3}, "no state_dict.*'epoch'"),
         (lambda state: {}, "it holds nothing"),
-        (lambda state: {"model": state}, "no state_dict.*'model'"),
+        (lambda state: {"model": 3, "epoch": 1}, "no state_dict.*'model'"),
+        (lambda state: {"model": {}, "epoch": torch.tensor(1)}, "the file lacks conv1.weight.* and 9"),
+        (
+            lambda state: {"student": state, "teacher": state},
+            "several networks that fit: its 'student' and its 'teacher'; save",
+        ),
+        (
+            lambda state: {k.replace("linear.", "head."): v for k, v in state.items()},
+            r"the file lacks linear\.weight, linear\.bias; the model lacks head\.weight, head\.bias\.",
+        ),
+        (
+            lambda state: {f"encoder.{k}" if "linear" not in k else f"head.{k}": v for k, v in state.items()},
+            r"\(read: the names that begin with 'encoder\.'\): the file lacks linear\.weight, linear\.bias\.",
+        ),
         (lambda state: {"state_dict": state, "extra": nn.Linear(1, 1)}, "more than tensors and plain values"),
         (lambda state: {"state_dict": state, "best": np.float64(3)}, "more than tensors and plain values"),
         (lambda state: {"state_dict": state, "path": Path("x")}, "more than tensors and plain values"),

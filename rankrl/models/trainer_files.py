@@ -1,0 +1,174 @@
+"""Which tensors of a trainer's file are the network's: in which of its dicts, behind which prefix.
+
+Trainers keep a network's tensors in a dict of their own among optimizers, epochs and metrics, name them after
+the wrapper or module that holds the network, and often keep a running average of them beside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+_DEPTH = 3
+# What modules add to the names of what they wrap: data parallelism and averages, torch.compile, FSDP,
+# activation checkpointing.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Words of the names under which trainers keep running averages, which are what they evaluate, ...
+_AVERAGES = frozenset({"ema", "swa", "averaged", "average"})
+# ... and the network itself.
+_NETWORKS = frozenset({"self", "model", "net", "network", "state", "dict", "params", "weights", "module"})
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """Tensors of a file under a network's names, and how far they fit that network.
+
+    Attributes:
+        place: Keys of the dicts in the file that lead to it.
+        prefix: What was removed in front of the names.
+        tensors: The tensors by name.
+        expected: The network's own.
+        beside: Names in the same dict that do not have the prefix.
+        counters: Names of the trainer's own counters among the others.
+        tied: Names of the network's that stand for the same parameter as another one, which is named.
+    """
+
+    place: tuple[str, ...]
+    prefix: str
+    tensors: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor]
+    beside: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
+    tied: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """The network's names that the file lacks; old files lack `num_batches_tracked`."""
+        return [
+            name
+            for name in self.expected
+            if name not in self.tensors
+            and not name.endswith("num_batches_tracked")
+            and self.tied.get(name, frozenset()).isdisjoint(self.tensors)
+        ]
+
+    @cached_property
+    def unexpected(self) -> list[str]:
+        """The file's names that the network lacks."""
+        return [name for name in self.tensors if name not in self.expected]
+
+    @cached_property
+    def reshaped(self) -> list[str]:
+        """Names whose tensors have another shape in the network."""
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if name in self.expected and tensor.shape != self.expected[name].shape
+        ]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the network can be filled with it."""
+        return not (self.missing or self.unexpected or self.reshaped)
+
+    @property
+    def distance(self) -> tuple[int, int, int]:
+        """How far it is from fitting, then how unusual a name it has for a network to be taken."""
+        words = {word for part in (*self.place, *self.prefix.split(".")) for word in part.split("_") if word}
+        unusual = 0 if words & _AVERAGES else 1 if words <= _NETWORKS else 2
+        return len(self.missing) + len(self.reshaped), len(self.unexpected), unusual
+
+    def __str__(self) -> str:
+        parts = [f"its {'.'.join(self.place)!r}"] if self.place else []
+        parts += [f"the names that begin with {self.prefix!r}"] if self.prefix else []
+        return ", ".join(parts) or "its own names"
+
+
+def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDict]:
+    """Return what of a file's content may be a network's tensors, the best fit first.
+
+    Args:
+        content: What the file holds.
+        expected: The network's tensors by name.
+
+    Returns:
+        One entry for each dict of tensors and each prefix of its names that leads to names of the network; of
+        a dict without any such, one with the names as they are.
+    """
+    tied = _tied(expected)
+    found = [
+        each
+        for place, tensors in _dicts(content)
+        for each in _by_prefix(place, _unwrapped(tensors, expected), expected, tied)
+    ]
+    return sorted(found, key=lambda each: each.distance)
+
+
+def _dicts(
+    content: object, place: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
+    """Yield every dict that holds tensors by name; plain values beside them are the trainer's notes."""
+    if not isinstance(content, Mapping):
+        return
+    named = {key: value for key, value in content.items() if isinstance(key, str)}
+    tensors = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    if tensors:
+        yield place, tensors
+    if len(place) < _DEPTH:
+        for key, value in named.items():
+            yield from _dicts(value, (*place, key))
+
+
+def _unwrapped(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without the wrappers' parts of their names, which a layer within may have, too."""
+    added = _WRAPPERS.difference(*(name.split(".") for name in expected))
+    plain = {
+        ".".join(part for part in name.split(".") if part not in added): tensor
+        for name, tensor in tensors.items()
+    }
+    return plain if len(plain) == len(tensors) else tensors
+
+
+def _by_prefix(
+    place: tuple[str, ...],
+    tensors: dict[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tied: Mapping[str, frozenset[str]],
+) -> Iterator[StateDict]:
+    prefixes: Counter[str] = Counter()
+    for name in tensors:
+        parts = name.split(".")
+        for index in range(len(parts)):
+            if ".".join(parts[index:]) in expected:
+                prefixes[".".join([*parts[:index], ""])] += 1
+    most = max(prefixes.values(), default=0)
+    # Names of one layer deep inside are found behind many prefixes; a network's are behind few.
+    likely = [prefix for prefix, count in prefixes.items() if 2 * count >= most] or [""]
+    for prefix in likely:
+        inside = {
+            name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)
+        }
+        own = {name: each for name, each in inside.items() if name in expected or not _is_counter(name, each)}
+        counters = tuple(
+            name for name, each in tensors.items() if _is_counter(name, each) and name not in own
+        )
+        beside = tuple(name for name in tensors if not name.startswith(prefix) and name not in counters)
+        yield StateDict(place, prefix, own, expected, beside, counters, tied)
+
+
+def _is_counter(name: str, tensor: Tensor) -> bool:
+    """Tell whether a tensor counts something for the trainer, as AveragedModel's `n_averaged` does."""
+    return "." not in name and tensor.ndim == 0 and not tensor.is_floating_point()
+
+
+def _tied(expected: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
+    """Return the other names of each parameter that has several; some writers keep only one of them."""
+    names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[str]] = {}
+    for name, tensor in expected.items():
+        if tensor.numel() and not tensor.is_meta:
+            names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), set()).add(name)
+    return {name: frozenset(each - {name}) for each in names.values() if len(each) > 1 for name in each}
