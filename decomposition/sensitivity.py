@@ -122,8 +122,8 @@ def collect_sensitivities(
 
 
 def _watched(x: torch.Tensor) -> torch.Tensor:
-    """Return an input that gradients are sent back to; a copy of it, since models may change it in place."""
-    return x.detach().requires_grad_(x.is_floating_point()).clone()
+    """Return an input that gradients are sent back to."""
+    return x.detach().requires_grad_(x.is_floating_point())
 
 
 def _send_back(outputs: object, generator: torch.Generator) -> None:

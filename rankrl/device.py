@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.cost import evaluation_mode
-from decomposition.inputs import Inputs
+from decomposition.inputs import Inputs, run_model
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def accepted_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
         return torch.contiguous_format
     with evaluation_mode(model):
         try:
-            model(in_layout(example, torch.channels_last))
+            run_model(model, in_layout(example, torch.channels_last))
         except RuntimeError:
             return torch.contiguous_format
     return torch.channels_last

@@ -20,7 +20,7 @@ from onnxruntime.quantization.quant_utils import compute_scale_zp, quantize_onnx
 from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
-from decomposition.inputs import ExampleInputs
+from decomposition.inputs import ExampleInputs, run_model
 from decomposition.rounding import REDUCED_BITS
 from decomposition.surgery import copied
 from rankrl.export.channel_padding import pad_channels
@@ -171,7 +171,7 @@ def class_agreement(
     try:
         for images, given in pairs:
             with torch.no_grad():
-                expected = np.asarray(network(images).argmax(1))
+                expected = np.asarray(run_model(network, images).argmax(1))
             same += int((session.run(given.numpy())[0].argmax(1) == expected).sum())
             total += len(images)
     finally:

@@ -231,7 +231,7 @@ def class_scores(
         layout: Memory order that the network takes images in.
     """
     with torch.inference_mode(), precision.autocast(), deterministic_kernels():
-        parts = [model(in_layout(batch, layout)) for batch in batches]
+        parts = [run_model(model, in_layout(batch, layout)) for batch in batches]
         return torch.cat([scores.float() for scores in parts])
 
 
