@@ -26,6 +26,7 @@ from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.export import export_onnx, fast_multiple
 from rankrl.files import write_json
+from rankrl.float32 import as_float32, back_in, in_float32, own_types
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
 from rankrl.plan_search.workers import Cluster
@@ -367,28 +368,32 @@ def _tuned(
     progress: Progress,
 ) -> tuple[nn.Module, Sequence[EpochRow]]:
     """Return the fine-tuned network, and the epochs of our own training."""
+    types = own_types(network)
     if recipe is None:
         assert callable(finetune)
         returned = finetune(network.train())
         tuned = returned if isinstance(returned, nn.Module) else network
-        return tuned.to(model_device(dense)).eval(), ()  # a Trainer of Lightning's leaves it on the CPU
+        # A Trainer of Lightning's leaves it on the CPU, and may leave it in another type.
+        return back_in(tuned.to(model_device(dense)), types).eval(), ()
     steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
     with progress_bar("fine-tune", total=steps, progress=progress) as bar:
 
         def show(state: TrainingProgress) -> None:
             bar.update(state.step, best=state.best_accuracy)
 
+        # Steps of a small rate are lost in types of few digits.
+        trained = in_float32(network, keep_double=True)
         result = train_on(
-            network,
-            fitted.inputs,
+            trained,
+            as_float32(fitted.inputs, keep_double=True),
             fitted.labels,
             recipe,
-            score=judge,
+            score=judge if types == own_types(trained) else lambda each: judge(back_in(copied(each), types)),
             loss=loss,
-            teacher=copied(dense),
+            teacher=in_float32(dense, keep_double=True),
             on_step=show,
         )
-    return network, result.history
+    return back_in(trained, types), result.history
 
 
 def _tested(dense: nn.Module, network: nn.Module, test: CalibrationInputs) -> dict[str, float]:

@@ -17,8 +17,8 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.inputs import Inputs, described, run_model, tensors_of
-from decomposition.surgery import copied
 from rankrl.export.errors import ExportError
+from rankrl.float32 import in_float32
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -31,13 +31,13 @@ _TRANSLATING = threading.Lock()
 
 
 def inference_copy(model: nn.Module) -> nn.Module:
-    """A float32 copy of the model on the CPU, in evaluation mode; the model itself is left as it is.
+    """A copy of the model on the CPU that computes in float32, in evaluation mode; the model stays as it is.
 
     Raises:
         ExportError: The model cannot be copied.
     """
     try:
-        return copied(model).cpu().float().eval()
+        return in_float32(model).cpu().eval()
     except DecompositionError as error:
         raise ExportError(f"cannot export {type(model).__name__}: {error}.") from error
 

@@ -98,7 +98,7 @@ def faster_contracted(
     """Return the names of the layers that are faster contracted, timed one by one between neighbours."""
     dense, whole = copied(network), factorised_layers(contracted(network))
     for layer in factorised_layers(dense).values():
-        replace_module(dense, layer, layer.geometry.dense())
+        replace_module(dense, layer, layer.geometry.dense(dtype=layer.cores()[0].dtype))
     specs = {spec.name: spec for spec in inspect_layers(dense.cpu(), shape)}
     found = []
     with tempfile.TemporaryDirectory() as folder:
