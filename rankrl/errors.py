@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DefectError",
     "ModelError",
     "NonFiniteError",
     "RankrlError",
@@ -48,6 +49,10 @@ class NonFiniteError(RankrlError):
 
 class StorageError(RankrlError):
     """A file or folder cannot be read or written (full disk, missing permission, ...)."""
+
+
+class DefectError(Exception):
+    """A result of ours is damaged, whatever the user did; the message says what to report."""
 
 
 class RunStoppedError(RankrlError):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from onnx import helper, numpy_helper
 
 from rankrl.data import Preprocessing
 from rankrl.export.operators import is_standard
+from rankrl.export.values import rename_values, uses, with_subgraphs
 
 if TYPE_CHECKING:  # onnxscript brings SymPy along, which takes half a second
     from onnxscript import ir
@@ -69,12 +69,8 @@ def _name_turned_weights(graph: onnx.GraphProto, turned: Mapping[str, str]) -> N
     """
     constants = {tensor.name for tensor in graph.initializer}
     named = {new: old for new, old in turned.items() if new in constants and old not in constants}
-    if len(set(named.values())) < len(named):
-        return
-    for tensor in graph.initializer:
-        tensor.name = named.get(tensor.name, tensor.name)
-    for node in graph.node:
-        node.input[:] = [named.get(name, name) for name in node.input]
+    if len(set(named.values())) == len(named):
+        rename_values(graph, named)
 
 
 def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
@@ -89,11 +85,10 @@ def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
-    uses = Counter(name for node in graph.node for name in node.input)
-    uses.update(output.name for output in graph.output)
+    counts = uses(graph)
     for batchnorm in [node for node in graph.node if is_standard(node, "BatchNormalization")]:
         conv = producers.get(batchnorm.input[0])
-        if conv is None or not is_standard(conv, "Conv") or uses[conv.output[0]] > 1:
+        if conv is None or not is_standard(conv, "Conv") or counts[conv.output[0]] > 1:
             continue
         kernel = next((a.ints for a in conv.attribute if a.name == "kernel_shape"), None)
         bias = conv.input[2] if len(conv.input) > 2 else ""
@@ -176,15 +171,6 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
     batch: str | int = axis.dim_param or axis.dim_value
     shape = (batch, preprocessing.height, preprocessing.width, preprocessing.channels)
     entry.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.UINT8, shape))
-
-
-def with_subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graph and the bodies of its control flow, which see its values."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from with_subgraphs(body)
 
 
 def set_metadata(proto: onnx.ModelProto, metadata: Mapping[str, str]) -> None:

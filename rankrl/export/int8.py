@@ -31,11 +31,13 @@ from decomposition import Inputs, calibrate_ranges, integer_layers, rounded_para
 from decomposition.rounding import REDUCED_BITS, reduce_weight_range
 from decomposition.surgery import copied
 from rankrl.export.channel_padding import unpad_channels
+from rankrl.export.checked_file import write_checked
 from rankrl.export.errors import ExportError
 from rankrl.export.operators import STANDARD, dequantises, is_standard, quantises
+from rankrl.export.quantiser_copy import QuantiserCopy
 from rankrl.export.runtimes import Batch, open_session
+from rankrl.export.sparse import store_densely
 from rankrl.export.subsampling import selects, store_selections
-from rankrl.files import write_atomically
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
 
@@ -81,16 +83,12 @@ def quantise_onnx(
     path, target = Path(path), Path(target)
     session = open_session(path)
     model = _checked_graph(path, partly=partly and weights is not None)
+    unpad_channels(model)
+    store_selections(model)  # the quantiser takes constants alone for weights
+    copy = QuantiserCopy(model)
     before = {node.name for node in model.graph.node}
-    changed = [unpad_channels(model), store_selections(model)]
-    if any(changed):  # the quantiser takes constants alone for weights
-        with tempfile.TemporaryDirectory() as folder:
-            stored = Path(folder) / "network.onnx"
-            onnx.save(model, stored)
-            return quantise_onnx(
-                stored, target, inputs, weights=weights, partly=partly, reduce_range=reduce_range
-            )
     nodes = None if weights is None else integer_nodes(model.graph, weights)
+    copy.hide_values(model)
     fixed = session.fixed_batch
     feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
     batches = [feed for feed in feeds if fixed in (None, len(feed[session.input_name]))]
@@ -105,13 +103,31 @@ def quantise_onnx(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
             )
-    reduced = _reduces(reduce_range)
+    named = [{copy.values[name]: each for name, each in feed.items()} for feed in batches]
+    quantised = _quantised(model, path, named, nodes, copy.apart, _reduces(reduce_range))
+    if nodes is not None:
+        _spare_floats(quantised.graph, set(nodes), before)
+    copy.restore(quantised)
+    write_checked(quantised, target, f"{path} in integers")
+    return target
+
+
+def _quantised(
+    model: onnx.ModelProto,
+    path: Path,
+    batches: Iterable[Mapping[str, np.ndarray[Any, Any]]],
+    nodes: Sequence[str] | None,
+    excluded: Sequence[str],
+    reduced: bool,
+) -> onnx.ModelProto:
+    """Return what onnxruntime's quantiser makes of a network; `path` is where that is from, for messages."""
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / "quantised.onnx"
+        plain, scratch = Path(folder) / "network.onnx", Path(folder) / "quantised.onnx"
+        onnx.save(model, plain)
         try:
             with _quiet():
                 quantize_static(
-                    path,
+                    plain,
                     scratch,
                     _Reader(batches),
                     quant_format=QuantFormat.QDQ,
@@ -120,14 +136,11 @@ def quantise_onnx(
                     weight_type=QuantType.QInt8,
                     reduce_range=reduced,
                     nodes_to_quantize=nodes,
+                    nodes_to_exclude=excluded,
                 )
         except Exception as error:  # whatever onnxruntime's Python code stumbles over
             raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
-        quantised = onnx.load(scratch)
-    if nodes is not None:
-        _spare_floats(quantised.graph, set(nodes), before)
-    write_atomically(target, quantised.SerializeToString())
-    return target
+        return onnx.load(scratch)
 
 
 @cache
@@ -283,7 +296,8 @@ def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str], before: Collec
 
 
 def _checked_graph(path: Path, *, partly: bool) -> onnx.ModelProto:
-    model = onnx.load(path, load_external_data=False)
+    model = onnx.load(path)
+    store_densely(model)
     opset = next((each.version for each in model.opset_import if each.domain in STANDARD), 0)
     if opset < _LEAST_OPSET:
         raise ExportError(

@@ -7,7 +7,7 @@ then makes integers of what the plan says.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from decomposition.inputs import ExampleInputs, run_model
 from decomposition.rounding import REDUCED_BITS
 from decomposition.surgery import copied
 from rankrl.export.channel_padding import pad_channels
+from rankrl.export.checked_file import write_checked
 from rankrl.export.errors import ExportError
 from rankrl.export.int8 import as_in_file, integer_bits, quantise_onnx
 from rankrl.export.onnx_file import ExportResult, export_onnx
 from rankrl.export.operators import is_standard
 from rankrl.export.runtimes import DEFAULT_RUNTIME, Batch, open_session
-from rankrl.files import write_atomically
+from rankrl.export.values import names_in, new_name
 
 INT4_OPSET = 21
 """The first operator set in which DequantizeLinear takes INT4."""
@@ -76,40 +77,34 @@ def export_network(
         scratch = Path(folder) / "network.onnx"
         plain = without_rounding(copied(network))
         written = export_onnx(plain, scratch, input_shape, opset=opset, progress=False, **options)
-        if stored:
-            store_integers(scratch, stored, _products(scratch))
+        model = onnx.load(scratch)
+        store_integers(model, stored)
         if computing:
+            onnx.save(model, scratch)
             reduced = REDUCED_BITS in integer_bits(network)
             quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduced)
-        model = onnx.load(scratch)
+            model = onnx.load(scratch)
         pad_channels(model, channel_block)
-        write_atomically(path, model.SerializeToString())
-    return replace(written, path=path, file_bytes=path.stat().st_size)
+        size = write_checked(model, path, f"the file of {type(network).__name__}")
+    return replace(written, path=path, file_bytes=size)
 
 
-def _products(path: Path) -> set[str]:
-    """Return the names of weights whose output channels lie on the last axis: those of matrix products."""
-    nodes = onnx.load(path, load_external_data=False).graph.node
-    return {node.input[1] for node in nodes if is_standard(node, "MatMul")}
-
-
-def store_integers(path: Path, bits: Mapping[str, int], columns: Collection[str] = ()) -> None:
-    """Store weights of a float32 file in integers, one scale an output channel.
+def store_integers(model: onnx.ModelProto, bits: Mapping[str, int]) -> None:
+    """Store weights of a float32 graph in integers, one scale an output channel.
 
     The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
     onnxruntime's (`onnxruntime.quantization.quant_utils`), which finds the scales of rounded weights again.
 
     Args:
-        path: The file, changed in place.
+        model: The graph, changed in place.
         bits: 8 or 4 by the name of the weight (initializer).
-        columns: Names of those weights whose output channels lie on the last axis instead of the first.
 
     Raises:
         ExportError: If the graph has no such weight.
     """
-    model = onnx.load(path)
     graph = model.graph
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    columns = {node.input[1] for node in graph.node if is_standard(node, "MatMul")}
+    initializers, taken = {tensor.name: tensor for tensor in graph.initializer}, names_in(graph)
     missing = sorted(set(bits) - set(initializers))
     if missing:
         raise ExportError(
@@ -128,21 +123,17 @@ def store_integers(path: Path, bits: Mapping[str, int], columns: Collection[str]
         zero = np.zeros(len(values), dtype=helper.tensor_dtype_to_np_dtype(onnx.TensorProto.INT8))
         scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
         scale[rows == 0] = 1.0
-        integers = quantize_onnx_initializer(
-            tensor, kind, zero, scale, axis=axis, quant_weight_name=f"{name}_integers"
+        stored, factor, back = (
+            new_name(f"{name}_{kind}", taken) for kind in ("integers", "scale", "DequantizeLinear")
         )
         graph.initializer.remove(tensor)
-        graph.initializer.extend([integers, onnx.numpy_helper.from_array(scale, f"{name}_scale")])
-        back = helper.make_node(
-            "DequantizeLinear",
-            [integers.name, f"{name}_scale"],
-            [name],
-            f"{name}_DequantizeLinear",
-            axis=axis,
+        graph.initializer.extend(
+            [
+                quantize_onnx_initializer(tensor, kind, zero, scale, axis=axis, quant_weight_name=stored),
+                onnx.numpy_helper.from_array(scale, factor),
+            ]
         )
-        graph.node.insert(0, back)
-    onnx.checker.check_model(model, full_check=True)
-    write_atomically(path, model.SerializeToString())
+        graph.node.insert(0, helper.make_node("DequantizeLinear", [stored, factor], [name], back, axis=axis))
 
 
 def class_agreement(

@@ -27,12 +27,12 @@ from decomposition.inputs import (
 )
 from rankrl.data import Preprocessing
 from rankrl.export.channel_padding import pad_channels
+from rankrl.export.checked_file import write_checked
 from rankrl.export.errors import ExportError
 from rankrl.export.feeds import input_names
 from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
 from rankrl.export.subsampling import convolve_subsampling
 from rankrl.export.tracing import convert, inference_copy, trace
-from rankrl.files import write_atomically
 from rankrl.progress import Progress, progress_bar
 
 OLDEST_OPSET = 18
@@ -73,7 +73,7 @@ def export_onnx(
     channel_block: int = 1,
     progress: Progress = None,
 ) -> ExportResult:
-    """Write a model as one self-contained ONNX file that has passed `onnx.checker`.
+    """Write a model as one self-contained ONNX file that `onnx.checker` accepts and onnxruntime loads.
 
     The file computes what the model computes in evaluation mode and float32. Decomposed layers keep their
     cores: a runtime contracts them once, when it loads the file. Shortcuts that only subsample and add
@@ -106,7 +106,8 @@ def export_onnx(
 
     Raises:
         ExportError: The model cannot be traced or translated (the layer is named), the options contradict one
-            another, or the graph fails the checker.
+            another, or it does not fit into one file.
+        DefectError: The graph is damaged, by no fault of the user's.
         StorageError: The file cannot be written.
     """
     newest = onnx.defs.onnx_opset_version()
@@ -142,12 +143,11 @@ def export_onnx(
             notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
         pad_channels(proto, channel_block)
         set_metadata(proto, notes)
-        data = _checked_bytes(proto, name)
-        write_atomically(path, data)
+        size = write_checked(proto, path, f"the ONNX graph of {name}", full_check=True)
         bar.advance()
     return ExportResult(
         path=Path(path),
-        file_bytes=len(data),
+        file_bytes=size,
         opset=next(entry.version for entry in proto.opset_import if entry.domain == ""),
         operators=dict(Counter(node.op_type for node in proto.graph.node)),
     )
@@ -173,16 +173,3 @@ def _sample_batch(
 
 def _sizes(shape: InputShape) -> list[tuple[int, ...]]:
     return [each.shape for each in shape.tensors] if isinstance(shape, InputSpec) else [shape]
-
-
-def _checked_bytes(proto: onnx.ModelProto, name: str) -> bytes:
-    """The file's content, after ONNX's own checker has accepted the model."""
-    try:
-        onnx.checker.check_model(proto, full_check=True)
-        return proto.SerializeToString()
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(f"the ONNX graph of {name} is not valid: {error}") from error
-    except ValueError as error:
-        raise ExportError(
-            f"cannot write {name} as one ONNX file: {error}. A model of 2 GiB or more does not fit into one."
-        ) from error

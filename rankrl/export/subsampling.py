@@ -20,8 +20,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from rankrl.export.graph import remove_unused_constants, with_subgraphs
+from rankrl.export.graph import remove_unused_constants
 from rankrl.export.operators import is_standard
+from rankrl.export.values import uses
 
 _PREFIX = "rankrl_select_"
 _MOST_CHANNELS = 64
@@ -60,15 +61,14 @@ def convolve_subsampling(model: onnx.ModelProto) -> int:
     graph = model.graph
     constants = {each.name: each for each in graph.initializer}
     channels = _channels(graph)
-    uses = Counter(name for each in with_subgraphs(graph) for node in each.node for name in node.input)
-    uses.update(output.name for output in graph.output)
+    counts = uses(graph)
     readers = {name: node for node in graph.node for name in node.input}
     made, done = 0, set[str]()
     for node in list(graph.node):
         if not is_standard(node, "Slice") or node.output[0] in done:
             continue
         count = channels.get(node.input[0], _MOST_CHANNELS + 1)
-        chain = _chain(node, readers, uses, constants)
+        chain = _chain(node, readers, counts, constants)
         if chain is None or count > _MOST_CHANNELS:
             continue
         done.update(each.output[0] for each in chain.nodes)
@@ -125,7 +125,7 @@ def _channels(graph: onnx.GraphProto) -> dict[str, int]:
 def _chain(
     first: onnx.NodeProto,
     readers: Mapping[str, onnx.NodeProto],
-    uses: Counter[str],
+    counts: Counter[str],
     constants: Mapping[str, onnx.TensorProto],
 ) -> _Chain | None:
     """Return the chain that begins with a node, if that only subsamples."""
@@ -133,7 +133,7 @@ def _chain(
     if strides is None:
         return None
     chain = _Chain([first], strides)
-    while uses[chain.nodes[-1].output[0]] == 1 and chain.nodes[-1].output[0] in readers:
+    while counts[chain.nodes[-1].output[0]] == 1 and chain.nodes[-1].output[0] in readers:
         node = readers[chain.nodes[-1].output[0]]
         further = _strides(node, constants)
         if further is not None and not further.keys() & chain.strides.keys():

@@ -11,11 +11,11 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
+from rankrl.export.checked_file import write_checked
 from rankrl.export.graph import set_metadata
 from rankrl.export.int8 import quantise_onnx
 from rankrl.export.network_file import INT4_OPSET, store_integers
-from rankrl.export.operators import STANDARD, is_standard
-from rankrl.files import write_atomically
+from rankrl.export.operators import STANDARD
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.network import Feed, GraphSession
 from rankrl.onnx_graph.refit import CompressedGraph
@@ -43,9 +43,9 @@ def write_graph(
         reduce_range: As in `quantise_onnx`.
 
     Raises:
-        OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted,
-            or the graph is not valid.
+        OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted.
         ExportError: onnxruntime cannot quantise it.
+        DefectError: The graph is damaged, by no fault of the user's.
     """
     proto = ir.to_proto(graph.model)
     if 4 in graph.stored.values():
@@ -53,26 +53,21 @@ def write_graph(
     if metadata:
         known = {entry.key: entry.value for entry in proto.metadata_props}
         set_metadata(proto, {**known, **metadata})
-    try:
-        onnx.checker.check_model(proto)
-    except onnx.checker.ValidationError as error:
-        raise OnnxGraphError(f"the compressed graph is not valid: {error}") from error
+    store_integers(proto, graph.stored)
+    if not graph.computing:
+        write_checked(proto, path, "the compressed network")
+        return
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "graph.onnx"
-        scratch.write_bytes(proto.SerializeToString())
-        if graph.stored:
-            products = {node.input[1] for node in proto.graph.node if is_standard(node, "MatMul")}
-            store_integers(scratch, graph.stored, products & set(graph.stored))
-        if graph.computing:
-            quantise_onnx(
-                scratch,
-                scratch,
-                calibration,
-                weights=graph.computing,
-                partly=True,
-                reduce_range=graph.reduced or reduce_range,
-            )
-        write_atomically(path, scratch.read_bytes())
+        onnx.save(proto, scratch)
+        quantise_onnx(
+            scratch,
+            path,
+            calibration,
+            weights=graph.computing,
+            partly=True,
+            reduce_range=graph.reduced or reduce_range,
+        )
 
 
 def _with_int4(proto: onnx.ModelProto) -> onnx.ModelProto:

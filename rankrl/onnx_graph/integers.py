@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx
 
+from rankrl.errors import DefectError
 from rankrl.export.errors import ExportError
 from rankrl.export.int8 import quantise_onnx
 from rankrl.onnx_graph.errors import OnnxGraphError
@@ -42,7 +43,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
             try:
                 quantise_onnx(plain, rounded, [feed], weights={given[name] for name in names}, partly=True)
                 OnnxNetwork.load(rounded).session().run(feed)
-            except (ExportError, OnnxGraphError) as error:
+            except (DefectError, ExportError, OnnxGraphError) as error:
                 log.debug("%s in integers: %s", ", ".join(names), error)
                 return True
             return False

@@ -16,9 +16,11 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped, 
 from onnx import helper, inliner
 
 from rankrl.export.channel_padding import unpad_channels
-from rankrl.export.graph import with_subgraphs
+from rankrl.export.errors import ExportError
 from rankrl.export.operators import STANDARD
 from rankrl.export.runtimes.onnxruntime_cpu import session_options
+from rankrl.export.sparse import store_densely
+from rankrl.export.values import with_subgraphs
 from rankrl.onnx_graph.errors import OnnxGraphError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -91,6 +93,9 @@ class OnnxNetwork:
             )
         try:
             onnx.load_external_data_for_model(model, str(path.parent))
+            store_densely(model)
+        except ExportError as error:
+            raise OnnxGraphError(f"{path}: {error}") from error
         except (OSError, ValueError, onnx.checker.ValidationError) as error:
             raise OnnxGraphError(
                 f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "

@@ -1,0 +1,59 @@
+"""Constants that a file stores by their numbers other than zero, as the dense tensors that they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from rankrl.export.errors import ExportError
+from rankrl.export.operators import is_standard
+from rankrl.export.values import with_subgraphs
+
+_MOST_BYTES = 2**31 - 1
+"""What one protobuf message can hold."""
+
+
+def store_densely(model: onnx.ModelProto) -> None:
+    """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike.
+
+    Args:
+        model: Changed in place. Names stay.
+
+    Raises:
+        ExportError: A constant is too large when it is dense.
+    """
+    for graph in with_subgraphs(model.graph):
+        for sparse in graph.sparse_initializer:
+            graph.initializer.append(dense(sparse))
+        del graph.sparse_initializer[:]
+        for node in graph.node:
+            if is_standard(node, "Constant"):
+                for attribute in node.attribute:
+                    if attribute.name == "sparse_value":
+                        value = dense(attribute.sparse_tensor, node.output[0])
+                        attribute.CopyFrom(onnx.helper.make_attribute("value", value))
+
+
+def dense(sparse: onnx.SparseTensorProto, name: str = "") -> onnx.TensorProto:
+    """Return a sparse tensor as a dense one, under its own name or another.
+
+    Follows the specification of `SparseTensorProto`: places are counted through the whole tensor, or given
+    along each axis.
+    """
+    name = name or sparse.values.name
+    values = numpy_helper.to_array(sparse.values)
+    size = math.prod(sparse.dims) * values.itemsize
+    if size > _MOST_BYTES:
+        raise ExportError(
+            f"the sparse constant {name!r} of shape {tuple(sparse.dims)} takes {size:,} bytes when it is "
+            "dense; networks of up to 2 GiB are read"
+        )
+    places = numpy_helper.to_array(sparse.indices)
+    if places.ndim == 2:
+        places = np.ravel_multi_index(tuple(places.T), tuple(sparse.dims)) if len(places) else places[:, 0]
+    whole = np.zeros(math.prod(sparse.dims), values.dtype)
+    whole[places] = values
+    return numpy_helper.from_array(whole.reshape(tuple(sparse.dims)), name)
