@@ -91,7 +91,7 @@ def quantise_onnx(
     copy.hide_values(model)
     fixed = session.fixed_batch
     feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
-    batches = [feed for feed in feeds if fixed in (None, len(feed[session.input_name]))]
+    batches = [feed for feed in feeds if fixed is None or fixed == len(feed[session.input_name])]
     if not batches:
         wanted = "" if fixed is None else f" of {fixed}, the batch size of the file,"
         raise ExportError(
@@ -223,7 +223,7 @@ class _Reader(CalibrationDataReader):
 
     def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
         feed = next(self._feeds, None)
-        return None if feed is None else {name: np.ascontiguousarray(each) for name, each in feed.items()}
+        return None if feed is None else {name: np.asarray(each, order="C") for name, each in feed.items()}
 
 
 def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]:

@@ -22,7 +22,6 @@ from rankrl.export.layer_latency import kept_table, measuring_conditions, table_
 from rankrl.export.operators import dequantises, is_standard
 from rankrl.files import write_json
 from rankrl.onnx_graph.file import write_graph
-from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.refit import structured_graph
 from rankrl.onnx_graph.site import Site
@@ -35,7 +34,9 @@ _Value = TypeVar("_Value")
 
 def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
     """Return the shape of the first input for one input of the network, as plans record it."""
-    return tuple(feed[network.inputs[0].name].shape[1:]) or (1,)
+    first = network.inputs[0].name
+    shape, axis = feed[first].shape, network.axes.inputs[first]
+    return (shape if axis is None else shape[:axis] + shape[axis + 1 :]) or (1,)
 
 
 def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
@@ -128,12 +129,12 @@ class OnnxLatencyBudget(LatencyBudget):
     def _table(self) -> LatencyTable:
         specs = {site.name: site.spec for site in self.found}
         beside = hashlib.sha256(self.network.model.SerializeToString()).hexdigest()
-        conditions = measuring_conditions(batch_size(self.feed), self.options.threads)
+        conditions = measuring_conditions(self.network.axes.size(self.feed), self.options.threads)
         key = table_key(self.sites, specs, f"{conditions} {beside}", self.options.runs)
         return kept_table(self.options.folder, key, self._measured_table)
 
     def _measured_table(self) -> LatencyTable:
-        batch, threads, runs = batch_size(self.feed), self.options.threads, self.options.runs
+        batch, threads, runs = self.network.axes.size(self.feed), self.options.threads, self.options.runs
         integers = any(each.integer for site in self.sites for each in site.candidates)
         with progress_bar("time nodes", total=len(self.sites)) as bar, tempfile.TemporaryDirectory() as name:
             scratch = Path(name)
@@ -164,7 +165,7 @@ class OnnxLatencyBudget(LatencyBudget):
         options = self.options
         timed = measure_latency(
             path,
-            batch=batch_size(self.feed),
+            batch=self.network.axes.size(self.feed),
             threads=options.threads,
             runs=options.runs,
             inputs=self.feed,
@@ -227,7 +228,9 @@ def kept_measurement(
     """
     if options.folder is None:
         return measured()
-    digest = hashlib.sha256((measuring_conditions(batch_size(feed), options.threads) + further).encode())
+    digest = hashlib.sha256(
+        (measuring_conditions(networks[0].axes.size(feed), options.threads) + further).encode()
+    )
     for each in networks:
         digest.update(each.model.SerializeToString())
     path = options.folder / f"{digest.hexdigest()[:24]}-{kind}.json"
@@ -250,7 +253,7 @@ def compared_with_original(
         return compare_latency(
             original,
             path,
-            batch=batch_size(feed),
+            batch=network.axes.size(feed),
             threads=options.threads,
             runs=options.runs,
             inputs=feed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,6 @@ from decomposition.moments import PATCHES_PER_LAYER, InputMoments, MomentAccumul
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.shrinkage import labels_or_single
 from rankrl.onnx_graph.errors import OnnxGraphError
-from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, until
 from rankrl.onnx_graph.site import Site
 
@@ -58,11 +57,13 @@ def collect_moments(
     generator = torch.Generator().manual_seed(seed)
     accumulators = {site.name: MomentAccumulator() for site in sites}
     layers = {node.name: node.module() for site in sites for node in site.nodes}
-    total = sum(map(batch_size, batches))
-    for group in _groups(sites, max(map(batch_size, batches))):
+    counts = [network.axes.size(feed) for feed in batches]
+    total = sum(counts)
+    for group in _groups(sites, max(counts)):
         session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
-        for feed, size in _small_enough(group, batches, network.fixed_batch):
-            values = session.run(feed)
+        fitting = max(1, _CAPTURED // sum(map(_bytes, group)))
+        for feed in (part for whole in batches for part in network.axes.parts(whole, fitting)):
+            values, size = session.run(feed), network.axes.size(feed)
             for site in group:
                 share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
                 for node in site.nodes:
@@ -136,12 +137,6 @@ class Captured:
         return found
 
 
-def in_parts(feed: Feed, size: int) -> Iterator[Feed]:
-    """Cut a batch into smaller ones."""
-    for first in range(0, batch_size(feed), size):
-        yield {name: value[first : first + size] for name, value in feed.items()}
-
-
 def _bytes(site: Site) -> int:
     """Return the bytes of a node's input for one input of the network."""
     return 4 * site.spec.in_channels * max(1, site.spec.input_positions)
@@ -158,12 +153,3 @@ def _groups(sites: Sequence[Site], batch: int) -> list[list[Site]]:
         groups[-1].append(site)
         room -= _bytes(site) * batch
     return groups
-
-
-def _small_enough(
-    group: Sequence[Site], batches: Sequence[Feed], fixed: int | None
-) -> Iterator[tuple[Feed, int]]:
-    size = max(1, _CAPTURED // sum(map(_bytes, group)))
-    for feed in batches:
-        for part in (feed,) if fixed is not None else in_parts(feed, size):
-            yield part, batch_size(part)

@@ -20,11 +20,12 @@ from rankrl.agreement import agreement_score
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
+from rankrl.onnx_graph.axis_suggestions import Axes
 from rankrl.onnx_graph.budget import compared_with_original, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
 from rankrl.onnx_graph.image_files import ImagePreprocessing
-from rankrl.onnx_graph.inputs import HELDOUT, batch_size
+from rankrl.onnx_graph.inputs import HELDOUT
 from rankrl.onnx_graph.network import Feed, OnnxNetwork, open_session
 from rankrl.onnx_graph.positions import METADATA, faster_positions, from_metadata, to_metadata
 from rankrl.onnx_graph.refit import CompressedGraph, check_plan, refitted_graph
@@ -107,6 +108,7 @@ def compress_onnx(
     skip: Sequence[str] = (),
     only: Sequence[str] = (),
     images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
     selector: str = "greedy",
     selector_options: Mapping[str, Any] | None = None,
     episodes: int = 100,
@@ -132,8 +134,8 @@ def compress_onnx(
     Args:
         path: The ONNX file, opset 13 or newer; it is only read.
         inputs: What the network will be used on, a few hundred: a .npz or .npy file, one array for each input
-            by name (one array for a network with one input), or batches of such, any iterable; or a folder of
-            images.
+            by name (one array for a network with one input), or batches of such, any iterable, where a list
+            of batches is a sequence that stays together; or a folder of images.
         target: The file to write.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
@@ -149,6 +151,8 @@ def compress_onnx(
         skip: Nodes that stay as they are: names, or patterns of names (`encoder/*`).
         only: Nodes that alone may change, named likewise; empty for all.
         images: How image files become inputs, where `inputs` is a folder of them.
+        batch_axes: The axis of every input that counts the inputs of a batch, by name; None for an input that
+            goes with every batch as it is, such as a rate. What is left out is found by trying.
         selector: Name of what chooses: `greedy`, `energy`, `uniform` and `vbmf` need no search; `bayes`,
             `ddpg`, `tpe` and others score plans, on as many inputs as are held out, which nothing is fitted
             to and the result is not compared on.
@@ -214,6 +218,7 @@ def compress_onnx(
         selector_options or {},
         Finishing(score, timing, weigh_outputs, final_options, seed),
         images=images,
+        batch_axes=batch_axes,
         term=term,
         heldout=heldout,
         options=options,
@@ -233,6 +238,7 @@ def compress_file(
     finishing: Finishing,
     *,
     images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
     term: FileTerm = OnnxScoring.term,
     heldout: float = HELDOUT,
     options: FitOptions = CHOOSING,
@@ -252,6 +258,7 @@ def compress_file(
         selector_options: Its options.
         finishing: How the chosen plan is carried out and judged.
         images: How image files become inputs.
+        batch_axes: The axis of every input that counts the inputs of a batch.
         term: What plans are scored by without a score of the user's.
         heldout: Share of the inputs that the result is compared on.
         options: How much work each fit may do while ranks are chosen.
@@ -274,6 +281,7 @@ def compress_file(
         path,
         inputs,
         images=images,
+        batch_axes=batch_axes,
         heldout=heldout,
         scored=heldout if searches and score is None else 0.0,
         skip=candidates.skip,
@@ -331,6 +339,7 @@ def apply_onnx_plan(
     *,
     score: SessionScore | None = None,
     images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
     heldout: float = HELDOUT,
     timing: LatencyOptions | None = None,
     weigh_outputs: bool = True,
@@ -347,6 +356,7 @@ def apply_onnx_plan(
         plan: What becomes of every node.
         score: As for `compress_onnx`.
         images: As for `compress_onnx`.
+        batch_axes: As for `compress_onnx`.
         heldout: As for `compress_onnx`.
         timing: As for `compress_onnx`.
         weigh_outputs: As for `compress_onnx`.
@@ -362,7 +372,7 @@ def apply_onnx_plan(
         RankrlError: As `compress_onnx`.
     """
     _check_target(target, path)
-    given = GivenFile.read(path, inputs, images=images, heldout=heldout, seed=seed)
+    given = GivenFile.read(path, inputs, images=images, batch_axes=batch_axes, heldout=heldout, seed=seed)
     several = plan.metadata.get(METADATA, {})
     given = given.with_several_positions(from_metadata(several, given.network, given.sites))
     check_plan(plan, given.sites, given.network.source)
@@ -401,7 +411,7 @@ def _check_target(target: str | Path, path: str | Path) -> None:
 def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
     """Return the batch that is timed, and its size where times are asked for."""
     feed = given.feed(finishing.timing.batch)
-    return feed, replace(finishing, timing=replace(finishing.timing, batch=batch_size(feed)))
+    return feed, replace(finishing, timing=replace(finishing.timing, batch=given.network.axes.size(feed)))
 
 
 def _as_it_is(given: GivenFile) -> CompressionPlan:
@@ -462,7 +472,7 @@ def _finished(
         sites=given.sites,
         originals=tuple(given.original_sites),
         rewritten=given.rewritten,
-        heldout=sum(batch_size(each) for each in split.heldout),
+        heldout=sum(map(split.axes.size, split.heldout)),
         before={**given.original_totals, "file_bytes": network.model.ByteSize()},
         after={**plan_costs(given.totals, given.sites, plan), "file_bytes": target.stat().st_size},
         outputs=tuple(outputs),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from decomposition.layers import skipping
+from rankrl.onnx_graph.axis_suggestions import Axes
 from rankrl.onnx_graph.budget import input_shape, network_costs
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.foreign import foreign_reason, is_foreign
 from rankrl.onnx_graph.image_files import ImagePreprocessing
-from rankrl.onnx_graph.inputs import HELDOUT, SplitInputs, batch_size, read_inputs, split_inputs
+from rankrl.onnx_graph.inputs import HELDOUT, Batches, SplitInputs, read_inputs, split_inputs
 from rankrl.onnx_graph.look_up import with_look_ups
-from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
+from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.positions import Chosen, with_several_positions
 from rankrl.onnx_graph.site import Site
 from rankrl.onnx_graph.sites import find_sites
@@ -25,7 +26,7 @@ from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
 
-Inputs = Mapping[str, Array] | Array | Iterable[Feed] | str | Path
+Inputs = Batches | str | Path
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class GivenFile:
         inputs: Inputs,
         *,
         images: ImagePreprocessing | None = None,
+        batch_axes: Axes | None = None,
         heldout: float = HELDOUT,
         scored: float = 0.0,
         skip: Sequence[str] = (),
@@ -69,6 +71,7 @@ class GivenFile:
             path: The ONNX file.
             inputs: A .npz or .npy file, a folder of images, arrays, or batches of them.
             images: How image files become inputs, where `inputs` is a folder of them.
+            batch_axes: The axis of every input that counts the inputs of a batch (`split_inputs`).
             heldout: Share of the inputs that results are compared on.
             scored: Share of the inputs that plans are scored on.
             skip: Nodes that stay as they are: names, or patterns of names.
@@ -81,9 +84,10 @@ class GivenFile:
             DecompositionError: `skip` or `only` match no node.
         """
         original = OnnxNetwork.load(path)
+        held = read_inputs(inputs, original, images) if isinstance(inputs, str | Path) else inputs
+        split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
+        original = original.with_axes(split.axes)
         network = with_look_ups(original) if look_ups else original
-        held = read_inputs(inputs, network, images) if isinstance(inputs, str | Path) else inputs
-        split = split_inputs(held, network, heldout=heldout, scored=scored, seed=seed)
         found = find_sites(network, split.calibration[0])
         specs = skipping([site.spec for site in found], skip, only)
         sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
@@ -179,15 +183,10 @@ class GivenFile:
 
     def feed(self, batch: int) -> Feed:
         """Return a batch of real inputs of a size, or of the file's own where that is fixed."""
-        split = self.split
-        if self.network.fixed_batch is not None:
-            return split.calibration[0]
+        split, axes = self.split, self.split.axes
+        first = split.calibration[0]
+        if axes.fixed is not None:
+            return first
         every = (*split.calibration, *split.scored, *split.heldout)
-        rows = [each for each in every if _alike(each, split.calibration[0])]
-        whole = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
-        wanted = np.arange(batch) % batch_size(whole)
-        return {name: value[wanted] for name, value in whole.items()}
-
-
-def _alike(feed: Feed, other: Feed) -> bool:
-    return all(feed[name].shape[1:] == other[name].shape[1:] for name in other)
+        whole = axes.joined([each for each in every if axes.kind(each) == axes.kind(first)])
+        return axes.rows(whole, np.arange(batch) % axes.size(whole))

@@ -11,7 +11,8 @@ import numpy as np
 
 from rankrl.data.imagefolder import SUFFIXES, decode_images, image_files
 from rankrl.onnx_graph.errors import OnnxGraphError
-from rankrl.onnx_graph.network import Array, GraphInput, OnnxNetwork
+from rankrl.onnx_graph.graph_input import GraphInput
+from rankrl.onnx_graph.network import Array, OnnxNetwork
 
 _CHANNELS = (1, 3)
 

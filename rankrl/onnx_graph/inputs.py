@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 
+from rankrl.onnx_graph.axis_suggestions import Axes
+from rankrl.onnx_graph.batch_axes import BatchAxes
+from rankrl.onnx_graph.batch_trials import check_sizes, find_batch_axes
 from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.graph_input import GraphInput
 from rankrl.onnx_graph.image_files import ImagePreprocessing
-from rankrl.onnx_graph.network import Array, Feed, GraphInput, OnnxNetwork
+from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork
 
 HELDOUT = 0.2
 """The share of the inputs that results are compared on; nothing is fitted to them."""
 BATCH = 32
 """Inputs that are run at a time, where the network leaves that free."""
+Batches = Mapping[str, Array] | Array | Iterable[Feed | Array | Sequence[Feed | Array]]
+"""All inputs as arrays, or batches of them; a list of batches is a sequence of its own."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +32,16 @@ class SplitInputs:
     """Batches of inputs.
 
     Attributes:
+        axes: Which axes count the inputs of a batch.
         calibration: What layers are fitted to.
         heldout: What the result is compared with the original on.
         scored: What plans are scored on; empty where none are, or where they are scored otherwise.
     """
 
+    axes: BatchAxes
     calibration: list[Feed]
     heldout: list[Feed]
-    scored: list[Feed] = field(default_factory=list)
-
-
-def batch_size(feed: Feed) -> int:
-    """Return how many inputs a batch holds."""
-    return len(next(iter(feed.values())))
+    scored: list[Feed]
 
 
 def add_to_digest(digest: hashlib._Hash, feeds: Sequence[Feed]) -> None:
@@ -101,9 +104,10 @@ def read_inputs(
 
 
 def split_inputs(
-    inputs: Mapping[str, Array] | Array | Iterable[Feed],
+    inputs: Batches,
     network: OnnxNetwork,
     *,
+    batch_axes: Axes | None = None,
     heldout: float = HELDOUT,
     scored: float = 0.0,
     batch: int = BATCH,
@@ -112,9 +116,12 @@ def split_inputs(
     """Check inputs and split them.
 
     Args:
-        inputs: One array for each input by name, all of the same length on the first axis; one array for a
-            network with one input; or batches of such, whose further sizes may differ.
+        inputs: One array for each input by name, all of the same length on the axis that counts the inputs;
+            one array for a network with one input; or batches of such, whose further sizes may differ. A list
+            of batches in the place of one is a sequence, the steps of a recording say, which no split parts.
         network: The network that is to take them.
+        batch_axes: The axis that counts the inputs of a batch, by the names of inputs, None for an input that
+            goes with every batch as it is; what is left out is found (`find_batch_axes`).
         heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on.
         scored: Share of them to score plans on.
         batch: Inputs that are run at a time, where the network leaves that free.
@@ -135,27 +142,43 @@ def split_inputs(
     if isinstance(inputs, np.ndarray):
         inputs = {_only(network).name: inputs}
     given = [inputs] if isinstance(inputs, Mapping) else list(inputs)
-    feeds = [checked(each, network) for each in given]
+    sequences = [[checked(step, network) for step in _steps(each)] for each in given]
+    feeds = [feed for each in sequences for feed in each]
     if not feeds:
         raise OnnxGraphError("there are no inputs; give a few hundred that are like those it will be used on")
-    size = network.fixed_batch or batch
+    axes = find_batch_axes(network, feeds[0], batch_axes)
+    for feed in feeds:
+        check_sizes(feed, axes, network)
+    size = axes.fixed or batch
     generator = np.random.default_rng(seed)
-    if len({_further_sizes(feed) for feed in feeds}) == 1:
-        whole = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
-        unit = network.fixed_batch or 1
-        shares = _shares(batch_size(whole), unit, heldout, scored, network, generator)
-        return SplitInputs(*(list(_batches(whole, each, size, network.fixed_batch)) for each in shares))
+    in_steps = any(len(each) > 1 for each in sequences)
+    counted = any(axis is not None for axis in axes.inputs.values())
+    if counted and not in_steps and len({axes.kind(feed) for feed in feeds}) == 1:
+        whole = axes.joined(feeds)
+        shares = _shares(axes.size(whole), axes.fixed or 1, heldout, scored, network, generator)
+        return SplitInputs(axes, *(list(_batches(axes.rows(whole, each), axes, size)) for each in shares))
     parts = [
         [
             part
             for index in sorted(indices)
-            for part in _batches(feeds[index], np.arange(batch_size(feeds[index])), size, network.fixed_batch)
+            for feed in sequences[index]
+            for part in _batches(feed, axes, size)
         ]
-        for indices in _shares(len(feeds), 1, heldout, scored, network, generator)
+        for indices in _shares(len(sequences), 1, heldout, scored, network, generator)
     ]
     if not all(parts[: 2 + bool(scored)]):
-        raise OnnxGraphError(f"{network.source} takes batches of {network.fixed_batch}; give whole ones")
-    return SplitInputs(*parts)
+        raise OnnxGraphError(f"{network.source} takes batches of {axes.fixed}; give whole ones")
+    return SplitInputs(axes, *parts)
+
+
+def _steps(given: Any) -> Sequence[Any]:
+    """Return a batch, or the batches of a sequence; what is neither is refused with the batches."""
+    sequence = (
+        isinstance(given, list | tuple)
+        and given
+        and all(isinstance(each, Mapping | np.ndarray) for each in given)
+    )
+    return given if sequence else [given]
 
 
 def _shares(
@@ -193,29 +216,16 @@ def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:
             f"the inputs given are {', '.join(map(repr, feed)) or 'none'}, but {network.source} takes "
             f"{_listed(network.inputs)}; give one array for each by its name"
         )
-    found = {each.name: _fitting(np.asarray(feed[each.name]), each, network) for each in network.inputs}
-    lengths = {name: len(value) for name, value in found.items()}
-    if len(set(lengths.values())) > 1:
-        raise OnnxGraphError(
-            "the inputs have different numbers of entries on their first axis: "
-            f"{', '.join(f'{name!r} {length}' for name, length in lengths.items())}; give as many of each"
-        )
-    return found
+    return {each.name: _fitting(np.asarray(feed[each.name]), each, network) for each in network.inputs}
 
 
 def _fitting(value: Array, wanted: GraphInput, network: OnnxNetwork) -> Array:
     takes = f"{network.source} takes {wanted}"
-    if value.ndim == 0 or value.ndim != len(wanted.shape):
+    if value.ndim != len(wanted.shape):
         raise OnnxGraphError(
             f"the input {wanted.name!r} has the shape {value.shape}, but {takes}: give as many axes as "
-            f"that ({len(wanted.shape)}), the first one counting the inputs"
+            f"that ({len(wanted.shape)})"
         )
-    for axis, (size, other) in enumerate(zip(wanted.shape[1:], value.shape[1:], strict=True), start=1):
-        if size not in (None, other):
-            raise OnnxGraphError(
-                f"the input {wanted.name!r} has the shape {value.shape}, but {takes}: axis {axis} must have "
-                f"the size {size}"
-            )
     if value.dtype == wanted.dtype:
         return value
     # Widening loses nothing, and float64 is what numpy makes by itself; anything else may be a mistake.
@@ -232,16 +242,12 @@ def _fitting(value: Array, wanted: GraphInput, network: OnnxNetwork) -> Array:
     return value.astype(wanted.dtype)
 
 
-def _further_sizes(feed: Feed) -> tuple[tuple[int, ...], ...]:
-    return tuple(value.shape[1:] for value in feed.values())
-
-
-def _batches(whole: Feed, order: Array, size: int, fixed: int | None) -> Iterator[Feed]:
-    """Yield batches; one that is not full only where any size will do."""
-    for first in range(0, len(order), size):
-        rows = order[first : first + size]
-        if fixed is None or len(rows) == fixed:
-            yield {name: value[rows] for name, value in whole.items()}
+def _batches(whole: Feed, axes: BatchAxes, size: int) -> Iterator[Feed]:
+    """Cut inputs into batches; one that is not full only where any size will do."""
+    count = axes.size(whole)
+    for first in range(0, count, size):
+        if axes.fixed is None or first + size <= count:
+            yield axes.rows(whole, slice(first, first + size))
 
 
 def _check_enough(count: int, least: int, network: OnnxNetwork) -> None:

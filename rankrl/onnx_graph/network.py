@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,10 @@ from rankrl.export.operators import STANDARD
 from rankrl.export.runtimes.onnxruntime_cpu import session_options
 from rankrl.export.sparse import store_densely
 from rankrl.export.values import with_subgraphs
+from rankrl.onnx_graph.axis_suggestions import axes_in_file
+from rankrl.onnx_graph.batch_axes import BatchAxes
 from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.graph_input import GraphInput
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Feed = Mapping[str, Array]
@@ -30,27 +32,10 @@ Feed = Mapping[str, Array]
 LEAST_OPSET = 13
 _CONSTANTS_APART = 4
 """The version of ONNX's files since which constants need not be inputs."""
+_QUIET = onnxruntime.RunOptions()
+_QUIET.log_severity_level = 4  # only what ends the process
 _LARGEST_FILE = 2**31 - 1
 """Bytes that one protobuf message can hold, in which onnxruntime is handed changed graphs."""
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """What a network takes.
-
-    Attributes:
-        name: Name of the input.
-        dtype: Type of the arrays it takes.
-        shape: Its sizes, the batch first; None for a size that is free.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
-        return f"{self.name!r} ({self.dtype}, {sizes})"
 
 
 class OnnxNetwork:
@@ -59,10 +44,13 @@ class OnnxNetwork:
     Args:
         model: The model, all its data inside; every node has a name of its own.
         source: Where it was read from, for messages.
+        axes: Which axes count the inputs of a batch; what the file suggests when omitted.
     """
 
-    def __init__(self, model: onnx.ModelProto, source: str) -> None:
+    def __init__(self, model: onnx.ModelProto, source: str, axes: BatchAxes | None = None) -> None:
         self.model, self.source = model, source
+        if axes is not None:
+            self.axes = axes
 
     @classmethod
     def load(cls, path: str | Path) -> OnnxNetwork:
@@ -111,6 +99,7 @@ class OnnxNetwork:
             ) from error
         model = _inlined(model)
         _fix_constants(model)
+        _free_sizes(model.graph)
         unpad_channels(model)
         _name_nodes(model.graph)
         network = cls(model, str(path))
@@ -129,15 +118,24 @@ class OnnxNetwork:
                 )
             kind = entry.type.tensor_type
             sizes = tuple(axis.dim_value or None for axis in kind.shape.dim)
-            found.append(
-                GraphInput(entry.name, np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)), sizes)
-            )
+            names = tuple(axis.dim_param for axis in kind.shape.dim)
+            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
+            found.append(GraphInput(entry.name, dtype, sizes, names))
         return tuple(found)
+
+    @cached_property
+    def axes(self) -> BatchAxes:
+        """Which axes count the inputs of a batch, as far as names and sizes in the file tell."""
+        return axes_in_file(self.inputs)
 
     @property
     def fixed_batch(self) -> int | None:
-        """The batch size that the file was exported with, or None where it is free."""
-        return next((each.shape[0] for each in self.inputs if each.shape and each.shape[0]), None)
+        """The only batch size that the file runs at, or None where it is free."""
+        return self.axes.fixed
+
+    def with_axes(self, axes: BatchAxes) -> OnnxNetwork:
+        """Return the same network with these axes for the inputs of a batch."""
+        return OnnxNetwork(self.model, self.source, axes)
 
     def graph_model(self) -> ir.Model:
         """Return the model as a graph of its own that can be changed."""
@@ -202,15 +200,19 @@ class GraphSession:
         self._inputs = {entry.name for entry in self._session.get_inputs()}
         self.output_names = [entry.name for entry in self._session.get_outputs()]
 
-    def run(self, feed: Feed) -> list[Array]:
+    def run(self, feed: Feed, *, quiet: bool = False) -> list[Array]:
         """Return all outputs for one batch; inputs that the graph does not need are left out.
+
+        Args:
+            feed: One array for each input.
+            quiet: Keep what onnxruntime would write about a failure to the error it raises.
 
         Raises:
             OnnxGraphError: The graph fails on the inputs.
         """
-        given = {name: np.ascontiguousarray(value) for name, value in feed.items() if name in self._inputs}
+        given = {name: np.asarray(value, order="C") for name, value in feed.items() if name in self._inputs}
         try:
-            found: list[Array] = self._session.run(None, given)
+            found: list[Array] = self._session.run(None, given, _QUIET if quiet else None)
         except Exception as error:
             shapes = ", ".join(f"{name!r} {value.dtype} {value.shape}" for name, value in given.items())
             raise OnnxGraphError(
@@ -277,6 +279,15 @@ def _fix_constants(model: onnx.ModelProto) -> None:
         del model.graph.input[:]
         model.graph.input.extend(kept)
         model.ir_version = max(model.ir_version, _CONSTANTS_APART)
+
+
+def _free_sizes(graph: onnx.GraphProto) -> None:
+    """Make sizes free that are written as -1 or 0, as Paddle's exporter does."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.HasField("tensor_type"):
+            for axis in value.type.tensor_type.shape.dim:
+                if axis.HasField("dim_value") and axis.dim_value < 1:
+                    axis.ClearField("dim_value")
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:

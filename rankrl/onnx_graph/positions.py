@@ -27,7 +27,6 @@ from rankrl.export.latency import is_unchanged, time_in_turns
 from rankrl.export.rank_step import STEPS, fast_multiple
 from rankrl.export.runtimes import DEFAULT_RUNTIME
 from rankrl.onnx_graph.budget import kept_measurement, time_beside
-from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, part_of
 from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx_graph.site import Site
@@ -76,7 +75,7 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], chosen: 
             constants: dict[str, ir.Value] = {}
             for each in site.nodes:
                 _replace(model.graph, each, site, chosen[site.name], constants)
-    return OnnxNetwork(ir.to_proto(without_unused(model)), network.source)
+    return OnnxNetwork(ir.to_proto(without_unused(model)), network.source, network.axes)
 
 
 def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[SeveralPositions]:
@@ -87,7 +86,12 @@ def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[Sev
         site: The node.
         group: Output channels that the processor computes at a time.
     """
-    fixed = all(size is not None for each in network.inputs for size in each.shape[1:])
+    axes = network.axes.inputs
+    fixed = all(
+        size is not None or axis == axes[each.name]
+        for each in network.inputs
+        for axis, size in enumerate(each.shape)
+    )
     spec = site.spec
     if not fixed or site.op_type != "Conv" or spec.refusal is not None or len(spec.kernel_size) > 2:
         return []
@@ -136,7 +140,7 @@ def _measured(
     with progress_bar("time positions", total=len(ways)) as bar:
         for site in sites:
             if site.name in ways:
-                best = _fastest(network, site, ways[site.name], batch_size(feed), options)
+                best = _fastest(network, site, ways[site.name], network.axes.size(feed), options)
                 chosen |= {} if best is None else {site.name: best}
                 bar.advance()
     if chosen:

@@ -29,7 +29,6 @@ from decomposition.lockstep import Refit, RefitProblem, Refitted, refit_to_patch
 from decomposition.operations.base import FINAL
 from decomposition.rounding import REDUCED_BITS
 from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
-from rankrl.onnx_graph.inputs import batch_size
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED, check_formats, replace_node, without_unused
 from rankrl.onnx_graph.site import Site
@@ -152,7 +151,7 @@ def refitted_graph(
         # What stays as it is and receives what it always did needs no fit.
         if entry.layer_operations or touched:
             refit = _refit(site, entry, sensitivities.get(site.name), options)
-            result = _refitted(original, found.model, site, refit, batches, network.source, seed)
+            result = _refitted(original, found.model, site, refit, batches, network, seed)
             shift = result.shift if site.absorber is not None else None
             found.put(site, result.module, entry.layer_operations, shift)
             found.errors[site.name] = result.error
@@ -223,22 +222,23 @@ def _refitted(
     site: Site,
     refit: Refit,
     batches: Sequence[Feed],
-    source: str,
+    network: OnnxNetwork,
     seed: int,
 ) -> Refitted:
     generator, dense = torch.Generator().manual_seed(seed), site.module()
     layers = [node.module() for node in site.nodes]
     names = [node.input_name for node in site.nodes]
-    before, after = Captured(original, names, source), Captured(compressed, names, source)
-    *starts, total = accumulate(map(batch_size, batches), initial=0)
+    before, after = (Captured(model, names, network.source) for model in (original, compressed))
+    sizes = [network.axes.size(feed) for feed in batches]
+    *starts, total = accumulate(sizes, initial=0)
     patches: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
-    for start, feed in zip(starts, batches, strict=True):
+    for start, size, feed in zip(starts, sizes, batches, strict=True):
         found = [each.run(feed) for each in (before, after)]
-        share = max(1, most_patches(site, FINAL_ELEMENTS) * batch_size(feed) // total // len(names))
+        share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(names))
         for node, layer in zip(site.nodes, layers, strict=True):
             values = [each[node.input_name] for each in found]
-            drawn, label = drawn_patches(node, layer, values, share, generator, batch_size(feed))
+            drawn, label = drawn_patches(node, layer, values, share, generator, size)
             patches.append(drawn)
             labels.append(label + start)
     dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))

@@ -18,7 +18,8 @@ from torch import nn
 from decomposition import CandidateSet, FitLibrary
 from rankrl.agreement import OutputAgreement, agreement, agreement_score
 from rankrl.errors import ConfigError
-from rankrl.onnx_graph.inputs import add_to_digest, batch_size
+from rankrl.onnx_graph.batch_axes import BatchAxes
+from rankrl.onnx_graph.inputs import add_to_digest
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx_graph.rewrite import open_constants, without_unused
 from rankrl.onnx_graph.site import Site
@@ -186,9 +187,8 @@ class OnnxScoring:
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
         """Compare the outputs of an open network with those of the original."""
-        return agreement(
-            self._original, _Numbered(GraphSession(session, self.network.source), self.feeds), self._numbers
-        )
+        answers = _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
+        return agreement(self._original, answers, self._numbers)
 
     @property
     def fingerprint(self) -> str:
@@ -207,7 +207,7 @@ class OnnxScoring:
 
     @cached_property
     def _original(self) -> _Remembered:
-        answers = _Numbered(self.network.session(), self.feeds)
+        answers = _Numbered(self.network.session(), self.feeds, self.network.axes)
         return _Remembered(answers.output_names, [answers.run(number) for number in self._numbers])
 
 
@@ -221,7 +221,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
     """
 
     def __init__(self, scoring: OnnxScoring, library: FitLibrary, problem: SearchProblem) -> None:
-        super().__init__(problem, sum(map(batch_size, scoring.feeds)))
+        super().__init__(problem, sum(map(scoring.network.axes.size, scoring.feeds)))
         self.scoring = scoring
         self.graph = ScoringGraph(scoring.network, scoring.found, library, problem.sites)
 
@@ -256,17 +256,19 @@ def single_node_divergences(graph: ScoringGraph, scoring: OnnxScoring) -> list[n
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A network that answers batches by their number."""
+    """A network that answers batches by their number, inputs counted on the first axis of each answer."""
 
     session: GraphSession
     feeds: Sequence[Feed]
+    axes: BatchAxes
 
     @property
     def output_names(self) -> list[str]:
         return self.session.output_names
 
     def run(self, number: int, /) -> list[Array]:
-        return self.session.run(self.feeds[number])
+        answers = zip(self.output_names, self.session.run(self.feeds[number]), strict=True)
+        return [self.axes.first_axis(name, each) for name, each in answers]
 
 
 @dataclass(frozen=True)

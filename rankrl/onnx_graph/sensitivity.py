@@ -22,8 +22,8 @@ import torch
 
 from decomposition.metric import gram, shrunk_matrix
 from decomposition.shrinkage import Spread
-from rankrl.onnx_graph.capture import Captured, in_parts
-from rankrl.onnx_graph.inputs import batch_size
+from rankrl.onnx_graph.batch_axes import BatchAxes
+from rankrl.onnx_graph.capture import Captured
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, part_of, used_by
 from rankrl.onnx_graph.site import Site
 
@@ -71,7 +71,7 @@ def collect_sensitivities(
     found: dict[str, torch.Tensor] = {}
     for site in sites:
         count = min(_MOST, max(_FEWEST, passes // (site.channels * len(site.nodes))))
-        some = _first(batches, count, network.fixed_batch)
+        some = _first(batches, count, network.axes)
         measured = [_measured(network, model, node, some, scales, generator) for node in site.nodes]
         matrices = [each for each in measured if each is not None]
         if matrices:
@@ -140,11 +140,11 @@ def _measured(
     total, spread, inputs = torch.zeros(site.channels, site.channels, dtype=torch.float64), Spread(), 0
     size = max(1, _ELEMENTS // (site.spec.out_channels * max(1, site.spec.output_positions)))
     for batch in batches:
-        for feed in (batch,) if network.fixed_batch else in_parts(batch, size):
+        for feed in network.axes.parts(batch, size):
             values = captured.run(feed)
             y, rest = values[site.output_name], {name: values[name] for name in others}
-            count = batch_size(feed)
-            rows = _reactions(tail, site, y, rest, weights, count, generator)
+            count = network.axes.size(feed)
+            rows = _reactions(tail, site, y, rest, weights, network.axes, count, generator)
             if rows is None:
                 return None
             total += gram(rows).double()
@@ -163,6 +163,7 @@ def _reactions(
     y: Array,
     rest: Feed,
     weights: Sequence[float],
+    axes: BatchAxes,
     count: int,
     generator: np.random.Generator,
 ) -> torch.Tensor | None:
@@ -182,9 +183,9 @@ def _reactions(
         moved[tuple(place)] += signs
         outputs = tail.run({site.output_name: moved, **rest})
         parts = [
-            (after - before).astype(np.float64).reshape(count, -1) / (step * weight)
-            for before, after, weight in zip(plain, outputs, weights, strict=True)
-            if before.dtype.kind == "f" and before.size and before.size % count == 0
+            axes.by_input(name, (after - before).astype(np.float64), count) / (step * weight)
+            for name, before, after, weight in zip(tail.output_names, plain, outputs, weights, strict=True)
+            if before.dtype.kind == "f" and before.size
         ]
         if not parts:
             return None
@@ -211,15 +212,13 @@ def _output_scales(network: OnnxNetwork, batches: Sequence[Feed]) -> dict[str, f
     return found
 
 
-def _first(batches: Sequence[Feed], count: int, fixed: int | None) -> list[Feed]:
+def _first(batches: Sequence[Feed], count: int, axes: BatchAxes) -> list[Feed]:
     """Return the first inputs, in batches."""
     found: list[Feed] = []
     left = count
     for batch in batches:
         if left <= 0:
             break
-        if fixed is None:
-            batch = {name: value[:left] for name, value in batch.items()}
-        found.append(batch)
-        left -= batch_size(batch)
+        found.append(batch if axes.fixed is not None else axes.rows(batch, slice(left)))
+        left -= axes.size(batch)
     return found

@@ -214,7 +214,7 @@ def measured_sensitivities(
 def _measured_key(given: GivenFile, seed: int) -> str:
     """Hash everything that measured sensitivities depend on."""
     names = [node.name for site in given.usable for node in site.nodes]
-    digest = hashlib.sha256(repr((METHOD, seed, names)).encode())
+    digest = hashlib.sha256(repr((METHOD, seed, names, given.network.axes)).encode())
     digest.update(given.network.model.SerializeToString())
     add_to_digest(digest, given.split.calibration)
     return digest.hexdigest()[:32]

@@ -45,7 +45,7 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
     computed = list(dict.fromkeys(str(each.name) for each in ends if each.producer() is not None))
     shapes: dict[str, tuple[int, ...]] = {}
     if computed:
-        one = feed if network.fixed_batch else {name: value[:1] for name, value in feed.items()}
+        one = network.axes.one(feed)
         seen = until(model, computed)
         session = GraphSession(seen, network.source)
         shapes = {

@@ -40,7 +40,7 @@ class Session(ABC):
     @property
     def fixed_batch(self) -> int | None:
         """The batch size that the file was exported with, or None where it is free."""
-        return self.input_shape[0]
+        return self.input_shape[0] if self.input_shape else None
 
     def run(self, batch: Batch) -> Sequence[np.ndarray[Any, Any]]:
         """Run the model on a batch and return all its outputs.
@@ -49,7 +49,7 @@ class Session(ABC):
             ExportError: The batch does not fit the model's inputs.
         """
         feed = dict(batch) if isinstance(batch, Mapping) else {self.input_name: batch}
-        feed = {name: np.ascontiguousarray(each) for name, each in feed.items()}
+        feed = {name: np.asarray(each, order="C") for name, each in feed.items()}
         try:
             return self.outputs(feed)
         except Exception as error:  # the error classes of runtimes have no common base of their own

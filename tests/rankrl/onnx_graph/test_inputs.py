@@ -11,7 +11,7 @@ import pytest
 from small_graphs import convolutions, images, network_of, sentences, tokens
 
 from rankrl.onnx_graph import OnnxGraphError, OnnxNetwork, read_inputs, split_inputs
-from rankrl.onnx_graph.inputs import batch_size, checked
+from rankrl.onnx_graph.inputs import checked
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_fixed_batch_size_is_kept(tmp_path: Path) -> None:
     model = convolutions()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 4
     split = split_inputs(images(30), network_of(model, tmp_path))
-    assert {batch_size(feed) for feed in (*split.calibration, *split.heldout)} == {4}
+    assert {split.axes.size(feed) for feed in (*split.calibration, *split.heldout)} == {4}
     assert split.heldout
 
 
@@ -85,7 +85,7 @@ def test_a_fixed_batch_size_is_kept(tmp_path: Path) -> None:
         ({"extra": np.zeros((60, 7, 23), np.float32)}, r"axis 2 must have the size 24"),
         (
             {"extra": np.zeros((59, 7, 24), np.float32)},
-            r"different numbers of entries.*'words' 60, 'extra' 59",
+            r"numbers of entries.*'words' 60 \(axis 0\), 'extra' 59.*batch_axes=\{words: 0, extra: 0\}",
         ),
         ({"extra": np.float32(1)}, r"'extra' has the shape"),
     ],

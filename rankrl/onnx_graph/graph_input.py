@@ -1,0 +1,29 @@
+"""What a network in an ONNX file takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What a network takes.
+
+    Attributes:
+        name: Name of the input.
+        dtype: Type of the arrays it takes.
+        shape: Its sizes; None for a size that is free.
+        names: What the file calls its axes; empty for one without a name.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return f"{self.name!r} ({self.dtype}, {sizes})"
