@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from decomposition.batch_norm import BatchNorm, tracked_batch_norms
 from decomposition.cost import evaluation_mode
@@ -27,6 +26,7 @@ from decomposition.factorised import FactorisedLayer
 from decomposition.inputs import Inputs, count_inputs, joined, rows, run_model
 from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.metric import Metric, RowFactor, gram, shrunk_matrix, shrunk_rows, trace, worth_factoring
+from decomposition.outputs import tensors_in
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.rounding import calibrate_ranges
 from decomposition.shrinkage import labels_or_single, shrinkage
@@ -224,8 +224,8 @@ def refit_in_lockstep(
             replace_module(model, norm_pair, norm_pair.finish())
         for block in blocks:
             replace_module(model, block, nn.Identity())
-    for before, after in zip(tree_leaves(expected), tree_leaves(result), strict=True):
-        if isinstance(before, torch.Tensor) and not _begins_with(after, before):
+    for before, after in zip(tensors_in(expected), tensors_in(result), strict=True):
+        if not _begins_with(after, before):
             raise DecompositionError(
                 "the model's output for one input changes with the other inputs of the batch, so it cannot "
                 f"be refitted layer by layer in one pass; {_ADVICE}"

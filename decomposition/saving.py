@@ -8,13 +8,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from decomposition.apply import build_structure, dense_form
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.inputs import InputShape, random_batch, run_model, tensors_of
+from decomposition.outputs import tensors_in
 from decomposition.plan import CompressionPlan
 
 _NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
@@ -154,7 +154,7 @@ def _compare(model: nn.Module, loaded: nn.Module, input_shape: InputShape, path:
     for network in (model, loaded.to(device)):
         with evaluation_mode(network), torch.random.fork_rng():
             torch.manual_seed(0)
-            outputs.append([y for y in tree_leaves(run_model(network, batch)) if isinstance(y, torch.Tensor)])
+            outputs.append(tensors_in(run_model(network, batch)))
     if not all(_equal_but_for_rounding(before, after) for before, after in zip(*outputs, strict=True)):
         raise PlanError(
             f"{path} is not written: loaded back, the model has other outputs, although its tensors are the "

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
@@ -30,6 +29,7 @@ from decomposition.inputs import (
 )
 from decomposition.layers import LayerSpec
 from decomposition.metric import gram, shrunk_matrix
+from decomposition.outputs import tensors_in
 from decomposition.patches import labels_of_batch
 from decomposition.shrinkage import Spread
 
@@ -128,7 +128,7 @@ def _watched(x: torch.Tensor) -> torch.Tensor:
 
 def _send_back(outputs: object, generator: torch.Generator) -> None:
     """Send a random direction back from every differentiable tensor in a model's output."""
-    reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+    reached = [y for y in tensors_in(outputs) if y.requires_grad]
     directions = [torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached]
     if reached:
         torch.autograd.backward(reached, directions)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -136,6 +137,31 @@ def name_batch_axis(graph: onnx.GraphProto) -> None:
             for axis in value.type.tensor_type.shape.dim:
                 if axis.dim_param:
                     axis.dim_param = occurrence.sub(BATCH_AXIS, axis.dim_param)
+
+
+def name_outputs(graph: onnx.GraphProto, names: Sequence[str]) -> None:
+    """Give a graph's outputs names, unless inputs or constants have them; other values make way.
+
+    Args:
+        graph: Changed in place.
+        names: Different names, one for each output.
+    """
+    fixed = {each.name for each in (*graph.input, *graph.initializer)}
+    new = dict(zip((output.name for output in graph.output), names, strict=True))
+    if fixed & set(names):
+        return
+    inside = list(with_subgraphs(graph))
+    values = fixed | {name for each in inside for node in each.node for name in node.output}
+    values |= {value.name for each in inside[1:] for value in (*each.input, *each.initializer)}
+    for name in set(names) & values - set(new):
+        new[name] = next(n for j in itertools.count(1) if (n := f"{name}_{j}") not in {*values, *names})
+        values.add(new[name])
+    for each in inside:
+        for value in (*each.input, *each.initializer, *each.output, *each.value_info):
+            value.name = new.get(value.name, value.name)
+        for node in each.node:
+            node.input[:] = [new.get(name, name) for name in node.input]
+            node.output[:] = [new.get(name, name) for name in node.output]
 
 
 def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:

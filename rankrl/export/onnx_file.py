@@ -30,7 +30,8 @@ from rankrl.export.channel_padding import pad_channels
 from rankrl.export.checked_file import write_checked
 from rankrl.export.errors import ExportError
 from rankrl.export.feeds import input_names
-from rankrl.export.graph import name_batch_axis, set_metadata, simplify, take_bytes
+from rankrl.export.graph import name_batch_axis, name_outputs, set_metadata, simplify, take_bytes
+from rankrl.export.outputs import return_tensors_alone, say_left_out
 from rankrl.export.subsampling import convolve_subsampling
 from rankrl.export.tracing import convert, inference_copy, trace
 from rankrl.progress import Progress, progress_bar
@@ -85,7 +86,8 @@ def export_onnx(
         path: The file to write.
         input_shape: Shape of one input without the batch, e.g. (3, 32, 32); or a batch of inputs to trace
             with: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by
-            name. The file's input is called `input`; several are called as the forward's parameters.
+            name. The file's input is called `input`; several are called as the forward's parameters. Its
+            output is called `output`, several by the keys or fields that the forward returns them under.
         sample: A batch of inputs to trace with where a shape is given and zeros will not do (a model that
             checks its input).
         opset: Version of the ONNX operator set, at least 18; None for the default of torch's exporter.
@@ -129,13 +131,16 @@ def export_onnx(
     with progress_bar("export", _STEPS, progress=progress) as bar:
         network = inference_copy(model)
         batch = _sample_batch(network, input_shape, sample, 2 if dynamic_batch else 1)
+        outputs = return_tensors_alone(network)
         program = trace(network, batch, dynamic_batch=dynamic_batch)
+        say_left_out(name, tuple(outputs.left_out))
         bar.advance()
         graph = convert(program, name, opset, inputs=input_names(network, batch))
         bar.advance()
         proto = simplify(graph, fold_batchnorm=fold_batchnorm)
         bar.advance()
         name_batch_axis(proto.graph)
+        name_outputs(proto.graph, outputs.names)
         convolve_subsampling(proto)
         notes = dict(metadata or {})
         if preprocessing is not None:

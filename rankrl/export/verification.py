@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.inputs import ExampleInputs, as_inputs, count_inputs, mapped, rows, run_model
+from decomposition.outputs import tensors_in
 from rankrl.data import Preprocessing
 from rankrl.device import in_layout
 from rankrl.export.errors import ExportError
@@ -66,7 +67,7 @@ def verify_onnx(
         if preprocessing is not None and isinstance(batch, Tensor):
             images = preprocessing.normalised(batch)
         with torch.no_grad():
-            expected = [output.numpy() for output in _tensors(run_model(duplicate, images))]
+            expected = [output.numpy() for output in tensors_in(run_model(duplicate, images))]
         got = session.run(feed_of(duplicate, batch))
         shapes = [output.shape for output in expected], [output.shape for output in got]
         if shapes[0] != shapes[1]:
@@ -125,15 +126,3 @@ def _plain(x: Tensor) -> Tensor:
 
 def _array(values: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-
-
-def _tensors(output: object) -> Iterator[Tensor]:
-    """The tensors of a model's output in the order in which the exporter lists them."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)

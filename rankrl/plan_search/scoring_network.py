@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.inputs import Inputs, mapped, rows, run_model
 from decomposition.layers import DecomposableModule, is_decomposable_module
 from decomposition.library import FitLibrary
+from decomposition.outputs import tensors_in
 from decomposition.surgery import copied
 from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout
 
@@ -237,12 +237,8 @@ def class_scores(
 
 def _equal(before: object, after: object) -> bool:
     """Tell whether two outputs of a network, tensors or nestings of them, are equal but for rounding."""
-    pairs = zip(tree_leaves(before), tree_leaves(after), strict=True)
-    return all(
-        torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE)
-        for x, y in pairs
-        if isinstance(x, Tensor)
-    )
+    pairs = zip(tensors_in(before), tensors_in(after), strict=True)
+    return all(torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE) for x, y in pairs)
 
 
 def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:

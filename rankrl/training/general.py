@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from decomposition import FactorisedLayer, Inputs
 from decomposition.inputs import count_inputs, mapped, rows
+from decomposition.outputs import tensors_in
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, balanced, follow
@@ -90,11 +90,11 @@ def imitation_loss(outputs: Any, taught: Any) -> Tensor:
         outputs: A network's outputs, a tensor or any nesting of tensors.
         taught: Those of its teacher, alike.
     """
-    pairs = zip(tree_leaves(outputs), tree_leaves(taught), strict=True)
+    pairs = zip(tensors_in(outputs), tensors_in(taught), strict=True)
     shares = [
         (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(1e-30)
         for y, t in pairs
-        if isinstance(y, Tensor) and y.is_floating_point()
+        if y.is_floating_point()
     ]
     if not shares:
         raise ConfigError("the network returns no floating-point numbers, so there is nothing to imitate")

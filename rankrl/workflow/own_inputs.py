@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from decomposition import Inputs, run_model, without_rounding
 from decomposition.cost import evaluation_mode
@@ -23,6 +22,7 @@ from decomposition.inputs import (
     rows,
     split,
 )
+from decomposition.outputs import Place, leaves
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied
 from rankrl.agreement import OutputAgreement, agreement, agreement_score
@@ -30,6 +30,7 @@ from rankrl.device import model_device
 from rankrl.errors import ConfigError, DataError
 from rankrl.export import ExportError, export_onnx, verify_onnx
 from rankrl.export.feeds import ONLY_INPUT, feed_of
+from rankrl.export.outputs import output_names
 from rankrl.export.runtimes import Batch
 from rankrl.onnx_graph.network import Array, OnnxNetwork
 from rankrl.workflow.file_export import FileInputs
@@ -114,8 +115,8 @@ class HeldoutScore:
 
     def __init__(self, dense: nn.Module, sample: Sample) -> None:
         self.sample = sample
-        self._batches = list(enumerate(split(sample.inputs, BATCH)))
-        self._known = _Answers([_outputs(dense, batch) for _, batch in self._batches])
+        self._batches = split(sample.inputs, BATCH)
+        self._known = _Answers.of(dense, self._batches)
         scores = self._known.answers[0][0] if self._known.answers[0] else np.zeros(0)
         self.by_class = sample.has_classes and scores.ndim == 2 and len(self._known.answers[0]) == 1
 
@@ -123,13 +124,14 @@ class HeldoutScore:
         """Return the accuracy where there are labels of classes, else the agreement; 1 at most."""
         if not self.by_class or self.sample.labels is None:
             return agreement_score(self.agreement(network))
-        found = np.concatenate([_outputs(network, batch)[0].argmax(1) for _, batch in self._batches])
+        (classes,) = zip(*_Answers.of(network, self._batches).answers, strict=True)
+        found = np.concatenate(classes).argmax(1)
         return float((found == self.sample.labels.numpy()).mean())
 
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
         """Return how far each output agrees with the dense network's."""
-        answers = _Answers([_outputs(network, batch) for _, batch in self._batches])
-        return agreement(self._known, answers, [index for index, _ in self._batches])
+        answers = _Answers.of(network, self._batches)
+        return agreement(self._known, answers, range(len(self._batches)))
 
 
 class OwnInputs(FileInputs):
@@ -175,7 +177,7 @@ class OwnInputs(FileInputs):
         export_onnx(plain, floats, self.shape)
         difference = verify_onnx(plain, floats, some)
         # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
-        simulated = _Answers([_outputs(network, each) for each in split(self.heldout.inputs, BATCH)])
+        simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
         # Errors, not classes: of few inputs, a single near tie would decide.
         error, unrounded = (
             max(each.error for each in self._agreement(simulated, file)) for file in (path, floats)
@@ -197,7 +199,7 @@ class OwnInputs(FileInputs):
         session = OnnxNetwork.load(path).session()
         feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
         named = ({ONLY_INPUT: feed} if isinstance(feed, np.ndarray) else feed for feed in feeds)
-        return _Answers([session.run(feed) for feed in named])
+        return _Answers(session.output_names, [session.run(feed) for feed in named])
 
 
 @dataclass(frozen=True)
@@ -205,28 +207,30 @@ class _Answers:
     """Outputs that are known, by the number of their batch.
 
     Attributes:
+        output_names: Names of the outputs.
         answers: The outputs of every batch.
     """
 
+    output_names: list[str]
     answers: Sequence[list[Array]]
 
-    @property
-    def output_names(self) -> list[str]:
-        """What exported files call the outputs."""
-        count = len(self.answers[0])
-        return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
+    @classmethod
+    def of(cls, network: nn.Module, batches: Iterable[Inputs]) -> _Answers:
+        """Return what a network answers to batches of inputs."""
+        found = [_outputs(network, each) for each in batches]
+        return cls(output_names(list(found[0])), [list(each.values()) for each in found])
 
     def run(self, feed: int) -> list[Array]:
         """Return the outputs of a batch."""
         return self.answers[feed]
 
 
-def _outputs(network: nn.Module, inputs: Inputs) -> list[Array]:
-    """Return all tensors that a network returns, in order, as arrays."""
+def _outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
+    """Return all tensors that a network returns, in order, as arrays, by their places."""
     device = model_device(network)
     with evaluation_mode(network):
-        found = run_model(network, mapped(lambda x: x.to(device), inputs))
-    tensors = [y for y in tree_leaves(found) if isinstance(y, Tensor)]
+        output = run_model(network, mapped(lambda x: x.to(device), inputs))
+    tensors = {place: y for place, y in leaves(output) if isinstance(y, Tensor)}
     if not tensors:
         raise ConfigError("the network returns no tensor, so that nothing can be compared; give score=")
-    return [(y.float() if y.is_floating_point() else y).cpu().numpy() for y in tensors]
+    return {p: (y.float() if y.is_floating_point() else y).cpu().numpy() for p, y in tensors.items()}

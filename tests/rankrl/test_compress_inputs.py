@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -83,3 +85,35 @@ def test_search_leaves_its_inputs_as_they_were() -> None:
     )
     assert found.plan.chosen(decomposition.Factorise)
     assert torch.equal(given, IMAGES)
+
+
+class Detections(NamedTuple):
+    boxes: torch.Tensor
+    logits: torch.Tensor
+    size: tuple[int, ...]
+
+
+class Detector(nn.Module):
+    """Returns several tensors by name, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.boxes, self.logits = nn.Conv2d(3, 24, 3), nn.Conv2d(24, 4, 3), nn.Conv2d(24, 2, 3)
+
+    def forward(self, images: torch.Tensor) -> Detections:
+        features = torch.relu(self.body(images))
+        return Detections(self.boxes(features), self.logits(features), tuple(images.shape[2:]))
+
+
+def test_outputs_are_compared_and_exported_by_the_names_that_the_network_gives_them(tmp_path: Path) -> None:
+    result = rankrl.compress(Detector(), IMAGES, tmp_path, params=0.6, finetune=1, **QUICK)
+    names = [each.name for each in onnx.load(result.path).graph.output]
+    assert names == [each.name for each in result.outputs] == ["boxes", "logits"]
+    held = IMAGES[torch.randperm(60, generator=torch.Generator().manual_seed(0))[:12].sort().values]
+    with torch.no_grad():
+        expected, found = Detector()(held), result.model(held)
+    for output, before, after in zip(result.outputs, expected, found, strict=False):
+        assert output.error == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert result.score == pytest.approx(1 - sum(each.error for each in result.outputs) / 2, rel=1e-3)
+    assert list(json.loads((tmp_path / "metrics.json").read_text())["outputs"]) == names
