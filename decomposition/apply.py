@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from decomposition.batch_norm import BatchNorm
 from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
@@ -28,6 +29,7 @@ from decomposition.progress import Progress, ProgressBar, progress_bar
 from decomposition.rounding import calibrate_ranges, without_rounding
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.surgery import copied, replace_module
+from decomposition.wrappers import unwrapped
 
 _Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
@@ -77,6 +79,7 @@ def apply_plan(
         DecompositionError: If a rank is not feasible, a weight is not finite, the calibration set is empty or
             does not reach a layer, or the result is not what the plan says.
     """
+    model = unwrapped(model)
     specs = plan.specs(model)
     images = None if calibration is None else _as_batch(calibration, model)
     inputs = images if images is None or statistics is None else _as_batch(statistics, model)
@@ -104,6 +107,7 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
     Raises:
         PlanError: If the plan does not fit the model.
     """
+    model = unwrapped(model)
     specs = plan.specs(model)
 
     def group_structure(
@@ -134,7 +138,7 @@ def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Modu
         model: The compressed model; it is not changed.
         only: Names of the layers to contract; None contracts all.
     """
-    network = copied(model)
+    network = copied(unwrapped(model))
     for name, layer in factorised_layers(network).items():
         if layer.rounds_between or (only is not None and name not in only):
             continue
@@ -154,7 +158,7 @@ def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
         model: The compressed model.
         plan: Its plan; what group operations changed stays changed.
     """
-    network = copied(model)
+    network = copied(unwrapped(model))
     modules = dict(network.named_modules())
     for layer in plan:
         if layer.layer_operations and layer.name in modules:
@@ -342,7 +346,7 @@ def _absorb(layer: nn.Module, norm: nn.Module | None, change: torch.Tensor) -> N
         bias: torch.Tensor | None = getattr(layer, "bias", None)
         if bias is not None:
             bias += change.to(bias)
-        elif isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d) and norm.running_mean is not None:
+        elif isinstance(norm, BatchNorm) and norm.running_mean is not None:
             norm.running_mean -= change.to(norm.running_mean)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.surgery import copied, replace_module
+from decomposition.wrappers import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -110,7 +111,7 @@ def plain_attention(model: Module) -> Module:
     Raises:
         DecompositionError: An attention appends keys of its own (`add_bias_kv`, `add_zero_attn`).
     """
-    network = copied(model)
+    network = cast(Module, copied(unwrapped(model)))
     for name, module in list(network.named_modules()):
         if type(module) is not nn.MultiheadAttention:  # a subclass may compute something else
             continue

@@ -10,7 +10,7 @@ from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.inputs import CalibrationInputs, calibration_batches, count_inputs, run_model
 
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
 
 
 def tracked_batch_norms(model: nn.Module) -> list[BatchNorm]:

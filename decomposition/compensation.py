@@ -13,6 +13,7 @@ from decomposition.layers import inspect_layers, weight_of
 from decomposition.lockstep import absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import PATCHES_PER_LAYER, check_images
 from decomposition.surgery import copied
+from decomposition.wrappers import unwrapped
 
 
 def compensate(
@@ -48,6 +49,7 @@ def compensate(
             its inputs, the images are unusable, or the model cannot be refitted in one pass.
     """
     check_images(images)
+    model = unwrapped(model)
     network = copied(model)
     modules = dict(network.named_modules())
     gone = tuple(f"{name}." for name in removed)

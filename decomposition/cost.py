@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from decomposition.inputs import ExampleInputs, example_batch, run_model
+from decomposition.wrappers import unwrapped
 
 _COUNTED = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 
@@ -62,6 +63,7 @@ def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton where it is installed
 
+    model = unwrapped(model)
     counter = FlopCounterMode(display=False)
     with evaluation_mode(model), _recurrence_in_steps(model), counter:
         run_model(model, example_batch(model, input_shape))

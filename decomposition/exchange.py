@@ -23,6 +23,7 @@ from decomposition.modes import WeightModes
 from decomposition.operations import Factorise
 from decomposition.operations.factorise import factors_of
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, without_growth
+from decomposition.wrappers import unwrapped
 
 
 def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str | None = None) -> Fit:
@@ -96,6 +97,7 @@ def apply_fits(
         PlanError: If a name is no compressible layer of the model.
         DecompositionError: If a fit is of a weight of another shape, or does not say its format.
     """
+    model = unwrapped(model)
     specs = inspect_layers(model, input_shape)
     known = {spec.name for spec in specs if spec.refusal is None}
     unknown = [name for name in fits if name not in known]

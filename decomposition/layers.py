@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from decomposition.batch_norm import BatchNorm
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.inputs import (
@@ -28,6 +29,7 @@ from decomposition.inputs import (
 )
 from decomposition.opaque import OPAQUE, OpaqueKind, OpaqueModule, macs_of_call, opaque
 from decomposition.registry import did_you_mean
+from decomposition.wrappers import unwrapped
 
 Kind = (
     Literal[
@@ -160,6 +162,7 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     Raises:
         DecompositionError: If the model does not accept an input of that shape.
     """
+    model = unwrapped(model)
     trace = _Trace(model)
     trace.run(example_batch(model, input_shape), input_shape_of(input_shape))
     reached = trace.reached
@@ -260,7 +263,7 @@ class _Trace:
                 handles.append(module.register_forward_hook(self._record_call))
             elif isinstance(module, OPAQUE):
                 handles.append(module.register_forward_hook(self._record_opaque, with_kwargs=True))
-            elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            elif isinstance(module, BatchNorm):
                 handles.append(module.register_forward_pre_hook(self._record_batch_norm))
         try:
             with evaluation_mode(self.model), _FunctionalUses(self):

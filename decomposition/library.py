@@ -40,6 +40,7 @@ from decomposition.operations.quantise import ACTIVATION_NOISE, amplification
 from decomposition.processes import Spread, in_processes
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.sensitivity_root import floored, symmetric_root
+from decomposition.wrappers import unwrapped
 
 # Part of the names of fits on disk: raised when the same problem gets other cores than before.
 _VERSION = 4
@@ -163,6 +164,7 @@ class FitLibrary:
         Raises:
             DecompositionError: If the model has no layer to decompose or the calibration set cannot be used.
         """
+        model = unwrapped(model)
         specs = changing_layers(model, input_shape, skip, only)
         options = within(specs, options)
         if calibration is not None:

@@ -24,6 +24,7 @@ from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import PRECISIONS, computes_in_integers
 from decomposition.rank_grid import candidate_ranks
+from decomposition.wrappers import unwrapped
 
 # Singular values of a weight's unfoldings in a format, by which it chooses ranks of its own.
 Spectra = Callable[[TensorFormat], Sequence[np.ndarray]]
@@ -105,6 +106,7 @@ class CandidateLister:
         Raises:
             DecompositionError: If the model has no layer to decompose.
         """
+        model = unwrapped(model)
         specs = changing_layers(model, input_shape, skip, only)
         return cls(specs, formats, beside=norm_parameters(model, specs), **within(specs, options))
 

@@ -25,6 +25,7 @@ from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.metric import Metric, RowFactor, gram, is_finite, shrunk, with_mean, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
 from decomposition.shrinkage import Spread, labels_or_single
+from decomposition.wrappers import unwrapped
 
 PATCHES_PER_LAYER = 65_536
 
@@ -154,6 +155,7 @@ def collect_moments(
         DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
             layer's input is not finite or never arrives.
     """
+    model = unwrapped(model)
     batches = calibration_batches(calibration, model)
     check_images(joined([rows(batch, slice(1)) for batch in batches]) if batches else torch.empty(0))
     modules = dict(model.named_modules())

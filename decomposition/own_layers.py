@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from decomposition.inputs import ExampleInputs, as_inputs, holds_tensors, random
 from decomposition.layers import DecomposableModule, is_decomposable_module
 from decomposition.registry import did_you_mean
 from decomposition.surgery import copied, replace_module
+from decomposition.wrappers import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -43,7 +44,7 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
         DecompositionError: An entry names no layer of a subclass; or a layer is never called, has parameters
             or buffers beside weight and bias, or computes something else than the plain layer.
     """
-    network = copied(model)
+    network = cast(Module, copied(unwrapped(model)))
     chosen: dict[str, DecomposableModule] = {}
     known = {
         name: module

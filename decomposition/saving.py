@@ -16,6 +16,7 @@ from decomposition.files import replacing
 from decomposition.inputs import InputShape, random_batch, run_model, tensors_of
 from decomposition.outputs import tensors_in
 from decomposition.plan import CompressionPlan
+from decomposition.wrappers import unwrapped
 
 _NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
 _PLAN_KEY = "rankrl.plan"
@@ -43,7 +44,7 @@ def save_compressed(
     Raises:
         PlanError: If `model` is not what the plan makes of its dense model, or a parameter is not finite.
     """
-    path = Path(path)
+    path, model = Path(path), unwrapped(model)
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise PlanError(f"{path} is not written, because {name} {_NOT_FINITE}")

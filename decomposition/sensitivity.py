@@ -32,6 +32,7 @@ from decomposition.metric import gram, shrunk_matrix
 from decomposition.outputs import tensors_in
 from decomposition.patches import labels_of_batch
 from decomposition.shrinkage import Spread
+from decomposition.wrappers import unwrapped
 
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
@@ -62,6 +63,7 @@ def collect_sensitivities(
     Raises:
         DecompositionError: If no gradient can be sent back through the model.
     """
+    model = unwrapped(model)
     batches = calibration_batches(calibration, model)
     modules = dict(model.named_modules())
     sums: dict[str, torch.Tensor] = {}

@@ -19,6 +19,7 @@ from decomposition.factorised import StagedLayer
 from decomposition.layers import is_decomposable_module
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied, replace_module
+from decomposition.wrappers import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
 _KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -153,7 +154,7 @@ def plain_transposed(model: Module) -> Module:
     Args:
         model: Any module; left untouched.
     """
-    network = copied(model)
+    network = cast(Module, copied(unwrapped(model)))
     for module in list(network.modules()):
         if type(module) not in _KINDS or "weight" not in module._parameters:
             continue  # a weight that is computed at every call may not have been computed yet

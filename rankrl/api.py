@@ -10,6 +10,7 @@ from torch import nn
 
 from decomposition import apply_plan, load_compressed
 from decomposition.inputs import CalibrationInputs, calibration_batches, split
+from decomposition.wrappers import unwrapped
 from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
@@ -127,6 +128,7 @@ def search(
             f"search takes a torch.nn.Module and a score, a function from it to a number; got a "
             f"{type(model).__name__} and a {type(score).__name__}"
         )
+    model = unwrapped(model)
     options = SearchOptions(
         params=params,
         macs=macs,

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from decomposition.inputs import Inputs, mapped
 from decomposition.surgery import copied
+from decomposition.wrappers import unwrapped
 
 _NARROW = (torch.float16, torch.bfloat16)
 _OWN_CLASS = "_class_in_own_types"
@@ -65,7 +66,7 @@ def in_float32(model: nn.Module, *, keep_double: bool = False) -> nn.Module:
     Raises:
         DecompositionError: It cannot be copied.
     """
-    network = copied(model)
+    network = copied(unwrapped(model))
     types = _NARROW if keep_double else (*_NARROW, torch.float64)
     if not set(types) & set(own_types(network).values()):
         return network

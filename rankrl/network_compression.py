@@ -20,6 +20,7 @@ from decomposition import (
 from decomposition.inputs import CalibrationInputs, input_shape_of, mapped, split
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.surgery import copied
+from decomposition.wrappers import unwrapped
 from rankrl.agreement import agreement_score
 from rankrl.compression import Compression, missed_latency, summary
 from rankrl.device import model_device
@@ -187,6 +188,7 @@ def compress(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress takes a torch.nn.Module, got a {type(model).__name__}")
+    model = unwrapped(model)
     recipe = _checked_recipe(finetune, loss)
     run, kept = RunFolder(Path(folder)), None if cache is None else Path(cache)
     timing = LatencyOptions() if timing is None else timing

@@ -127,9 +127,9 @@ def export_onnx(
                 f"preprocessing is for inputs of shape {preprocessing.input_shape}, the model's is "
                 f"{shape}; give the preprocessing of the images that the model was trained on."
             )
-    name = type(model).__name__
     with progress_bar("export", _STEPS, progress=progress) as bar:
         network = inference_copy(model)
+        name = type(network).__name__
         batch = _sample_batch(network, input_shape, sample, 2 if dynamic_batch else 1)
         outputs = return_tensors_alone(network)
         program = trace(network, batch, dynamic_batch=dynamic_batch)

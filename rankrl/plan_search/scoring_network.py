@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from decomposition.batch_norm import BatchNorm
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.inputs import Inputs, mapped, rows, run_model
 from decomposition.layers import DecomposableModule, is_decomposable_module
@@ -23,8 +25,7 @@ CACHE_BYTES = 512 * 2**20
 # Folding reorders float32 sums, which shows in the sixth digit; a batch norm with other inputs, in the first.
 _FOLDING_TOLERANCE = 1e-3
 
-_BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
-_PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+_PLAIN_NORMS = get_args(BatchNorm)
 
 
 @dataclass
@@ -38,7 +39,7 @@ class _ScoredLayer:
     """
 
     module: DecomposableModule
-    norm: _BatchNorm | None
+    norm: BatchNorm | None
     scale: Tensor | None = None
 
     @property
@@ -126,7 +127,7 @@ class ScoringNetwork:
 
     def reestimate(self, batches: Sequence[Tensor]) -> None:
         """Replace every batch norm's statistics by those of the given batches (their plain average)."""
-        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        norms = [module for module in self.model.modules() if isinstance(module, BatchNorm)]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()
@@ -149,7 +150,7 @@ class ScoringNetwork:
         for name, spec in self.library.specs.items():
             module = modules[name]
             norm = modules[spec.batch_norm] if spec.batch_norm and serves[spec.batch_norm] == 1 else None
-            if not isinstance(norm, _BatchNorm) or norm.running_mean is None:
+            if not isinstance(norm, BatchNorm) or norm.running_mean is None:
                 norm = None
             if not is_decomposable_module(module):
                 raise TypeError(
@@ -241,7 +242,7 @@ def _equal(before: object, after: object) -> bool:
     return all(torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE) for x, y in pairs)
 
 
-def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+def _affine(norm: BatchNorm) -> tuple[Tensor, Tensor]:
     """Return scale and shift, y = scale * x + shift, of a batch norm in evaluation mode."""
     if norm.running_mean is None or norm.running_var is None:
         raise TypeError("a batch norm without running statistics is no affine map")
