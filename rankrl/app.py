@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,9 @@ from decomposition.errors import DecompositionError
 from rankrl.config.choices import check_catalogue, store_groups
 from rankrl.config.folder import config_folder
 from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
-from rankrl.config.overrides import (
-    check_overrides,
-    composed,
-    finished_run,
-    overrides_first,
-    resumed_arguments,
-)
-from rankrl.config.run_folders import check_folders, refuse_used_folder
+from rankrl.config.overrides import check_overrides, composed, overrides_first
+from rankrl.config.resuming import check_resumed, finished_run, resumed_arguments
+from rankrl.config.run_folders import check_folders, refuse_used_folder, write_record
 from rankrl.config.schema import AppConfig
 from rankrl.config.sweep_arguments import sweep_arguments
 from rankrl.config.values import check_values
@@ -34,14 +28,13 @@ from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageErro
 from rankrl.sweeps import run_sweep_job
 from rankrl.tracking import start_tracking
 from rankrl.workflow.run_folder import RunFolder, RunNotes
+from rankrl.workflow.run_lock import locked
 
 FIRST_RUN = "experiment=first_run"
 USER_ERROR = 2
 BUDGET_MISSED = 3
 INTERRUPTED = 130
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
-# Options that change nothing in a run's results.
-_WITHOUT_EFFECT = ("resume", "tracking")
 
 
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
@@ -52,25 +45,22 @@ def _run(config: DictConfig) -> None:
     folder = RunFolder(Path(hydra_config.runtime.output_dir))
     overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    recorded = _with_effect(plain)
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(
                 lambda: _run_task(settings, plain, folder),
                 folder,
                 number=int(hydra_config.job.num),
-                config=recorded,
+                config=plain,
                 overrides=overrides,
-                composed=lambda overrides: _with_effect(composed(overrides)),
+                composed=composed,
+                record=lambda: write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
             )
         else:
-            if settings.resume is None:
-                refuse_used_folder(folder)
-            folder.prepare()
-            folder.claim(recorded, overrides, resume=True)
-            notes = _run_task(settings, plain, folder)
+            with locked(folder.path):
+                notes = _run_alone(settings, config, plain, overrides, folder)
             if notes.missed is not None:
                 _leave(ConfigError(f"the run is finished, but {notes.missed}."), BUDGET_MISSED)
     except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
@@ -80,14 +70,33 @@ def _run(config: DictConfig) -> None:
         explained = _for_users(error, folder)
         if explained is None:
             raise
-        if hydra_config.mode != RunMode.MULTIRUN and settings.resume is None:
-            folder.discard()
         _leave(explained, USER_ERROR)
 
 
-def _with_effect(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a configuration a run's results depend on."""
-    return {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+def _run_alone(
+    settings: AppConfig,
+    config: DictConfig,
+    plain: dict[str, Any],
+    overrides: list[str],
+    folder: RunFolder,
+) -> RunNotes:
+    """Run the task in a folder that no other run can get; return what its steps noted."""
+    try:
+        if settings.resume is None:
+            refuse_used_folder(folder)
+        elif folder.finished:  # by another `resume`, since the command line was checked
+            _show_finished(folder.path)
+            return RunNotes()
+        folder.prepare()
+        folder.claim(plain, overrides, resume=True)
+        write_record(config, folder.path)
+        notes = _run_task(settings, plain, folder)
+    except Exception as error:
+        if settings.resume is None and _for_users(error, folder) is not None:
+            folder.discard()
+        raise
+    folder.error.unlink(missing_ok=True)  # of an earlier attempt, as the job of a sweep
+    return notes
 
 
 def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> RunNotes:
@@ -127,6 +136,10 @@ def _leave(error: Exception, code: int) -> None:
     raise SystemExit(code)
 
 
+def _show_finished(folder: Path) -> None:
+    print(f"rankrl: {folder} is finished already; its report is {folder / 'report.html'}")
+
+
 def _show(text: str) -> None:
     """Print a long text; who reads it may stop in the middle, as `head` does."""
     try:
@@ -157,7 +170,7 @@ def main() -> None:
             sys.argv[1:] = overrides_first(sys.argv[1:])
             finished = finished_run(sys.argv[1:])
             if finished is not None:
-                print(f"rankrl: {finished} is finished already; its report is {finished / 'report.html'}")
+                _show_finished(finished)
                 return
             sys.argv[1:] = resumed_arguments(sys.argv[1:])
             check_overrides(sys.argv[1:])
@@ -165,6 +178,10 @@ def main() -> None:
                 _show(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))
                 return
             sys.argv[1:] = sweep_arguments(sys.argv[1:])
+            finished = check_resumed(sys.argv[1:])
+            if finished is not None:
+                _show_finished(finished)
+                return
             check_folders(sys.argv[1:])
     except RankrlError as error:
         _leave(error, USER_ERROR)

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DefectError",
+    "FolderInUseError",
     "ModelError",
     "NonFiniteError",
     "RankrlError",
@@ -49,6 +50,10 @@ class NonFiniteError(RankrlError):
 
 class StorageError(RankrlError):
     """A file or folder cannot be read or written (full disk, missing permission, ...)."""
+
+
+class FolderInUseError(StorageError):
+    """Another run goes on in the folder."""
 
 
 class DefectError(Exception):

@@ -1,4 +1,4 @@
-"""The command line's overrides: checked before Hydra runs, and taken over from a run that is resumed."""
+"""The command line's overrides, checked before Hydra runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import typing
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -25,7 +24,6 @@ from rankrl.config.choices import group_choices, group_names, groups
 from rankrl.config.folder import config_folder
 from rankrl.config.values import check_value, check_values
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.workflow.run_folder import RunFolder
 
 # Values of one sweep that are tried before it starts; Hydra itself checks every job.
 _MOST_TRIED = 30
@@ -39,84 +37,10 @@ def overrides_first(arguments: Sequence[str]) -> list[str]:
     return [*overrides, *(each for each in arguments if each not in overrides)]
 
 
-def resumed_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with those of the run that `resume=RUN` names in front.
-
-    The run goes on in its own folder, with its own configuration; options given now come last and win.
-
-    Raises:
-        ConfigError: `RUN` is no folder of a rankrl run, or `hydra.run.dir` names another one.
-    """
-    folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
-    if folder is None or str(folder) in ("", "null"):
-        return list(arguments)
-    try:
-        of_sweep = (folder / "multirun.yaml").is_file()
-    except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise ConfigError(
-            f"resume={folder}: that folder cannot be read ({error.strerror}); give the folder of a run"
-        ) from error
-    if of_sweep or {"-m", "--multirun"} & set(arguments):
-        raise ConfigError(
-            f"resume={folder} goes on with one run; a sweep goes on when its command is given again with "
-            "hydra.sweep.dir=FOLDER: finished jobs are skipped"
-        )
-    arguments = _without_run_folder(arguments, folder)
-    before = _recorded_overrides(folder)
-    given = {argument.partition("=")[0] for argument in arguments}
-    kept = [override for override in before if override.partition("=")[0] not in given]
-    resume, run_folder = (quoted(key, str(folder)) for key in ("resume", "hydra.run.dir"))
-    return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
-
-
-def _without_run_folder(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the arguments of a resumed run without `hydra.run.dir`, which may only name the run's folder.
-
-    In another folder the run would begin anew, over what is there: `resume` switches off the check for that.
-    """
-    kept = []
-    for argument in arguments:
-        if argument.lstrip("+").partition("=")[0] != "hydra.run.dir":
-            kept.append(argument)
-        elif Path(str(parsed_overrides([argument])[0].value())).resolve() != folder.resolve():
-            raise ConfigError(
-                f"{argument} names another folder than resume={folder}, and a run goes on in its own folder; "
-                "leave hydra.run.dir out, or leave resume out for a new run in that folder"
-            )
-    return kept
-
-
-def finished_run(arguments: Sequence[str]) -> Path | None:
-    """Return the folder that `resume=RUN` names if its run has ended, and nothing else is asked for."""
-    folder = Path(arguments[0].removeprefix("resume=")) if len(arguments) == 1 else Path()
-    if not arguments or not arguments[0].startswith("resume=") or folder == Path():
-        return None
-    try:
-        return folder if RunFolder(folder).finished else None
-    except OSError:  # which the checks of the folder explain
-        return None
-
-
 def quoted(key: str, value: str) -> str:
     """Return an override whose value Hydra takes as it is, whatever characters it has."""
     text = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{text}'"
-
-
-def _recorded_overrides(folder: Path) -> list[str]:
-    """Return the overrides of the run in a folder: its own record's, or Hydra's.
-
-    Hydra writes its record before a job can refuse a folder that is another run's, so ours comes first.
-    """
-    record = RunFolder(folder).record
-    path = record if record.is_file() else folder / ".hydra" / "overrides.yaml"
-    if not path.is_file():
-        raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {path})")
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    overrides = content.get("overrides") if isinstance(content, dict) else content
-    if not isinstance(overrides, list):
-        raise ConfigError(f"resume={folder}: {path} is damaged; restore it or start anew")
-    return [str(override) for override in overrides]
 
 
 def check_overrides(arguments: Sequence[str]) -> None:

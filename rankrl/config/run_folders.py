@@ -16,7 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rankrl.config.folder import config_folder
 from rankrl.config.overrides import longest_overrides
 from rankrl.errors import ConfigError
+from rankrl.files import write_atomically
 from rankrl.workflow.run_folder import RunFolder, check_writable
+from rankrl.workflow.run_lock import check_free
 
 
 def check_folders(arguments: Sequence[str]) -> None:
@@ -27,6 +29,7 @@ def check_folders(arguments: Sequence[str]) -> None:
 
     Raises:
         ConfigError: The folder's name cannot be read, or a run is there already.
+        FolderInUseError: A run goes on there.
         StorageError: The folder cannot be made or written.
     """
     flags = get_args_parser().parse_known_args(list(arguments))[0]
@@ -73,8 +76,31 @@ def _check_run_folder(config: DictConfig) -> None:
     record = OmegaConf.select(config, "hydra.output_subdir")  # null writes no record of Hydra's
     if record is not None:
         check_writable(folder / str(record), "hydra.output_subdir")
+    check_free(folder)
     if config.resume is None:
         refuse_used_folder(RunFolder(folder))
+
+
+def write_record(config: DictConfig, folder: Path) -> None:
+    """Write the files in `.hydra`, as Hydra itself would before it is known whether the folder is this run's.
+
+    `hydra.output_subdir` is null for that.
+
+    Args:
+        config: The configuration, as a task gets it.
+        folder: The run's folder.
+
+    Raises:
+        StorageError: They cannot be written.
+    """
+    of_hydra = HydraConfig.get()
+    contents = {
+        "config": config,
+        "hydra": OmegaConf.create({"hydra": of_hydra}),
+        "overrides": of_hydra.overrides.task,
+    }
+    for name, content in contents.items():
+        write_atomically(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(content))
 
 
 def _named(config: DictConfig, option: str) -> Path:

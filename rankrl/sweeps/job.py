@@ -14,6 +14,7 @@ from rankrl.sweeps.devices import runs_beside_others, take_one_gpu
 from rankrl.sweeps.failures import sweep_identifier, write_failure
 from rankrl.sweeps.progress import JobProgress
 from rankrl.workflow.run_folder import RunFolder
+from rankrl.workflow.run_lock import locked
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ def run_sweep_job(
     config: Mapping[str, Any],
     overrides: Sequence[str],
     composed: Callable[[Sequence[str]], Mapping[str, Any]],
+    record: Callable[[], object],
     sweep_folder: Path,
     explain: Callable[[Exception], str],
 ) -> None:
@@ -38,6 +40,7 @@ def run_sweep_job(
         config: The job's configuration, plain values; results in the folder must be of the same.
         overrides: The overrides that it was composed from.
         composed: Returns what overrides stand for now, for results from before an option was added.
+        record: Writes `.hydra` into the job's folder; called once that is known to be this job's.
         sweep_folder: The sweep's folder.
         explain: Turns an error into one paragraph.
 
@@ -45,16 +48,18 @@ def run_sweep_job(
         RunStoppedError: The user stopped it, which ends the whole sweep.
     """
     try:
-        folder.prepare()
-        folder.error.unlink(missing_ok=True)
-        folder.claim(config, overrides, composed=composed)
-        if folder.finished:
-            log.info("finished already: %s", folder.path)
-            return
-        if runs_beside_others():
-            take_one_gpu(number)
-        with listening(JobProgress(folder)):
-            run()
+        with locked(folder.path):
+            folder.prepare()
+            folder.error.unlink(missing_ok=True)
+            folder.claim(config, overrides, composed=composed)
+            if folder.finished:
+                log.info("finished already: %s", folder.path)
+                return
+            record()
+            if runs_beside_others():
+                take_one_gpu(number)
+            with listening(JobProgress(folder)):
+                run()
     except RunStoppedError:
         raise
     except Exception as error:  # whatever it is, the other jobs go on; the traceback is in the file

@@ -16,16 +16,24 @@ from typing import Any
 from rankrl.errors import ConfigError, StorageError
 from rankrl.files import filled_in, write_json
 from rankrl.tracking import NOT_TRACKED, Tracking
+from rankrl.workflow.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
 _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
 _MISSING = "not set"
 _LONGEST_SHOWN = 60
+_MOST_NAMED = 3
 _LONGEST_NAME = 200
 _BEGAN = time.time()  # when this process did, or a little later
 # What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
-_WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb")
+_WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb", LOCK_FILE)
+# Options that change nothing in a run's results.
+_WITHOUT_EFFECT = (
+    "resume",
+    "tracking",
+    *(f"search.{name}" for name in ("workers", "cluster", "worker_cpus", "worker_gpus")),
+)
 
 
 @dataclass
@@ -157,19 +165,18 @@ class RunFolder:
                 that differ are named.
             StorageError: The folder cannot be written.
         """
-        config = _plain(config)
+        config = with_effect(_plain(config))
         if self.holds_results and not resume:
             known = self._recorded()
             if known is None:
                 raise ConfigError(f"{self.path} holds a run of unknown configuration; {_ANOTHER_FOLDER}")
-            before, given = known
-            changes = list(_changes(before, config))
+            before, given = with_effect(known[0]), known[1]
+            changes = changed_options(before, config)
             if changes:
-                changes = list(_changes(filled_in(before, _plain(composed(given))), config))
+                changes = changed_options(filled_in(before, with_effect(_plain(composed(given)))), config)
             if changes:
                 raise ConfigError(
-                    f"{self.path} holds a run with another configuration ({'; '.join(changes[:3])}"
-                    f"{'; ...' if len(changes) > 3 else ''}); {_ANOTHER_FOLDER}"
+                    f"{self.path} holds a run with another configuration ({changes}); {_ANOTHER_FOLDER}"
                 )
         write_json(self.record, {"config": config, "overrides": list(overrides)})
 
@@ -252,6 +259,21 @@ def check_writable(folder: Path, option: str) -> None:
         for each in reversed(made):
             with suppress(OSError):
                 each.rmdir()
+
+
+def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return what of a configuration a run's results depend on."""
+    return {
+        name: with_effect(value, f"{within}{name}.") if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if f"{within}{name}" not in _WITHOUT_EFFECT
+    }
+
+
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return in words in which options two configurations differ; empty where they do not."""
+    changes = list(_changes(before, after))
+    return "; ".join(changes[:_MOST_NAMED]) + ("; ..." if len(changes) > _MOST_NAMED else "")
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

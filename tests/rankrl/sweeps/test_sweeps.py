@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from rankrl.app import main
 from rankrl.models import save_checkpoint
 from rankrl.sweeps.devices import take_one_gpu
+from rankrl.workflow.run_lock import locked
 
 Sweep = Callable[..., int]
 FOLDER = Path("sweep")
@@ -82,6 +83,22 @@ def test_a_folder_from_before_an_option_was_added_is_the_same_job(
     assert sweep("seed=0,1", "dataset.heldout=20") == 1
     message = capfd.readouterr().err
     assert message.count("(dataset.heldout was None, is now 20)") == 4  # told by each job, and listed
+
+
+def test_a_job_whose_folder_is_in_use_is_listed_and_leaves_that_run_alone(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with locked(FOLDER / "seed-0"):
+        (FOLDER / "seed-0" / ".hydra").mkdir()
+        (FOLDER / "seed-0" / ".hydra" / "overrides.yaml").write_text("- seed=7\n")
+        assert sweep("seed=0,1") == 1
+        assert (FOLDER / "seed-0" / ".hydra" / "overrides.yaml").read_text() == "- seed=7\n"
+        assert not (FOLDER / "seed-0" / "state").exists()
+    assert finished() == ["seed-1"]
+    assert "seed-0 is in use by process" in capfd.readouterr().err.partition("1 job of the sweep failed:")[2]
+    assert sweep("seed=0,1") == 0
+    assert finished() == ["seed-0", "seed-1"]
+    assert not list(FOLDER.rglob("run.lock"))
 
 
 def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(

@@ -1,0 +1,204 @@
+"""One run at a time in a folder: a lock of the operating system, in a file that says who holds it.
+
+The lock ends with the process that holds it, however that ends; the file is removed with it, and what a
+killed process leaves of it locks nothing. On a network's file system the lock holds for all machines where
+the file system says so, as NFS and Lustre (mounted with `flock`) do. Where there are no locks at all,
+processes of the same machine alone are seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rankrl.errors import FolderInUseError, StorageError
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_BEYOND_THE_WORDS = 1 << 30  # a byte that Windows locks may not be read by others
+_LONGEST_COMMAND = 200
+_TURNS, _TURN = 20, 0.01
+_held: set[int] = set()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every other run out of a folder, those of other threads too.
+
+    Processes that this one starts do not hold the lock.
+
+    Args:
+        folder: The folder of the run; it is made where there is none.
+
+    Raises:
+        FolderInUseError: A run that goes on holds it; the message says which.
+        StorageError: The folder cannot be written.
+    """
+    path, process = folder / LOCK_FILE, os.getpid()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquired(path)
+    except OSError as error:
+        raise StorageError(
+            f"the folder {folder} cannot be written ({error.strerror}); choose another one"
+        ) from error
+    _held.add(descriptor)
+    try:
+        _write_words(descriptor)
+        yield
+    finally:
+        if os.getpid() == process:  # not in a child that has left the block too
+            _held.discard(descriptor)
+            _release(path, descriptor)
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder in which a run goes on; nothing is written.
+
+    Raises:
+        FolderInUseError: One does.
+    """
+    path = folder / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        if not _lock(descriptor):
+            raise _in_use(folder, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _acquired(path: Path) -> int:
+    """Return the descriptor of the locked file."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not _lock(descriptor):
+                raise _in_use(path.parent, descriptor)
+            # Who held it before may have removed the file between the two calls.
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _release(path: Path, descriptor: int) -> None:
+    if sys.platform == "win32":  # which removes no file that is open
+        os.close(descriptor)
+        with suppress(OSError):  # the next one has it already
+            path.unlink()
+    else:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed, or return whether nobody else holds it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, _BEYOND_THE_WORDS, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_BY_OTHERS:
+            return False
+        if error.errno in _NO_LOCKS:
+            return _nobody_here(descriptor)
+        raise
+    return True
+
+
+def _write_words(descriptor: int) -> None:
+    words = {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:_LONGEST_COMMAND],
+    }
+    with suppress(OSError), os.fdopen(descriptor, "r+b", closefd=False) as file:  # a disk may be full
+        file.truncate(0)
+        file.write(json.dumps(words).encode())
+
+
+def _read_words(descriptor: int) -> dict[str, Any]:
+    """Return who holds a lock; empty where that is not written yet, or was cut off."""
+    try:
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            words: dict[str, Any] = json.loads(file.read())
+            return {name: words[name] for name in ("process", "host", "since", "command")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _in_use(folder: Path, descriptor: int) -> FolderInUseError:
+    words = _read_words(descriptor)
+    for _ in range(_TURNS):
+        if words:
+            break
+        time.sleep(_TURN)  # whoever has just got the lock writes them now
+        words = _read_words(descriptor)
+    owner = "another run"
+    if words:
+        owner = "process {process} on {host}, since {since} (`{command}`)".format(**words)
+    return FolderInUseError(
+        f"{folder} is in use by {owner}; wait until that has ended, or stop it. A run beside it needs a "
+        "folder of its own"
+    )
+
+
+def _nobody_here(descriptor: int) -> bool:
+    """Return whether no process of this machine holds a file that cannot be locked."""
+    words = _read_words(descriptor)
+    if words and words["host"] == socket.gethostname() and _lives(int(words["process"])):
+        return False
+    log.warning("the file system has no locks: a run on another machine in the same folder is not noticed")
+    return True
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return True
+
+
+def _close_in_child() -> None:
+    """Close what a forked process got from its parent, or the lock would outlive the parent."""
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
