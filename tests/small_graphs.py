@@ -151,6 +151,53 @@ def upsampling(opset: int = OPSETS[0]) -> onnx.ModelProto:
     return model_of(nodes, constants, {"x": ["n", 8, 5, 9]}, {"y": ["n", 4, "t"]}, opset=opset)
 
 
+def drawn(*shape: int) -> Array:
+    return generator().standard_normal(shape).astype(np.float32)
+
+
+def with_state(order: Sequence[int], state: Sequence[Any], *, batch: Any = "n") -> onnx.ModelProto:
+    """A step of a recurrent network: a state of two layers, its axes in some order, and a rate."""
+    back = [int(axis) for axis in np.argsort(order)]
+    nodes = [
+        helper.make_node("Transpose", ["state"], ["layers"], "turn", perm=back),
+        helper.make_node("Gather", ["layers", "zero"], ["below"], "below", axis=0),
+        helper.make_node("Gather", ["layers", "one"], ["above"], "above", axis=0),
+        helper.make_node("MatMul", ["x", "first"], ["a"], "first"),
+        helper.make_node("Add", ["a", "below"], ["b"], "sum"),
+        helper.make_node("Tanh", ["b"], ["lower"], "lower"),
+        helper.make_node("MatMul", ["lower", "second"], ["c"], "second"),
+        helper.make_node("Add", ["c", "above"], ["d"], "sum2"),
+        helper.make_node("Tanh", ["d"], ["upper"], "upper"),
+        helper.make_node("Cast", ["rate"], ["number"], "cast", to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["upper", "number"], ["e"], "times"),
+        helper.make_node("MatMul", ["e", "last"], ["y"], "last"),
+        helper.make_node("Unsqueeze", ["lower", "zeros"], ["l"], "l"),
+        helper.make_node("Unsqueeze", ["upper", "zeros"], ["u"], "u"),
+        helper.make_node("Concat", ["l", "u"], ["both"], "both", axis=0),
+        helper.make_node("Transpose", ["both"], ["next"], "back", perm=list(order)),
+    ]
+    constants = {
+        "first": of_low_rank(16, 16, 4),
+        "second": of_low_rank(16, 16, 3),
+        "last": of_low_rank(16, 8, 3),
+        "zero": np.array(0, np.int64),
+        "one": np.array(1, np.int64),
+        "zeros": np.array([0], np.int64),
+    }
+    return model_of(
+        nodes,
+        constants,
+        {"x": [batch, 16], "state": state, "rate": []},
+        {"y": [batch, 8], "next": state},
+        types={"rate": TensorProto.INT64},
+    )
+
+
+def recorded_states(count: int, *, axis: int = 1) -> dict[str, Array]:
+    state = np.moveaxis(drawn(2, count, 16), 1, axis)
+    return {"x": drawn(count, 16), "state": state, "rate": np.array(2, np.int64)}
+
+
 def shared(*, bias: bool, strides: tuple[int, int] = (1, 1), other_bias: bool = False) -> onnx.ModelProto:
     """Two convolutions along two branches with one weight, and a third one on what they have in common."""
     random = generator()

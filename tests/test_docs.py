@@ -29,7 +29,7 @@ import torch
 from command_line import with_effect
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from small_graphs import convolutions, images, save_photos
+from small_graphs import convolutions, drawn, images, save_photos, with_state
 from torch import nn
 
 from decomposition.registry import Registry
@@ -190,12 +190,13 @@ def test_page_can_be_carried_out_from_top_to_bottom(page: Path, workplace: pytes
 
 
 def onnx_scope() -> dict[str, Any]:
-    """What the page of ONNX files takes for granted: a network of `frames`, inputs, labels, photos."""
+    """What the page of ONNX files takes for granted: networks, inputs, labels, photos, recordings."""
     model = convolutions()
     model.graph.input[0].name = model.graph.node[0].input[0] = "frames"
     onnx.save(model, "net.onnx")
     save_photos(Path("photos"))
-    return {"frames": images(), "labels": np.arange(len(images())) % 5}
+    onnx.save(with_state((0, 1, 2), [2, "n", 16]), "step.onnx")
+    return {"frames": images(), "labels": np.arange(len(images())) % 5, "audio": drawn(12, 4, 16)}
 
 
 def example_scope() -> dict[str, Any]:

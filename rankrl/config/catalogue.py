@@ -310,6 +310,7 @@ GROUPS: dict[str, Group] = {
                     "resize": int | None,
                     "scale": float,
                     "order": str,
+                    "batch_axes": collections.abc.Mapping[str, int | None] | None,
                 },
                 {
                     "path": "???",
@@ -317,6 +318,7 @@ GROUPS: dict[str, Group] = {
                     "resize": None,
                     "scale": 1.0,
                     "order": "rgb",
+                    "batch_axes": None,
                     "root": None,
                     "heldout": None,
                     "train_images": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rankrl.data.augmentation import Augmentation
@@ -22,6 +23,7 @@ def inputs(
     resize: int | None = None,
     scale: float = 1.0,
     order: str = "rgb",
+    batch_axes: Mapping[str, int | None] | None = None,
 ) -> SourceFiles:
     """Refuse to read labelled images.
 
@@ -33,11 +35,13 @@ def inputs(
         resize: Length of the shorter side before the central crop; what the crop needs when omitted.
         scale: What normalised pixels are multiplied by: 255 for a network that takes them from 0 to 255.
         order: Order of the channels: rgb or bgr.
+        batch_axes: The axis that counts the inputs of a batch, for inputs of the network by name; null for an
+            input that goes with every batch as it is, such as a rate. What is left out is found by trying.
 
     Raises:
         ConfigError: Always.
     """
-    del root, size, resize, scale, order
+    del root, size, resize, scale, order, batch_axes
     raise ConfigError(
         f"dataset=inputs ({path}) holds no labels and goes with model=onnx model.path=net.onnx alone; for a "
         "network in PyTorch take dataset=npz or another one"

@@ -91,13 +91,16 @@ def _alike(
     each: GraphInput, shape: Shape | None, begin: GraphInput, axis: int, count: int | None
 ) -> int | None:
     """Return the axis of an input that counts what an axis of another one does."""
+    if not each.shape:
+        return None
     free, declared, name = _free(each), begin.shape[axis], begin.names[axis]
     for same in free:
         if name and each.names[same] == name:
             return same
     fits = range(len(each.shape)) if shape is None else [k for k, size in enumerate(shape) if size == count]
-    if 0 in free and declared is None and (0 in fits or not (name and each.names[0])):
-        return 0  # where only the names say that these are others, sizes decide
+    other = len(each.shape) == 1 if declared is not None else bool(name and each.names[0])
+    if 0 in free and (0 in fits or not other):
+        return 0  # of another length only where the file suggests that it counts something else
     if shape is not None and any(k in free for k in fits):
         return next(k for k in fits if k in free)
     if shape is not None and count is not None:  # a file of one batch size, given arrays of many inputs

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from command_line import read_json
 from onnx import helper
-from small_graphs import convolutions, images, model_of, save_photos
+from small_graphs import convolutions, images, model_of, recorded_states, save_photos, with_state
 
 from decomposition import CompressionPlan
 
@@ -62,6 +62,22 @@ def test_a_file_becomes_a_smaller_one(
     assert "for an agreement of" in " ".join(shown.split())
     assert "fewer" in shown
     assert "held-out images" not in Path("run/report.html").read_text()
+
+
+def test_the_axes_that_count_inputs_are_stated(
+    rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx.save(with_state((0, 1, 2), [2, "n", 16]), "net.onnx")
+    np.savez("inputs.npz", **recorded_states(60))
+    axes = "dataset.batch_axes={x: 0, state: 1, rate: null}"
+    rankrl(*FILES, *LITTLE, "budget.params=0.7", axes, "decomposition=tucker")
+    assert read_json(Path("run/metrics.json"))["heldout_inputs"] == 12
+    for task in (("budget.params=0.7",), ("task=apply", "plan=run/plan.json"), ("task=inspect",)):
+        message = refused(rankrl, capsys, *task, *FILES, "dataset.batch_axes={state: 0}")
+        assert "the axes that count them: 'x' 60 (axis 0), 'state' 2 (axis 0)" in message
+    assert "batch_axes must be a mapping" in refused(
+        rankrl, capsys, *FILES, "budget.params=0.7", "dataset.batch_axes=1"
+    )
 
 
 def test_a_ruined_network_is_warned_of(rankrl: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from small_graphs import generator, model_of, network_of, of_low_rank
+from small_graphs import drawn, model_of, network_of, of_low_rank, recorded_states, with_state
 
 import rankrl
 from rankrl.onnx_graph import OnnxGraphError, split_inputs
@@ -20,10 +20,6 @@ from rankrl.onnx_graph.network import Array
 
 node = helper.make_node
 QUICK: dict[str, Any] = {"params": 0.6, "candidates": 4, "decomposition": "tucker"}
-
-
-def drawn(*shape: int) -> Array:
-    return generator().standard_normal(shape).astype(np.float32)
 
 
 def scaled(scale: Sequence[Any], *, batch: Any = "n") -> onnx.ModelProto:
@@ -37,49 +33,6 @@ def scaled(scale: Sequence[Any], *, batch: Any = "n") -> onnx.ModelProto:
     ]
     constants = {"first": of_low_rank(24, 24, 5), "second": of_low_rank(24, 24, 4)}
     return model_of(nodes, constants, {"scale": scale, "x": [batch, 24]}, {"y": [batch, 24]})
-
-
-def with_state(order: Sequence[int], state: Sequence[Any], *, batch: Any = "n") -> onnx.ModelProto:
-    """A step of a recurrent network: a state of two layers, its axes in some order, and a rate."""
-    back = [int(axis) for axis in np.argsort(order)]
-    nodes = [
-        node("Transpose", ["state"], ["layers"], "turn", perm=back),
-        node("Gather", ["layers", "zero"], ["below"], "below", axis=0),
-        node("Gather", ["layers", "one"], ["above"], "above", axis=0),
-        node("MatMul", ["x", "first"], ["a"], "first"),
-        node("Add", ["a", "below"], ["b"], "sum"),
-        node("Tanh", ["b"], ["lower"], "lower"),
-        node("MatMul", ["lower", "second"], ["c"], "second"),
-        node("Add", ["c", "above"], ["d"], "sum2"),
-        node("Tanh", ["d"], ["upper"], "upper"),
-        node("Cast", ["rate"], ["number"], "cast", to=TensorProto.FLOAT),
-        node("Mul", ["upper", "number"], ["e"], "times"),
-        node("MatMul", ["e", "last"], ["y"], "last"),
-        node("Unsqueeze", ["lower", "zeros"], ["l"], "l"),
-        node("Unsqueeze", ["upper", "zeros"], ["u"], "u"),
-        node("Concat", ["l", "u"], ["both"], "both", axis=0),
-        node("Transpose", ["both"], ["next"], "back", perm=list(order)),
-    ]
-    constants = {
-        "first": of_low_rank(16, 16, 4),
-        "second": of_low_rank(16, 16, 3),
-        "last": of_low_rank(16, 8, 3),
-        "zero": np.array(0, np.int64),
-        "one": np.array(1, np.int64),
-        "zeros": np.array([0], np.int64),
-    }
-    return model_of(
-        nodes,
-        constants,
-        {"x": [batch, 16], "state": state, "rate": []},
-        {"y": [batch, 8], "next": state},
-        types={"rate": TensorProto.INT64},
-    )
-
-
-def recorded(count: int, *, axis: int = 1) -> dict[str, Array]:
-    state = np.moveaxis(drawn(2, count, 16), 1, axis)
-    return {"x": drawn(count, 16), "state": state, "rate": np.array(2, np.int64)}
 
 
 def weights(path: Path) -> list[Array]:
@@ -119,7 +72,7 @@ def test_a_state_counts_inputs_on_another_axis(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.onnx"
         onnx.save(with_state(order, state), path)
         results.append(
-            rankrl.compress_onnx(path, recorded(64, axis=axis), tmp_path / f"{name}s.onnx", **QUICK)
+            rankrl.compress_onnx(path, recorded_states(64, axis=axis), tmp_path / f"{name}s.onnx", **QUICK)
         )
     ours, oracle = results
     assert [layer.operations for layer in ours.plan] == [layer.operations for layer in oracle.plan]
@@ -258,7 +211,7 @@ def test_sizes_below_one_are_free(size: int, tmp_path: Path) -> None:
 
 def test_a_file_of_one_input_at_a_time_takes_arrays_of_many(tmp_path: Path) -> None:
     network = network_of(with_state((0, 1, 2), [2, 1, 16], batch=1), tmp_path)
-    split = split_inputs(recorded(30), network)
+    split = split_inputs(recorded_states(30), network)
     assert (split.axes.inputs, split.axes.fixed) == ({"x": 0, "state": 1, "rate": None}, 1)
     assert {feed["state"].shape for feed in split.calibration} == {(2, 1, 16)}
     assert len(split.calibration) == 24
@@ -288,7 +241,7 @@ def test_constants_that_differ_keep_batches_apart(tmp_path: Path) -> None:
 
 def test_the_steps_of_a_sequence_stay_together_and_in_order(tmp_path: Path) -> None:
     network = network_of(with_state((0, 1, 2), [2, "n", 16]), tmp_path)
-    steps = recorded(1)
+    steps = recorded_states(1)
     sequences = [
         [{**steps, "x": np.full((1, 16), 100 * number + step, np.float32)} for step in range(2 + number % 3)]
         for number in range(12)
