@@ -23,6 +23,7 @@ from rankrl.export.operators import dequantises, is_standard
 from rankrl.files import write_json
 from rankrl.onnx_graph.file import write_graph
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
+from rankrl.onnx_graph.quantised import packed, parameters_of
 from rankrl.onnx_graph.refit import structured_graph
 from rankrl.onnx_graph.site import Site
 from rankrl.plan_search.problem import SearchProblem
@@ -30,6 +31,15 @@ from rankrl.progress import progress_bar
 from rankrl.workflow.latency import LatencyBudget, LatencyOptions
 
 _Value = TypeVar("_Value")
+_BITS = {
+    onnx.TensorProto.INT4: 4,
+    onnx.TensorProto.UINT4: 4,
+    onnx.TensorProto.INT16: 16,
+    onnx.TensorProto.UINT16: 16,
+    onnx.TensorProto.INT32: 32,
+    onnx.TensorProto.INT64: 64,
+}
+"""Bits of an integer, where they are not 8."""
 
 
 def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
@@ -58,8 +68,8 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
             params += count
             size += FLOAT_BYTES * count
         elif name in weights:
-            params += count
-            size += count
+            params += count * weights[name]
+            size += -(-count * _BITS.get(tensor.data_type, 8) // 8)
     return {"params": params, "macs": sum(site.spec.macs for site in sites), "bytes": size}
 
 
@@ -77,10 +87,17 @@ def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: Compressi
     return found
 
 
-def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> set[str]:
-    """Return the names of constants in integers that nodes multiply with, or that are turned to floats."""
-    found = {node.input[0] for node in graph.node if dequantises(node)}
-    return found | {each for node in graph.node if node.name in names for each in node.input}
+def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> dict[str, int]:
+    """Return the constants that nodes of some names compute with, or that are turned to floats.
+
+    Returns:
+        How many parameters lie in one of their elements where they are integers, by their names.
+    """
+    found = {node.input[0]: 1 for node in graph.node if dequantises(node)}
+    for node in graph.node:
+        if node.name in names:
+            found |= dict.fromkeys(parameters_of(node), packed(node))
+    return found
 
 
 class OnnxLatencyBudget(LatencyBudget):

@@ -16,8 +16,8 @@ from onnx_ir.passes import common as passes
 
 from rankrl.export.operators import is_standard
 from rankrl.onnx_graph.network import Array, GraphSession, OnnxNetwork, part_of
+from rankrl.onnx_graph.quantised import constant
 from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
-from rankrl.onnx_graph.sites import constant
 
 # fmt: off
 _ELEMENTWISE = {

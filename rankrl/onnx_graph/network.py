@@ -237,6 +237,12 @@ def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence
     return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
 
 
+def free_ends(model: ir.Model) -> None:
+    """Let the ends of a graph take and give float32 of any size."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
+
+
 def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
     """Return the values of a graph that depend on some of its values, and those."""
     found = {each for each in values if not each.is_initializer()}

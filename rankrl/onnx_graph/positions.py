@@ -27,7 +27,7 @@ from rankrl.export.latency import is_unchanged, time_in_turns
 from rankrl.export.rank_step import STEPS, fast_multiple
 from rankrl.export.runtimes import DEFAULT_RUNTIME
 from rankrl.onnx_graph.budget import kept_measurement, time_beside
-from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, part_of
+from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, free_ends, part_of
 from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx_graph.site import Site
 from rankrl.progress import progress_bar
@@ -286,7 +286,7 @@ def _fastest(
     generator, model = np.random.default_rng(0), network.graph_model()
     for node in site.nodes:
         part = part_of(model, [node.input_name], [node.output_name])
-        _free_batch(part)
+        free_ends(part)
         alone, node_alone = OnnxNetwork(ir.to_proto(part), network.source), replace(node, twins=())
         graphs = [alone, *(with_several_positions(alone, [node_alone], {node.name: way}) for way in ways)]
         pieces, spatial = node.spec.input_sizes[0], len(node.spec.kernel_size)
@@ -316,9 +316,3 @@ def _fastest(
         times[0],
     )
     return ways[best - 1]
-
-
-def _free_batch(model: ir.Model) -> None:
-    """Let the ends of a graph take and give float32 of any size."""
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None

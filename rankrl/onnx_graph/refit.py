@@ -45,6 +45,7 @@ class CompressedGraph:
         reduced: Whether some of them have 7 bits, so that all are to have.
         stored: Bits of weights that are to be stored in integers, by name.
         errors: Relative output error of each node, those before it included, by name.
+        replaced: The nodes in whose place something else stands.
     """
 
     model: ir.Model
@@ -53,12 +54,14 @@ class CompressedGraph:
     reduced: bool = False
     stored: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
+    replaced: list[Site] = field(default_factory=list)
 
     def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
         """Put a layer in the place of a node and note what becomes of its weights."""
         layer = without_rounding(layer)
         layers = [layer, *(_of_twin(layer, twin, plan) for twin in site.twins)]
         weights = replace_node(self.model, site, layers, shift)
+        self.replaced += site.nodes
         for operation in plan:
             if isinstance(operation, Quantise):
                 if operation.integer:

@@ -18,8 +18,8 @@ from decomposition.formats.chain import ChainFormat
 from decomposition.layers import is_decomposable_module
 from rankrl.errors import ConfigError
 from rankrl.onnx_graph.network import Array
+from rankrl.onnx_graph.quantised import constant
 from rankrl.onnx_graph.site import Site
-from rankrl.onnx_graph.sites import constant
 
 MARKED = 1
 """The padding of modules that are handed to fits: where a stage has it, the node's own goes."""

@@ -6,23 +6,28 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx.reference import ReferenceEvaluator
 
 from decomposition.layers import Kind, LayerSpec
-from rankrl.export.operators import MICROSOFT, STANDARD, dequantises, is_standard
+from rankrl.export.operators import is_standard
 from rankrl.onnx_graph.foreign import foreign_reason, foreign_weight
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, until
+from rankrl.onnx_graph.quantised import (
+    MOVING,
+    computes_integers,
+    constant,
+    integer_weight,
+    is_rounded,
+    rounded_constant,
+)
 from rankrl.onnx_graph.site import Absorber, Site
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_INTEGER_PRODUCTS = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QGemm", "MatMulNBits")
-_MOVING = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
 _QUANTISED = "it computes in integers already"
+_STORED = "its weight is in integers already; compress the file in floating point that it was made from"
 _CONTRACTED = "its weight is contracted from constants while the file runs; compress the network it came from"
 _CONVOLUTIONS: dict[int, Kind] = {1: "conv1d", 2: "conv2d", 3: "conv3d"}
 _TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3: "conv_transpose3d"}
@@ -69,18 +74,14 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
 
 def _multiplies(node: ir.Node) -> bool:
     """Tell whether a node is a convolution or product, or holds a weight without saying what it does."""
-    return is_standard(node, *_PRODUCTS) or _in_integers(node) or foreign_weight(node) is not None
-
-
-def _in_integers(node: ir.Node) -> bool:
-    return node.op_type in _INTEGER_PRODUCTS and node.domain in (*STANDARD, MICROSOFT)
+    return is_standard(node, *_PRODUCTS) or computes_integers(node) or foreign_weight(node) is not None
 
 
 def _owners(graph: ir.Graph) -> dict[str, int]:
     """Count how often every value is used, a constant that is only turned on its way in its own name."""
     owners: Counter[str] = Counter()
     for node in ir.traversal.RecursiveGraphIterator(graph):
-        if is_standard(node, *_MOVING) and _constant_root(node.inputs[0]) is not None:
+        if is_standard(node, *MOVING) and _constant_root(node.inputs[0]) is not None:
             continue
         owners.update(_origin(value) for value in node.inputs if value is not None)
     owners.update(_origin(value) for value in graph.outputs)
@@ -91,7 +92,7 @@ def _constant_root(value: ir.Value | None) -> ir.Value | None:
     """Return the constant that a value is, turned or reshaped perhaps; None where it is none."""
     while value is not None and ir.convenience.get_const_tensor(value) is None:
         producer = value.producer()
-        value = producer.inputs[0] if producer is not None and is_standard(producer, *_MOVING) else None
+        value = producer.inputs[0] if producer is not None and is_standard(producer, *MOVING) else None
     return value
 
 
@@ -153,27 +154,6 @@ def _counted(site: Site, shapes: Mapping[str, tuple[int, ...]], batch: int) -> S
     )
 
 
-def constant(value: ir.Value | None) -> Array | None:
-    """Return what a value always is, or None where it depends on the inputs.
-
-    Constants that are only turned or reshaped on their way are followed.
-    """
-    if value is None:
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
-    if tensor is not None:
-        return tensor.numpy()
-    producer = value.producer()
-    if producer is None or not is_standard(producer, *_MOVING) or producer.graph is None:
-        return None
-    if any(constant(each) is None for each in producer.inputs):
-        return None
-    graph = ir.convenience.extract(producer.graph, [], [value])
-    part = ir.Model(graph, ir_version=10)
-    outputs: Any = ReferenceEvaluator(ir.to_proto(part)).run(None, {})
-    return np.asarray(outputs[0])
-
-
 def _site(
     node: ir.Node,
     model: ir.Model,
@@ -187,17 +167,19 @@ def _site(
     `variable` are the values of the main graph that depend on the inputs.
     """
     name = node.name or f"{node.op_type}_{index}"
-    held = None if _in_integers(node) else foreign_weight(node)
+    if computes_integers(node):
+        held = integer_weight(node)
+        return None if held is None else _refused(node, name, index, held, _QUANTISED)
+    held = foreign_weight(node)
     if held is not None:
         return _refused(node, name, index, held, foreign_reason(node))
     x, y = node.inputs[0], node.outputs[0]
     given = node.inputs[1] if len(node.inputs) > 1 else None
     weight = constant(given)
-    if _in_integers(node):
-        return _refused(node, name, index, weight, _QUANTISED)
     if weight is None:
-        if _dequantised(given):
-            return _refused(node, name, index, _stored(given), _QUANTISED)
+        rounded = rounded_constant(given)
+        if rounded is not None:
+            return _refused(node, name, index, rounded, _QUANTISED if is_rounded(x) else _STORED)
         if node.op_type in ("MatMul", "Gemm") and (left := constant(x)) is not None:
             return _refused(
                 node, name, index, left, "its weight is the left factor; only a right one is taken"
@@ -222,11 +204,11 @@ def _site(
     if x.name not in shapes or y.name not in shapes:
         return _refused(node, name, index, weight, "its input is not known")
     spec = _spec(node, name, index, weight)
-    bias = constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    bias = rounded_constant(node.inputs[2]) if len(node.inputs) > 2 else None
     own = None if bias is None else torch.from_numpy(np.array(bias, dtype=np.float32).reshape(-1))
     if own is not None:
         own = own.expand(spec.out_channels).clone()
-    if _dequantised(x) or not _is_float(x, y):
+    if not _is_float(x, y):
         return _refused(node, name, index, weight, _QUANTISED)
     if node.op_type == "ConvTranspose":
         return _transposed(node, spec, weight, _for_one(shapes[x.name], slice(2, None), batch))
@@ -308,7 +290,7 @@ def _refusal(node: ir.Node, weight: Array) -> str | None:
     ):
         return "a Gemm with transA, alpha or beta; only the plain one is taken"
     if len(node.inputs) > 2 and node.inputs[2] is not None:
-        bias = constant(node.inputs[2])
+        bias = rounded_constant(node.inputs[2])
         first = 0 if node.op_type == "Conv" or _int(node, "transB", 0) else 1
         rows = weight.shape[first]
         if bias is None:
@@ -338,7 +320,7 @@ def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSp
         outputs, inputs = shape[0], shape[1] * groups
         if node.op_type == "ConvTranspose":
             outputs, inputs = shape[1] * groups, shape[0]
-    elif node.op_type == "Gemm" and _int(node, "transB", 0):
+    elif node.op_type in ("Gemm", "QGemm") and _int(node, "transB", 0):
         outputs, inputs = shape[0], shape[-1]
     else:
         outputs, inputs = shape[-1], shape[-2] if len(shape) > 1 else 1
@@ -395,19 +377,6 @@ def _padding(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | No
         return None, auto_pad
     pads = [0] * (2 * axes) if auto_pad == "VALID" else _ints(node, "pads", (0,) * (2 * axes))
     return tuple((int(pads[axis]), int(pads[axes + axis])) for axis in range(axes)), "NOTSET"
-
-
-def _dequantised(value: ir.Value | None) -> bool:
-    producer = None if value is None else value.producer()
-    while producer is not None and is_standard(producer, *_MOVING) and producer.inputs[0] is not None:
-        producer = producer.inputs[0].producer()
-    return producer is not None and dequantises(producer)
-
-
-def _stored(value: ir.Value | None) -> Array | None:
-    """Return the integers behind a DequantizeLinear."""
-    producer = None if value is None else value.producer()
-    return constant(producer.inputs[0]) if producer is not None and dequantises(producer) else None
 
 
 def _is_float(*values: ir.Value) -> bool:

@@ -138,7 +138,7 @@ def test_nodes_in_integers_stay(tmp_path: Path) -> None:
     model = model_of(nodes, constants, {"x": ["n", 4]}, {"y": ["n", 2]})
     network = network_of(model, tmp_path)
     integers, floats = find_sites(network, {"x": np.ones((2, 4), np.float32)})
-    assert integers.spec.refusal == "it computes in integers already"
+    assert "its weight is in integers already" in (integers.spec.refusal or "")
     assert floats.spec.refusal is None
     costs = network_costs(network, [integers, floats])
     assert costs == {"params": 16 + 1 + 8, "macs": 16 + 8, "bytes": 16 + 4 + 32}
