@@ -18,7 +18,8 @@ from decomposition.errors import DecompositionError
 from rankrl.config.choices import check_catalogue, store_groups
 from rankrl.config.folder import config_folder
 from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
-from rankrl.config.overrides import check_overrides, composed, overrides_first
+from rankrl.config.overrides import check_overrides, composed
+from rankrl.config.quoting import readable_arguments
 from rankrl.config.resuming import check_resumed, finished_run, resumed_arguments
 from rankrl.config.run_folders import check_folders, refuse_used_folder, write_record
 from rankrl.config.schema import AppConfig
@@ -167,7 +168,7 @@ def main() -> None:
         return
     try:
         if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
-            sys.argv[1:] = overrides_first(sys.argv[1:])
+            sys.argv[1:] = readable_arguments(sys.argv[1:])
             finished = finished_run(sys.argv[1:])
             if finished is not None:
                 _show_finished(finished)
@@ -175,7 +176,7 @@ def main() -> None:
             sys.argv[1:] = resumed_arguments(sys.argv[1:])
             check_overrides(sys.argv[1:])
             if given & HELP_FLAGS:
-                _show(help_page([each for each in sys.argv[1:] if not each.startswith("-")]))
+                _show(help_page(sys.argv[1:]))
                 return
             sys.argv[1:] = sweep_arguments(sys.argv[1:])
             finished = check_resumed(sys.argv[1:])

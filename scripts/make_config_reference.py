@@ -41,8 +41,10 @@ HEAD = """# All options
 Written by `scripts/make_config_reference.py` from the code; a test checks that it is current.
 
 An option is given as `NAME=VALUE`, a group as `GROUP=CHOICE`; `null` means none, `???` that the option must
-be given. Entries are added to a mapping with a plus in front: `'+pruner.strengths={conv1: 2.0}'`. `rankrl
---cfg job` prints the whole configuration of a command without running it.
+be given. Entries are added to a mapping with a plus in front: `'+pruner.strengths={conv1: 2.0}'`. A comma
+parts the values of a sweep; text with brackets, quotes or commas in it is quoted twice:
+`"model.checkpoint='a[1].pt'"`. `--config-dir FOLDER` adds choices of your own, `FOLDER/GROUP/NAME.yaml`.
+`rankrl --cfg job` prints the whole configuration of a command without running it.
 """
 _IN_YAML = {"None": "null", "True": "true", "False": "false"}
 

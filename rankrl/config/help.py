@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from rankrl.config.choices import group_choices, group_names, tasks
-from rankrl.config.folder import config_folder
+from rankrl.config.choices import group_names, tasks
+from rankrl.config.composition import composed_config, composing, offered_choices, parsed_flags
 from rankrl.config.overrides import first_values
 
 HELP_FLAGS = frozenset({"-h", "--help"})
@@ -19,19 +18,20 @@ VERSION_FLAGS = frozenset({"--version"})
 _INDENT = "  "
 
 
-def help_page(overrides: Sequence[str]) -> str:
+def help_page(arguments: Sequence[str]) -> str:
     """Return the page: tasks, launchers, groups with their choices, and all options with their values.
 
     Args:
-        overrides: The command line's, which have been checked; the values are those with them, and with the
-            first one of each sweep.
+        arguments: The command line, which has been checked; the values are those with its overrides, and with
+            the first one of each sweep.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-        config = compose("config", overrides=first_values(overrides), return_hydra_config=True)
+    flags = parsed_flags(arguments)
+    with composing(flags):
+        config = composed_config(first_values(flags.overrides), with_hydra=True)
         about = config.hydra.help
         launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
+        groups = {name: ", ".join(offered_choices(name)) for name in group_names()}
         values: Any = {key: config._get_node(key) for key in config if key != "hydra"}
-    groups = {name: ", ".join(group_choices(name)) for name in group_names()}
     parts = [
         about.header,
         "Tasks (task=NAME)",

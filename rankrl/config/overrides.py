@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
@@ -20,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rankrl.config.applicable import check_applicable
-from rankrl.config.choices import group_choices, group_names, groups
-from rankrl.config.folder import config_folder
+from rankrl.config.choices import group_names, groups
+from rankrl.config.composition import composed_config, composing, offered_choices, parsed_flags
+from rankrl.config.quoting import is_readable, quoting_advice
 from rankrl.config.values import check_value, check_values
 from rankrl.errors import ConfigError, did_you_mean
 
@@ -29,18 +28,6 @@ from rankrl.errors import ConfigError, did_you_mean
 _MOST_TRIED = 30
 _MOST_SWEPT = 10_000
 _TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
-
-
-def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with overrides before flags: Hydra refuses `rankrl seed=1 -m decomposition=cp`."""
-    overrides = [each for each in arguments if not each.startswith("-") and ("=" in each or each[:1] == "~")]
-    return [*overrides, *(each for each in arguments if each not in overrides)]
-
-
-def quoted(key: str, value: str) -> str:
-    """Return an override whose value Hydra takes as it is, whatever characters it has."""
-    text = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{text}'"
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
@@ -53,16 +40,16 @@ def check_overrides(arguments: Sequence[str]) -> None:
         ConfigError: An option or value is unknown, of the wrong type, cannot be parsed, or has no effect; the
             message gives the nearest known one, or what to do.
     """
-    flags = get_args_parser().parse_known_args(list(arguments))[0]
+    flags = parsed_flags(arguments)
     parsed = parsed_overrides(flags.overrides)
-    for override in parsed:
-        for value in _values(override):
-            _check_override(*parsed_overrides([value]))
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+    with composing(flags):
+        for override in parsed:
+            for value in _values(override):
+                _check_override(*parsed_overrides([value]))
         try:
             parsed = [*_swept_by_configuration(parsed, multirun=flags.multirun), *parsed]
             for overrides in _tried(parsed):
-                config = compose("config", overrides=overrides)
+                config = composed_config(overrides)
                 plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
                 check_values(plain)
                 OmegaConf.to_object(config)
@@ -77,10 +64,10 @@ def check_overrides(arguments: Sequence[str]) -> None:
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the configuration that overrides stand for, plain values; empty where one is unknown."""
     if not GlobalHydra.instance().is_initialized():  # as it is within a run
-        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+        with composing():
             return composed(overrides)
     try:
-        plain: Any = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+        plain: Any = OmegaConf.to_container(composed_config(overrides), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError):
         return {}
     return typing.cast(dict[str, Any], plain)
@@ -117,9 +104,15 @@ def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
+        broken = next((each for each in overrides if not is_readable(each)), "")
+        advice = "Options are written NAME=VALUE, without dashes"
+        if "=" in broken:
+            advice = (
+                f"Text with brackets, quotes or commas in it is quoted: {quoting_advice(broken)}, "
+                f"within a list or a mapping each text by itself. {advice}"
+            )
         raise ConfigError(
-            f"the command line cannot be parsed: {_first_line(error)}. Options are written NAME=VALUE, "
-            "without dashes"
+            f"the command line cannot be parsed at {broken!r}: {_first_line(error)}. {advice}"
         ) from error
     except RecursionError as error:
         raise ConfigError(_TOO_DEEP) from error
@@ -138,7 +131,7 @@ def _check_override(override: Override) -> None:
     if name in group_names() and not isinstance(value, str) and (name, value) != ("experiment", None):
         raise ConfigError(
             f"{override.input_line}: a group is chosen by name, one of "
-            f"{', '.join(group_choices(name))}; its options are set one by one, as {name}.OPTION=VALUE"
+            f"{', '.join(offered_choices(name))}; its options are set one by one, as {name}.OPTION=VALUE"
         )
     if name not in group_names():
         check_value(name, value)
@@ -152,7 +145,7 @@ def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) ->
     """
     hydra = None
     if multirun or {"experiment", "hydra.mode"} & {each.key_or_group for each in overrides}:
-        hydra = compose("config", overrides=next(_tried(overrides)), return_hydra_config=True).hydra
+        hydra = composed_config(next(_tried(overrides)), with_hydra=True).hydra
     if hydra is None or not (multirun or hydra.mode == RunMode.MULTIRUN):
         for override in overrides:
             if override.is_sweep_override():
@@ -187,7 +180,7 @@ def _values(override: Override) -> list[str]:
     key = line.partition("=")[0]
     found: Any = override.value()
     if isinstance(found, Glob):
-        return [f"{key}={name}" for name in found.filter(group_choices(override.key_or_group))] or [line]
+        return [f"{key}={name}" for name in found.filter(offered_choices(override.key_or_group))] or [line]
     if not override.is_discrete_sweep():  # an interval, which some sweepers understand
         return [f"{key}={found.start}"] if isinstance(found, IntervalSweep) else [line]
     try:
@@ -206,6 +199,8 @@ def _first_line(error: BaseException) -> str:
 def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     """Turn Hydra's or OmegaConf's message into one that names the nearest option."""
     text = str(error)
+    if "primary config" in text:  # without it there are no options to be near to
+        return f"{_first_line(error)} --config-name=NAME is a file NAME.yaml with `defaults: [config, ...]`"
     missing = re.search(r"Missing mandatory value: .*?full_key: (\S+)", text, re.DOTALL)
     if missing is not None:
         option = missing.group(1)
@@ -215,9 +210,7 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:
         name, value = group.groups()
-        hydras = name.startswith("hydra/")  # plugins bring choices that have no file here
-        loader = GlobalHydra.instance().config_loader() if hydras else None
-        known = group_choices(name) if loader is None else loader.get_group_options(name)
+        known = offered_choices(name)
         return f"{name}={value} is unknown; choose from {', '.join(known)}.{did_you_mean(value, known)}"
     unknown = re.search(
         r"Could not override '([^']+)'|Could not find '([^']+)'|Key '([^']+)' is not in", text
@@ -236,7 +229,7 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
             f"the option {name!r} is unknown.{_nearest(name, known_options, _chosen(overrides))} "
             "`rankrl --help` lists all options."
         )
-    config: Any = OmegaConf.to_container(compose("config", overrides=_chosen(overrides)))
+    config: Any = OmegaConf.to_container(composed_config(_chosen(overrides)))
     for override in overrides:
         for value in _values(override):
             check_value(override.key_or_group, parsed_overrides([value])[0].value(), config)
@@ -285,7 +278,7 @@ def _chosen(overrides: Sequence[Override]) -> list[str]:
 def _options_of_choices(group: str) -> dict[str, str]:
     """Return all options that a group has with one choice or another, and the choice."""
     found: dict[str, str] = {}
-    for choice in group_choices(group):
+    for choice in offered_choices(group):
         for name in _dotted(_node(group, choice), f"{group}."):
             found.setdefault(name, f"{group}={choice}")
     return found
@@ -296,15 +289,15 @@ def _node(group: str, choice: str) -> DictConfig:
     registered = groups().get(group)
     if registered is not None and choice in registered.known():  # composing takes a tenth of a second
         return OmegaConf.create(registered.node(choice))
-    return typing.cast(DictConfig, compose("config", overrides=[f"{group}={choice}"])[group])
+    return typing.cast(DictConfig, composed_config([f"{group}={choice}"])[group])
 
 
 def _known_options(chosen: Sequence[str]) -> dict[str, None]:
     """Return all options with these choices of groups, dotted."""
     try:
-        return dict.fromkeys(_dotted(compose("config", overrides=list(chosen)), ""))
+        return dict.fromkeys(_dotted(composed_config(chosen), ""))
     except (HydraException, OmegaConfBaseException, ValueError):  # the choices are what is wrong
-        return dict.fromkeys(_dotted(compose("config"), ""))
+        return dict.fromkeys(_dotted(composed_config(), ""))
 
 
 def _dotted(config: DictConfig, prefix: str) -> Iterator[str]:

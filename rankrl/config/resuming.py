@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from omegaconf import OmegaConf
 
-from rankrl.config.overrides import composed, parsed_overrides, quoted
+from rankrl.config.composition import composing, parsed_flags
+from rankrl.config.overrides import composed, parsed_overrides
+from rankrl.config.quoting import quoted
 from rankrl.errors import ConfigError
 from rankrl.workflow.run_folder import RunFolder, changed_options, with_effect
 from rankrl.workflow.run_lock import check_free
@@ -101,15 +102,16 @@ def check_resumed(arguments: Sequence[str]) -> Path | None:
         ConfigError: The results would be others; the options that differ are named.
         FolderInUseError: The run goes on already.
     """
-    flags = get_args_parser().parse_known_args(list(arguments))[0]
+    flags = parsed_flags(arguments)
     folder = _resumed_folder(arguments)
     if folder is None or flags.help or flags.hydra_help or flags.cfg or flags.info:
         return None
     check_free(folder)
     finished = RunFolder(folder).finished
-    before = composed(_recorded_overrides(folder))
+    with composing(flags):
+        before, now = composed(_recorded_overrides(folder)), composed(flags.overrides)
     if before:  # else one of its options is unknown by now
-        changes = changed_options(with_effect(before), with_effect(composed(flags.overrides)))
+        changes = changed_options(with_effect(before), with_effect(now))
         if changes and finished:
             raise ConfigError(
                 f"resume={folder}: that run is finished, with other options ({changes}), and was left as it "

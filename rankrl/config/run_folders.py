@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from rankrl.config.folder import config_folder
+from rankrl.config.composition import composed_config, composing, parsed_flags
 from rankrl.config.overrides import longest_overrides
 from rankrl.errors import ConfigError
 from rankrl.files import write_atomically
@@ -32,14 +30,14 @@ def check_folders(arguments: Sequence[str]) -> None:
         FolderInUseError: A run goes on there.
         StorageError: The folder cannot be made or written.
     """
-    flags = get_args_parser().parse_known_args(list(arguments))[0]
+    flags = parsed_flags(arguments)
     if flags.help or flags.hydra_help or flags.cfg or flags.info:
         return
     before = HydraConfig.instance().cfg
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
+    with composing(flags):
         try:
             overrides = longest_overrides(flags.overrides, multirun=flags.multirun)
-            config = compose("config", overrides=overrides, return_hydra_config=True)
+            config = composed_config(overrides, with_hydra=True)
             with read_write(config.hydra), open_dict(config.hydra):
                 config.hydra.job.num, config.hydra.job.id = 0, "0"
             HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from rankrl.config.composition import parsed_flags
 
 _SUBDIRECTORY = "hydra.sweep.subdir"
 
@@ -16,7 +17,7 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     `rankrl -m dataset=mnist seed=0,1` gets the folders `seed-0` and `seed-1`: stable when values are added
     later, and without what all jobs share.
     """
-    parsed = get_args_parser().parse_known_args(list(arguments))[0]
+    parsed = parsed_flags(arguments)
     overrides = OverridesParser.create().parse_overrides(parsed.overrides)
     given = {override.key_or_group: override for override in overrides}
     if not (parsed.multirun or "experiment" in given):
