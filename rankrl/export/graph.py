@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from onnx import helper, numpy_helper
 
 from rankrl.data import Preprocessing
 from rankrl.export.operators import is_standard
-from rankrl.export.values import rename_values, uses, with_subgraphs
+from rankrl.export.values import names_in, new_name, rename_values, uses, with_subgraphs
 
 if TYPE_CHECKING:  # onnxscript brings SymPy along, which takes half a second
     from onnxscript import ir
@@ -147,21 +146,14 @@ def name_outputs(graph: onnx.GraphProto, names: Sequence[str]) -> None:
         names: Different names, one for each output.
     """
     fixed = {each.name for each in (*graph.input, *graph.initializer)}
-    new = dict(zip((output.name for output in graph.output), names, strict=True))
+    outputs = [output.name for output in graph.output]
     if fixed & set(names):
         return
-    inside = list(with_subgraphs(graph))
-    values = fixed | {name for each in inside for node in each.node for name in node.output}
-    values |= {value.name for each in inside[1:] for value in (*each.input, *each.initializer)}
-    for name in set(names) & values - set(new):
-        new[name] = next(n for j in itertools.count(1) if (n := f"{name}_{j}") not in {*values, *names})
-        values.add(new[name])
-    for each in inside:
-        for value in (*each.input, *each.initializer, *each.output, *each.value_info):
-            value.name = new.get(value.name, value.name)
-        for node in each.node:
-            node.input[:] = [new.get(name, name) for name in node.input]
-            node.output[:] = [new.get(name, name) for name in node.output]
+    taken = names_in(graph) | set(names)
+    others = {name: new_name(name, taken) for name in set(names) - set(outputs)}
+    for each in with_subgraphs(graph):
+        rename_values(each, others)
+    rename_values(graph, dict(zip(outputs, names, strict=True)))
 
 
 def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:

@@ -86,8 +86,8 @@ def export_onnx(
         path: The file to write.
         input_shape: Shape of one input without the batch, e.g. (3, 32, 32); or a batch of inputs to trace
             with: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by
-            name. The file's input is called `input`; several are called as the forward's parameters. Its
-            output is called `output`, several by the keys or fields that the forward returns them under.
+            name. The file's input is called `input`; several are called as the forward's parameters. The
+            outputs are called by the keys or fields that the forward returns them under, else `output`.
         sample: A batch of inputs to trace with where a shape is given and zeros will not do (a model that
             checks its input).
         opset: Version of the ONNX operator set, at least 18; None for the default of torch's exporter.
