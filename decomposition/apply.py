@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from decomposition.batch_norm import BatchNorm
+from decomposition.calibration_set import CalibrationInputs
 from decomposition.cost import count_parameters
 from decomposition.errors import DecompositionError
 from decomposition.factorised import ContractedLayer, FactorisedLayer
 from decomposition.fitting import FitOptions
-from decomposition.inputs import CalibrationInputs, Inputs, calibration_batches, joined, split
+from decomposition.input_check import checked_batches
+from decomposition.inputs import Inputs, joined, split
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
 from decomposition.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
-from decomposition.moments import PATCHES_PER_LAYER, InputMoments, check_images, collect_moments
+from decomposition.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
 from decomposition.operations import (
     ApplyOptions,
     BatchNormCorrection,
@@ -81,8 +83,9 @@ def apply_plan(
     """
     model = unwrapped(model)
     specs = plan.specs(model)
-    images = None if calibration is None else _as_batch(calibration, model)
-    inputs = images if images is None or statistics is None else _as_batch(statistics, model)
+    fitted = [layer.name for layer in plan if layer.layer_operations]
+    images = None if calibration is None else joined(checked_batches(calibration, model, fitted))
+    inputs = images if images is None or statistics is None else joined(checked_batches(statistics, model))
     chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
 
     def apply_group(
@@ -227,13 +230,6 @@ def _check_applied(model: nn.Module, compressed: nn.Module, entries: _Entries) -
 def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return what the names of modules inside these layers begin with: operations may wrap a layer."""
     return tuple(f"{name}." for name in names)
-
-
-def _as_batch(calibration: CalibrationInputs, model: nn.Module) -> Inputs:
-    batches = calibration_batches(calibration, model)
-    images = joined(batches) if batches else torch.empty(0)
-    check_images(images)
-    return images
 
 
 def _apply_to_layers(

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from decomposition.calibration_set import CalibrationInputs
 from decomposition.cost import evaluation_mode
-from decomposition.errors import DecompositionError
-from decomposition.inputs import CalibrationInputs, calibration_batches, count_inputs, run_model
+from decomposition.input_check import checked_batches
+from decomposition.inputs import run_model
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
 
@@ -26,11 +27,9 @@ def reestimate_batch_norm(model: nn.Module, calibration: CalibrationInputs) -> N
         calibration: Batches of model inputs, or one batch (`decomposition.inputs`); labels are left away.
 
     Raises:
-        DecompositionError: If there are no batches.
+        DecompositionError: If there are no inputs, or the model does not take them.
     """
-    batches = calibration_batches(calibration, model)
-    if not batches or count_inputs(batches[0]) == 0:
-        raise DecompositionError("batch norm cannot be re-estimated without calibration inputs; pass some")
+    batches = checked_batches(calibration, model)
     norms = tracked_batch_norms(model)
     momenta = [norm.momentum for norm in norms]
     with evaluation_mode(model):

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from decomposition.errors import DecompositionError
+from decomposition.input_check import checked_batches
 from decomposition.inputs import Inputs
 from decomposition.layers import inspect_layers, weight_of
 from decomposition.lockstep import absorbs_mean, refit_in_lockstep, solved
-from decomposition.moments import PATCHES_PER_LAYER, check_images
+from decomposition.moments import PATCHES_PER_LAYER
 from decomposition.surgery import copied
 from decomposition.wrappers import unwrapped
 
@@ -48,8 +49,8 @@ def compensate(
         DecompositionError: If a layer is unknown or no plain convolution or linear layer, a mask does not fit
             its inputs, the images are unusable, or the model cannot be refitted in one pass.
     """
-    check_images(images)
     model = unwrapped(model)
+    (images,) = checked_batches(images, model, present)
     network = copied(model)
     modules = dict(network.named_modules())
     gone = tuple(f"{name}." for name in removed)

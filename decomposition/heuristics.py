@@ -17,10 +17,11 @@ from torch import nn
 
 from decomposition.allocation import allocate
 from decomposition.budget import Budget
+from decomposition.calibration_set import CalibrationInputs
 from decomposition.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
 from decomposition.errors import DecompositionError
 from decomposition.fitting import CHOOSING, FitOptions
-from decomposition.inputs import CalibrationInputs, ExampleInputs
+from decomposition.inputs import ExampleInputs
 from decomposition.latency import LatencyTable
 from decomposition.layers import LayerSpec, inspect_layers
 from decomposition.library import FitLibrary

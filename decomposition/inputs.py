@@ -8,10 +8,9 @@ others it takes a batch of real inputs, of which it keeps an `InputSpec`.
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -114,9 +113,6 @@ InputShape = tuple[int, ...] | InputSpec
 
 ExampleInputs = Sequence[int] | InputSpec | torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """The shape of one input without the batch axis, or a batch of inputs: a tensor, a tuple or a dict."""
-
-CalibrationInputs = torch.Tensor | Mapping[str, torch.Tensor] | Iterable[Any]
-"""Model inputs: one batch (a tensor, a tuple or a dict of tensors), or batches, such as a data loader."""
 
 
 def input_shape_of(example: ExampleInputs) -> InputShape:
@@ -256,49 +252,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def calibration_batches(calibration: CalibrationInputs, model: nn.Module | None = None) -> list[Inputs]:
-    """Return a calibration set as a list of batches, labels left away.
-
-    Args:
-        calibration: One batch (a tensor, a tuple or a dict of tensors) or an iterable of batches. Batches may
-            be pairs of inputs and labels, as data loaders yield them.
-        model: What takes the inputs; its forward tells a pair of inputs from inputs with labels.
-
-    Raises:
-        DecompositionError: If it holds anything but tensors, cannot be told from labels, or holds inputs of
-            different shapes.
-    """
-    return [inputs for inputs, _ in labelled_batches(calibration, model)]
-
-
-def labelled_batches(
-    data: CalibrationInputs, model: nn.Module | None = None
-) -> list[tuple[Inputs, Any | None]]:
-    """Return a set of inputs as a list of batches, each with its labels, or `None` where it has none.
-
-    Args:
-        data: As for `calibration_batches`.
-        model: As for `calibration_batches`.
-
-    Raises:
-        DecompositionError: As `calibration_batches`.
-    """
-    least, most = _parameters(model)
-    several = isinstance(data, tuple) and least > 1 and _all_tensors(data)
-    if several or isinstance(data, torch.Tensor | Mapping | Positional):
-        batches = [(as_inputs(data), None)]
-    else:
-        batches = [_parted(batch, least, most) for batch in data]
-    for batch, _ in batches:
-        shapes, first = ([tuple(x.shape[1:]) for x in tensors_of(each)] for each in (batch, batches[0][0]))
-        if shapes != first or type(batch) is not type(batches[0][0]):
-            raise DecompositionError(
-                f"the calibration set holds inputs of the shapes {_listed(first)} and {_listed(shapes)}; "
-                "pass inputs of one shape, at which costs are counted too"
-            )
-    return batches
-
-
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
     """Return the model's output for a batch of inputs, which stay as they are.
 
@@ -368,42 +321,6 @@ def _assembled(tensors: Sequence[torch.Tensor], names: Sequence[str] | None) -> 
     return tensors[0] if len(tensors) == 1 else Positional(tensors)
 
 
-def _parted(batch: Any, least: int, most: float) -> tuple[Inputs, Any | None]:
-    """Return the inputs of a batch, and its labels if it has any; see `calibration_batches`."""
-    if isinstance(batch, torch.Tensor | Mapping | Positional):
-        return as_inputs(batch), None
-    if not isinstance(batch, list | tuple) or not batch:
-        raise DecompositionError(
-            f"the calibration set holds a {type(batch).__name__}; pass batches of model inputs: tensors, "
-            "tuples or dicts of tensors, or pairs of such and labels"
-        )
-    if len(batch) == 2 and not isinstance(batch[0], torch.Tensor):
-        return as_inputs(batch[0]), batch[1]
-    if len(batch) == most + 1 and _all_tensors(batch):
-        return as_inputs(batch[0] if most == 1 else batch[:-1]), batch[-1]
-    if least <= 1 and len(batch) == 2 and _all_tensors(batch):
-        if batch[1].ndim == 1 and not batch[1].is_floating_point():
-            return as_inputs(batch[0]), batch[1]
-        raise DecompositionError(
-            "the calibration set holds pairs of tensors, which may be two inputs of the model or inputs and "
-            "labels; pass inputs alone, dicts of inputs by name, or pairs of a tuple of inputs and labels"
-        )
-    return as_inputs(batch), None
-
-
-def _parameters(model: nn.Module | None) -> tuple[int, float]:
-    """Return how many positional arguments a model's forward needs, and how many it takes."""
-    if model is None:
-        return 1, 1
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return 1, 1
-    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    least = sum(p.default is p.empty for p in ordered)
-    return least, math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(ordered)
-
-
 def _tensor_spec(entry: Any) -> TensorSpec:
     shape = entry.get("shape") if isinstance(entry, dict) else None
     dtype, value = (entry.get("dtype"), entry.get("value", 0)) if isinstance(entry, dict) else (None, None)
@@ -427,14 +344,6 @@ def _batched(tensor: torch.Tensor, what: str) -> torch.Tensor:
             f"{what} is a single number; give a batch, its first axis counting the inputs"
         )
     return tensor
-
-
-def _all_tensors(given: Sequence[Any]) -> bool:
-    return bool(given) and all(isinstance(each, torch.Tensor) for each in given)
-
-
-def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
-    return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
 
 
 def _name(dtype: torch.dtype) -> str:

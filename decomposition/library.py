@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from decomposition.block_removal import Removal
+from decomposition.calibration_set import CalibrationInputs
 from decomposition.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.factorised import FactorisedLayer
@@ -21,8 +22,9 @@ from decomposition.fit_cache import FitCache, FitFolder
 from decomposition.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.formats import TensorFormat
 from decomposition.geometry import Geometry
+from decomposition.input_check import checked_batches
 from decomposition.input_selection import Narrowing, Selection, select_inputs
-from decomposition.inputs import CalibrationInputs, ExampleInputs, calibration_batches
+from decomposition.inputs import ExampleInputs
 from decomposition.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.listing import CandidateLister, changing_layers, norm_parameters, within
 from decomposition.lockstep import RefitProblem
@@ -168,7 +170,7 @@ class FitLibrary:
         specs = changing_layers(model, input_shape, skip, only)
         options = within(specs, options)
         if calibration is not None:
-            batches = calibration_batches(calibration, model)
+            batches = checked_batches(calibration, model, [spec.name for spec in specs])
             options["moments"] = collect_moments(model, specs, batches, seed=seed)
             if weigh_outputs:
                 options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)

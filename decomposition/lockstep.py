@@ -300,6 +300,9 @@ class _LayerPair(_StandIn[DecomposableModule]):
             )
             inputs = self.batch // 2
             labels = labels_or_single(labels_of_batch(labels, len(arriving), inputs), inputs)
+            # The network masks what is not finite (`decomposition.input_check`).
+            finite = (dense_patches.isfinite() & patches.isfinite()).all(1)
+            dense_patches, patches, labels = dense_patches[finite], patches[finite], labels[finite]
             self.fitted = self._fit(dense_patches, patches, labels)
             calibrate_ranges(self.fitted, [arriving], inside=self.name)
         fitted: nn.Module = self.fitted

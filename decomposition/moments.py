@@ -8,19 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from decomposition.calibration_set import CalibrationInputs
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
-from decomposition.inputs import (
-    CalibrationInputs,
-    Inputs,
-    calibration_batches,
-    count_inputs,
-    described,
-    joined,
-    rows,
-    run_model,
-    tensors_of,
-)
+from decomposition.input_check import checked_batches, refusal
+from decomposition.inputs import count_inputs, run_model
 from decomposition.layers import DecomposableModule, LayerSpec
 from decomposition.metric import Metric, RowFactor, gram, is_finite, shrunk, with_mean, worth_factoring
 from decomposition.patches import labels_of_batch, sample_labelled_patches
@@ -109,24 +101,6 @@ class MomentAccumulator:
         return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
 
 
-def check_images(images: Inputs) -> None:
-    """Refuse calibration inputs that cannot calibrate.
-
-    Raises:
-        DecompositionError: If there are none or one holds NaN or an infinite value.
-    """
-    tensors = tensors_of(images)
-    if any(each.ndim == 0 for each in tensors) or count_inputs(images) == 0:
-        shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
-        raise DecompositionError(
-            f"the calibration set is empty (shape {shapes}); pass a few hundred model inputs"
-        )
-    if not all(bool(torch.isfinite(each).all()) for each in tensors):
-        raise DecompositionError(
-            "the calibration set holds NaN or infinite values; check how it is normalised"
-        )
-
-
 def collect_moments(
     model: nn.Module,
     specs: Sequence[LayerSpec],
@@ -156,8 +130,7 @@ def collect_moments(
             layer's input is not finite or never arrives.
     """
     model = unwrapped(model)
-    batches = calibration_batches(calibration, model)
-    check_images(joined([rows(batch, slice(1)) for batch in batches]) if batches else torch.empty(0))
+    batches = checked_batches(calibration, model, [spec.name for spec in specs])
     modules = dict(model.named_modules())
     accumulators = {spec.name: MomentAccumulator() for spec in specs}
     generator = torch.Generator().manual_seed(seed)
@@ -177,15 +150,10 @@ def collect_moments(
     try:
         with evaluation_mode(model):
             for batch in batches:
-                check_images(batch)
                 try:
                     run_model(model, batch)
-                except (RuntimeError, TypeError) as error:
-                    reason = str(error).strip().splitlines()[0]
-                    raise DecompositionError(
-                        f"the model fails on calibration inputs of {described(batch)}: {reason}; pass inputs "
-                        "that it takes"
-                    ) from error
+                except (RuntimeError, TypeError, IndexError) as error:
+                    raise refusal(model, batch, error) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -14,19 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from decomposition.calibration_set import CalibrationInputs
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
-from decomposition.inputs import (
-    CalibrationInputs,
-    Inputs,
-    calibration_batches,
-    count_inputs,
-    mapped,
-    numbers_in_one,
-    run_model,
-    split,
-    tensors_of,
-)
+from decomposition.input_check import checked_batches
+from decomposition.inputs import Inputs, count_inputs, mapped, numbers_in_one, run_model, split, tensors_of
 from decomposition.layers import LayerSpec
 from decomposition.metric import gram, shrunk_matrix
 from decomposition.outputs import tensors_in
@@ -64,7 +56,7 @@ def collect_sensitivities(
         DecompositionError: If no gradient can be sent back through the model.
     """
     model = unwrapped(model)
-    batches = calibration_batches(calibration, model)
+    batches = checked_batches(calibration, model)
     modules = dict(model.named_modules())
     sums: dict[str, torch.Tensor] = {}
     spreads: dict[str, Spread] = {}

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from decomposition import apply_plan, load_compressed
-from decomposition.inputs import CalibrationInputs, calibration_batches, split
+from decomposition.calibration_set import CalibrationInputs, calibration_batches
+from decomposition.inputs import split
 from decomposition.wrappers import unwrapped
 from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult

@@ -17,7 +17,8 @@ from decomposition import (
     plain_transposed,
     save_compressed,
 )
-from decomposition.inputs import CalibrationInputs, input_shape_of, mapped, split
+from decomposition.calibration_set import CalibrationInputs
+from decomposition.inputs import input_shape_of, mapped, split
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.surgery import copied
 from decomposition.wrappers import unwrapped

@@ -11,17 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import Inputs, run_model, without_rounding
+from decomposition.calibration_set import CalibrationInputs, labelled_batches
 from decomposition.cost import evaluation_mode
-from decomposition.inputs import (
-    CalibrationInputs,
-    count_inputs,
-    input_shape_of,
-    joined,
-    labelled_batches,
-    mapped,
-    rows,
-    split,
-)
+from decomposition.inputs import count_inputs, input_shape_of, joined, mapped, rows, split
 from decomposition.outputs import Place, leaves
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied

@@ -33,9 +33,9 @@ from decomposition import (
     plan_by_heuristic,
     save_compressed,
 )
+from decomposition.calibration_set import calibration_batches
 from decomposition.inputs import (
     as_inputs,
-    calibration_batches,
     count_inputs,
     example_batch,
     input_shape_of,

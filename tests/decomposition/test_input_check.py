@@ -1,0 +1,289 @@
+"""Inputs that a model does not take are refused with the layer, what it takes and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from several_inputs import WORDS, TextClassifier, TwoInputs
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from decomposition import (
+    DecompositionError,
+    FitOptions,
+    apply_plan,
+    collect_moments,
+    collect_sensitivities,
+    inspect_layers,
+    make_plan,
+    reestimate_batch_norm,
+)
+from decomposition.calibration_set import calibration_batches, labelled_batches
+from decomposition.input_check import accepted, checked_batches, gaps
+from decomposition.inputs import joined, tensors_of
+
+IMAGES = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(20) % 4
+QUICK = FitOptions(iterations=10)
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12 * 36, 4)).eval()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            IMAGES[:, :1],
+            r"layer '0' \(Conv2d\) takes 3 channels on axis 1 in float32, but gets \(2, 1, 8, 8\)",
+        ),
+        (
+            IMAGES[..., :6],
+            r"layer '3' \(Linear\) takes 432 numbers on the last axis in float32, but gets \(2, 288\)",
+        ),
+        ((IMAGES * 50 + 100).byte(), r"gets \(2, 3, 8, 8\) in uint8.*; give .*x.float\(\) / 255, normalised"),
+        (IMAGES.long(), r"; give numbers in floating point, x.float\(\), normalised"),
+        (IMAGES.movedim(1, -1), r"channels are on the last axis: give x.movedim\(-1, 1\)"),
+        (list(IMAGES), r"without a batch axis: give torch.stack\(inputs\)"),
+        (IMAGES[0], r"without a batch axis: .*x\[None\] of a single one"),
+        ([IMAGES[:, None]], "pass inputs that it takes"),
+    ],
+)
+def test_model_that_fails_on_inputs_is_explained(inputs: Any, message: str) -> None:
+    model = classifier().train()
+    pattern = re.compile(f"the calibration set: the model fails on inputs of .*{message}")
+    with pytest.raises(DecompositionError, match=pattern):
+        checked_batches(inputs, model)
+    assert model.training
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_single_images_are_told_from_a_batch_where_convolutions_take_both() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    assert model(IMAGES[0]).shape == (4, 4, 4)
+    with pytest.raises(DecompositionError, match=r"layer '0' .*single input.*give torch.stack\(inputs\)"):
+        checked_batches([image[None].squeeze(0) for image in IMAGES[:, :, None][:, :, 0]], model)
+    grey = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    with pytest.raises(DecompositionError, match=r"torch.stack"):
+        checked_batches(list(IMAGES[:, :1]), grey)
+
+
+def test_words_that_a_table_does_not_have_are_explained() -> None:
+    tokens = torch.full((4, 9), WORDS)
+    message = rf"layer 'embedding' \(Embedding\) takes whole numbers from 0 to {WORDS - 1}, but gets \(2, 9\)"
+    with pytest.raises(DecompositionError, match=message):
+        checked_batches(tokens, TextClassifier())
+    later = torch.cat([torch.ones(60, 9, dtype=torch.long), tokens])
+    model = TextClassifier()
+    with pytest.raises(DecompositionError, match="takes whole numbers from 0"):
+        collect_moments(model, inspect_layers(model, tokens - 1), later)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
+def test_floats_of_another_type_become_the_models(own: torch.dtype) -> None:
+    model = classifier().to(own)
+    for given in (torch.float64, torch.float32, torch.float16):
+        (batch,) = accepted(model, [IMAGES.to(given)])
+        assert isinstance(batch, torch.Tensor)
+        assert batch.dtype == own
+        torch.testing.assert_close(batch, IMAGES.to(given).to(own))
+
+
+def test_type_that_a_model_takes_stays() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.last((x - x.mean(1, keepdim=True)).float())
+            return y
+
+    x = torch.randn(6, 5, dtype=torch.float64)
+    assert accepted(Casts(), [x])[0] is x
+
+
+def test_float64_is_fitted_like_float32() -> None:
+    model = classifier()
+    specs, double = inspect_layers(model, IMAGES), IMAGES.double()
+    plan = make_plan(model, IMAGES, "tucker", 3)
+    first, second = (apply_plan(model, plan, each, options=QUICK)(IMAGES) for each in (IMAGES, double))
+    assert torch.equal(first, second)
+    for collect in (collect_moments, collect_sensitivities):
+        found, expected = (collect(model, specs, each)["0"] for each in (double, IMAGES))
+        a, b = (each if isinstance(each, torch.Tensor) else each.mean for each in (found, expected))
+        assert torch.equal(a, b)
+
+
+class Masked(nn.Module):
+    """Layer `seeing` gets what is not there as NaN; what it makes of it is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.seeing, self.behind = nn.Linear(6, 12), nn.Linear(12, 12)
+        self.norm, self.last = nn.BatchNorm1d(12), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        there = x.isfinite().all(-1, keepdim=True)
+        features = torch.where(there, self.seeing(x), torch.zeros(()))
+        y: torch.Tensor = self.last(self.norm(torch.relu(self.behind(features)).mean(1)))
+        return y
+
+
+def with_gaps(count: int = 40) -> torch.Tensor:
+    x = torch.randn(count, 5, 6, generator=torch.Generator().manual_seed(1))
+    x[3, 1] = float("nan")
+    x[7, 2:, 0] = float("inf")
+    return x
+
+
+def test_gaps_that_a_model_masks_keep_from_fitting_those_layers_alone_that_see_them() -> None:
+    model, x = Masked().eval(), with_gaps()
+    assert gaps(x).tolist() == [3, 7]
+    message = r"2 of 40 inputs, first in number 3 .*The model masks them.*skip=\['seeing'\]"
+    specs = inspect_layers(model, x)
+    with pytest.raises(DecompositionError, match=message):
+        collect_moments(model, specs, x)
+    others = [spec for spec in specs if spec.name != "seeing"]
+    moments = collect_moments(model, others, x)
+    assert set(moments) == {"behind", "last"}
+    plan = make_plan(model, x, "tucker", {"behind": 5})
+    small = apply_plan(model, plan, x, options=QUICK)
+    with torch.no_grad():
+        assert small(x).isfinite().all()
+        assert float((small(x) - model(x)).norm() / model(x).norm()) < 1
+    with pytest.raises(DecompositionError, match=message):
+        apply_plan(model, make_plan(model, x, "tucker", {"seeing": 3}), x, options=QUICK)
+
+
+def test_gaps_that_reach_the_outputs_are_refused_everywhere() -> None:
+    model, x = classifier(), IMAGES.clone()
+    x[5, 0, 0, 0] = float("nan")
+    plan = make_plan(model, IMAGES, "tucker", 3)
+    message = r"the calibration set holds NaN or infinite values in an input, first in number 5 \(from 0\)"
+    for use in (
+        lambda: apply_plan(model, plan, x),
+        lambda: collect_sensitivities(model, inspect_layers(model, IMAGES), x),
+        lambda: reestimate_batch_norm(model, x),
+    ):
+        with pytest.raises(DecompositionError, match=message):
+            use()
+
+
+def test_labels_are_told_from_inputs_by_what_the_forward_takes() -> None:
+    model, two = classifier(), TwoInputs()
+    numbers, boxes = torch.randn(20, 5), torch.randn(20, 4)
+    targets = {"class": CLASSES, "box": boxes}
+    dataset = TensorDataset(IMAGES, CLASSES)
+    for data, labels in (
+        ((IMAGES, CLASSES), CLASSES),
+        ([IMAGES, CLASSES], CLASSES),
+        ((IMAGES, boxes), boxes),
+        ((IMAGES, targets), targets),
+        ([(IMAGES, targets)], targets),
+        ({"input": IMAGES, "labels": CLASSES}, CLASSES),
+        ([{"input": IMAGES, "target": CLASSES}], CLASSES),
+        ({"input": IMAGES, "labels": CLASSES, "targets": boxes}, {"labels": CLASSES, "targets": boxes}),
+        (dataset, CLASSES),
+    ):
+        ((inputs, found),) = labelled_batches(data, model)
+        assert (
+            torch.equal(joined([inputs]), IMAGES)
+            if isinstance(inputs, torch.Tensor)
+            else set(inputs) == {"input"}
+        )
+        assert _same(found, labels)
+    for data in (
+        (IMAGES, numbers, CLASSES),
+        ((IMAGES, numbers), CLASSES),
+        [(IMAGES, numbers, {"y": CLASSES})],
+    ):
+        ((inputs, found),) = labelled_batches(data, two)
+        assert [each.shape for each in tensors_of(inputs)] == [IMAGES.shape, numbers.shape]
+        assert _same(found if isinstance(found, torch.Tensor) else found["y"], CLASSES)
+    ((inputs, found),) = labelled_batches((IMAGES, numbers), two)
+    assert found is None
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(_same(found[name], expected[name]) for name in expected)
+    return torch.equal(found, expected)
+
+
+def test_labels_that_the_forward_takes_are_inputs() -> None:
+    class Labelled(nn.Module):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return x
+
+    ((inputs, found),) = labelled_batches({"x": IMAGES, "labels": CLASSES}, Labelled())
+    assert found is None
+    assert isinstance(inputs, dict)
+    assert set(inputs) == {"x", "labels"}
+    with pytest.raises(DecompositionError, match="forward takes labels, x, but not image; name inputs"):
+        labelled_batches({"image": IMAGES, "labels": CLASSES}, Labelled())
+
+
+class Items(Dataset[Any]):
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(IMAGES)
+
+
+def test_datasets_are_read_in_batches() -> None:
+    many = Items([(image, 3) for image in IMAGES for _ in range(5)])
+    found = labelled_batches(many, classifier())
+    assert [len(inputs) for inputs, _ in found] == [64, 36]
+    assert all((labels == 3).all() for _, labels in found)
+    assert torch.equal(joined(calibration_batches(Stream(), classifier())), IMAGES)
+    for items, reason in (
+        ([object()] * 3, "found <class 'object'>"),
+        ([IMAGES[0], IMAGES[1, :, :4]], "equal"),
+    ):
+        with pytest.raises(DecompositionError, match=rf"the items of the Items cannot be joined.*{reason}"):
+            labelled_batches(Items(items), classifier())
+
+
+def test_loader_that_fills_its_memory_again_is_read_right() -> None:
+    def loader() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        images, labels = torch.empty(5, 3, 8, 8), torch.empty(5, dtype=torch.long)
+        for first in range(0, 20, 5):
+            yield images.copy_(IMAGES[first : first + 5]), labels.copy_(CLASSES[first : first + 5])
+
+    inputs, labels = zip(*labelled_batches(loader(), classifier()), strict=True)
+    assert torch.equal(torch.cat(inputs), IMAGES)
+    assert torch.equal(torch.cat(labels), CLASSES)
+
+
+@pytest.mark.parametrize("data", [None, 3, "images", nn.ReLU(), IMAGES.numpy()])
+def test_what_holds_no_inputs_is_refused(data: Any) -> None:
+    with pytest.raises(DecompositionError, match=rf"given as a {type(data).__name__}; pass a tensor"):
+        calibration_batches(data)
+
+
+def test_pair_of_one_shape_may_be_batches_or_targets() -> None:
+    noisy, clean = IMAGES + 1, IMAGES.clone()
+    with pytest.raises(DecompositionError, match=r"two batches, two inputs, or inputs and targets"):
+        calibration_batches((noisy, clean), classifier())
+    assert len(calibration_batches(IMAGES.split(10), classifier())) == 2
+    assert len(calibration_batches([noisy, clean], classifier())) == 2
+    ((inputs, labels),) = labelled_batches([(noisy, clean)], classifier())
+    assert torch.equal(tensors_of(inputs)[0], noisy)
+    assert labels is clean
