@@ -31,9 +31,11 @@ from .operations import (
     register_operation,
 )
 from .own_layers import plain_layers
+from .permanent_weights import plain_weights
 from .plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from .rank_grid import candidate_ranks
 from .registry import Registry
+from .rewriting import Rewrite
 from .rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
 from .saving import load_compressed, save_compressed
 from .sensitivity import collect_sensitivities
@@ -72,6 +74,7 @@ __all__ = [
     "Positional",
     "Quantise",
     "Registry",
+    "Rewrite",
     "TensorFormat",
     "TensorSpec",
     "WeightModes",
@@ -108,6 +111,7 @@ __all__ = [
     "plain_attention",
     "plain_layers",
     "plain_transposed",
+    "plain_weights",
     "plan_by_heuristic",
     "plan_from_choices",
     "reestimate_batch_norm",

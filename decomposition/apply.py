@@ -81,7 +81,7 @@ def apply_plan(
         DecompositionError: If a rank is not feasible, a weight is not finite, the calibration set is empty or
             does not reach a layer, or the result is not what the plan says.
     """
-    model = unwrapped(model)
+    model = plan.prepared(model)
     specs = plan.specs(model)
     fitted = [layer.name for layer in plan if layer.layer_operations]
     images = None if calibration is None else joined(checked_batches(calibration, model, fitted))
@@ -110,7 +110,7 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
     Raises:
         PlanError: If the plan does not fit the model.
     """
-    model = unwrapped(model)
+    model = plan.prepared(model)
     specs = plan.specs(model)
 
     def group_structure(

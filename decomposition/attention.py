@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from decomposition.errors import DecompositionError
-from decomposition.surgery import copied, replace_module
+from decomposition.rewriting import rewritten
+from decomposition.surgery import copied
 from decomposition.wrappers import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -111,20 +112,28 @@ def plain_attention(model: Module) -> Module:
     Raises:
         DecompositionError: An attention appends keys of its own (`add_bias_kv`, `add_zero_attn`).
     """
-    network = cast(Module, copied(unwrapped(model)))
-    for name, module in list(network.named_modules()):
-        if type(module) is not nn.MultiheadAttention:  # a subclass may compute something else
-            continue
+    network = copied(unwrapped(model))
+    layers = {}
+    for name, module in network.named_modules():
         try:
-            plain = PlainAttention(module)
+            plain = plain_form(module)
         except ValueError as error:
             raise DecompositionError(
                 f"the attention {name!r} cannot be made of linear layers: {error}; leave the model as it is"
             ) from error
-        if module is network:
-            return cast(Module, plain)
-        replace_module(network, module, plain)
-    return network
+        if plain is not None:
+            layers[name] = plain
+    return cast(Module, rewritten(network, "plain_attention", layers))
+
+
+def plain_form(module: nn.Module) -> PlainAttention | None:
+    """Return an attention's plain form, or `None` for another module.
+
+    Raises:
+        ValueError: It appends keys of its own.
+    """
+    # A subclass may compute something else.
+    return PlainAttention(module) if type(module) is nn.MultiheadAttention else None
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

@@ -21,6 +21,7 @@ from decomposition.layer_plan import LayerPlan
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Operation
 from decomposition.plan import CompressionPlan, fingerprint
+from decomposition.rewriting import Rewrite
 
 MEASURES = ("params", "macs", "bytes", "latency")
 """What a budget can count."""
@@ -314,6 +315,7 @@ def plan_from_choices(
     chosen_by: str,
     *,
     keep: Callable[[tuple[int, ...]], Operation] | None = None,
+    preparation: Sequence[Rewrite] = (),
 ) -> CompressionPlan:
     """Make the plan that takes candidate `choices[j]` of `sites[j]`.
 
@@ -325,6 +327,7 @@ def plan_from_choices(
         chosen_by: Recorded in the plan.
         keep: Makes the operation that keeps these output channels of a layer, for candidates that read no
             others.
+        preparation: What was rewritten in the model (`rewrites_of`).
 
     Raises:
         DecompositionError: If a candidate reads only some channels, and there is no `keep`.
@@ -347,7 +350,13 @@ def plan_from_choices(
         chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
         for spec in all_specs
     )
-    return CompressionPlan(layers, fingerprint(all_specs), input_shape_of(input_shape), chosen_by)
+    return CompressionPlan(
+        layers,
+        fingerprint(all_specs),
+        input_shape_of(input_shape),
+        chosen_by,
+        preparation=tuple(preparation),
+    )
 
 
 def _in(cost: Cost, measure: str) -> float | None:

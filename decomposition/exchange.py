@@ -23,6 +23,7 @@ from decomposition.modes import WeightModes
 from decomposition.operations import Factorise
 from decomposition.operations.factorise import factors_of
 from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, without_growth
+from decomposition.rewriting import rewrites_of
 from decomposition.wrappers import unwrapped
 
 
@@ -110,7 +111,8 @@ def apply_fits(
         else LayerPlan(spec.name, reason=spec.refusal or "no factors were given")
         for spec in specs
     )
-    plan = CompressionPlan(layers, fingerprint(specs), input_shape_of(input_shape), chosen_by)
+    shape, rewrites = input_shape_of(input_shape), rewrites_of(model)
+    plan = CompressionPlan(layers, fingerprint(specs), shape, chosen_by, preparation=rewrites)
     network = build_structure(model, plan)
     for name, layer in factorised_layers(network).items():
         dense: Any = model.get_submodule(name)

@@ -30,7 +30,9 @@ from decomposition.plan import CompressionPlan
 from decomposition.progress import Progress, progress_bar
 from decomposition.reachable import cheapest_choices, check_reachable
 from decomposition.registry import Registry
+from decomposition.rewriting import rewrites_of
 from decomposition.vbmf import matrix_rank
+from decomposition.wrappers import unwrapped
 
 Choose = Callable[[FitLibrary, Sequence[CandidateSet], Budget], np.ndarray]
 
@@ -266,7 +268,14 @@ def plan_by_heuristic(
         budget = Budget.of_model(model, sites, input_shape, measure, fraction)
     sites = [site.efficient(measure) for site in sites]
     choices = chosen.choose(library, sites, budget)
-    return plan_from_choices(sites, choices, inspect_layers(model, input_shape), input_shape, heuristic)
+    return plan_from_choices(
+        sites,
+        choices,
+        inspect_layers(model, input_shape),
+        input_shape,
+        heuristic,
+        preparation=rewrites_of(unwrapped(model)),
+    )
 
 
 def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:

@@ -28,6 +28,7 @@ from decomposition.inputs import (
     run_model,
 )
 from decomposition.opaque import OPAQUE, OpaqueKind, OpaqueModule, macs_of_call, opaque
+from decomposition.permanent_weights import computes_weights
 from decomposition.registry import did_you_mean
 from decomposition.wrappers import unwrapped
 
@@ -399,6 +400,11 @@ def _opaque_spec(trace: _Trace, module: OpaqueModule, index: int) -> LayerSpec:
 
 def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
     name = type(module).__name__
+    if computes_weights(module):
+        return (
+            "its weight is computed anew at every call (weight_norm, prune, ...); "
+            "decomposition.plain_weights(model) makes it a parameter of its present value"
+        )
     if type(module) not in _KINDS:
         base = next(each.__name__ for each in _KINDS if isinstance(module, each))
         way = "; decomposition.plain_layers lets it in if it does not"
@@ -407,7 +413,7 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
             f"{way if isinstance(module, _DECOMPOSABLE) and called else ''}"
         )
     if "weight" not in module._parameters:
-        return "its weight is computed anew at every call (weight_norm, prune, ...); make it permanent first"
+        return "its weight is no parameter of its own; make it one first"
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) and module.groups == 1:
         return f"a {name}; decomposition.plain_transposed(model) gives it a layer that can be decomposed"
     if not is_decomposable_module(module):

@@ -15,7 +15,8 @@ from decomposition.geometry import Geometry
 from decomposition.inputs import ExampleInputs, as_inputs, holds_tensors, random_batch, run_model
 from decomposition.layers import DecomposableModule, is_decomposable_module
 from decomposition.registry import did_you_mean
-from decomposition.surgery import copied, replace_module
+from decomposition.rewriting import rewritten
+from decomposition.surgery import copied
 from decomposition.wrappers import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -44,7 +45,7 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
         DecompositionError: An entry names no layer of a subclass; or a layer is never called, has parameters
             or buffers beside weight and bias, or computes something else than the plain layer.
     """
-    network = cast(Module, copied(unwrapped(model)))
+    network = copied(unwrapped(model))
     chosen: dict[str, DecomposableModule] = {}
     known = {
         name: module
@@ -67,11 +68,13 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
         chosen |= found
     plain = {name: _plain(name, module) for name, module in chosen.items()}
     _compare(network, chosen, plain, inputs)
-    for name, module in chosen.items():
-        if module is network:
-            return plain[name]  # type: ignore[return-value]
-        replace_module(network, module, plain[name])
-    return network
+    return cast(Module, rewritten(network, "plain_layers", plain))
+
+
+def plain_form(module: nn.Module) -> DecomposableModule | None:
+    """Return the plain layer of a subclass with its weights, not compared, or `None` for another module."""
+    subclassed = isinstance(module, _SUBCLASSED) and not is_decomposable_module(module)
+    return _plain(type(module).__name__, module) if subclassed else None  # type: ignore[arg-type]
 
 
 def _plain(name: str, module: DecomposableModule) -> DecomposableModule:

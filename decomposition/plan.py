@@ -24,9 +24,14 @@ from decomposition.operations import Factorise, GroupOperation, Operation
 from decomposition.operations.base import check_keys
 from decomposition.operations.factorise import factors_of
 from decomposition.plan_versions import PLAIN_VERSION, PRUNING_VERSION, upgraded_entries
+from decomposition.preparation import REWRITERS, prepared
+from decomposition.rewriting import Rewrite, rewrites_of
+from decomposition.wrappers import unwrapped
 
-PLAN_VERSION = 3
-_READABLE = (PLAIN_VERSION, PRUNING_VERSION, PLAN_VERSION)
+PLAN_VERSION = 4
+OPERATIONS_VERSION = 3
+"""Written where nothing was rewritten before the plan, so that earlier releases read it."""
+_READABLE = (PLAIN_VERSION, PRUNING_VERSION, OPERATIONS_VERSION, PLAN_VERSION)
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
 # A JSON text holds no line break (it is written as \\n there), so that this finds lists only.
 _INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
@@ -58,6 +63,8 @@ class CompressionPlan:
         chosen_by: Who chose it, for example `greedy` or `ddpg`.
         metadata: What else is to be kept with the plan and the networks saved with it, such as how the
             model's inputs are made: values that JSON holds, by name. Nothing here looks at it.
+        preparation: What was rewritten in the model before (`plain_attention` and the like). It is repeated
+            on the model as its class makes it.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -65,6 +72,7 @@ class CompressionPlan:
     input_shape: InputShape
     chosen_by: str = "user"
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    preparation: tuple[Rewrite, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", checked_metadata(self.metadata, "the plan"))
@@ -92,13 +100,15 @@ class CompressionPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         content: dict[str, Any] = {
-            "version": PLAN_VERSION,
+            "version": PLAN_VERSION if self.preparation else OPERATIONS_VERSION,
             "fingerprint": self.fingerprint,
             "input_shape": shape_to_json(self.input_shape),
             "chosen_by": self.chosen_by,
         }
         if self.metadata:
             content["metadata"] = self.metadata
+        if self.preparation:
+            content["preparation"] = [each.to_dict() for each in self.preparation]
         content["layers"] = [to_entry(layer) for layer in self.layers]
         # Ranks and channels belong on one line.
         return _INTEGERS.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=2)) + "\n"
@@ -128,7 +138,8 @@ class CompressionPlan:
                 f"{source} has version {version!r}; this release reads versions "
                 f"{', '.join(map(str, _READABLE))}"
             )
-        further = {"metadata"} if version == PLAN_VERSION else set()
+        since = {"metadata": OPERATIONS_VERSION, "preparation": PLAN_VERSION}
+        further = {key for key, first in since.items() if version >= first}
         check_keys(content, _PLAN_KEYS | further, _PLAN_KEYS, source)
         shape = _shape_from_json(content["input_shape"], source)
         for key in ("fingerprint", "chosen_by"):
@@ -137,7 +148,7 @@ class CompressionPlan:
         if not isinstance(content["layers"], list):
             raise PlanError(f"{source}: layers must be a list, got {type(content['layers']).__name__}")
         entries = content["layers"]
-        if version != PLAN_VERSION:
+        if version < OPERATIONS_VERSION:
             entries = upgraded_entries(entries, version, source)
         layers = tuple(from_entry(entry, source) for entry in entries)
         names = [layer.name for layer in layers]
@@ -145,7 +156,8 @@ class CompressionPlan:
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
         metadata = checked_metadata(content.get("metadata", {}), source)
-        return cls(layers, content["fingerprint"], shape, content["chosen_by"], metadata)
+        preparation = _preparation(content.get("preparation", []), source)
+        return cls(layers, content["fingerprint"], shape, content["chosen_by"], metadata, preparation)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`, atomically."""
@@ -174,7 +186,18 @@ class CompressionPlan:
         Raises:
             PlanError: If the plan was made for another model or names a layer that it does not have.
         """
-        return self.check_specs(inspect_layers(model, self.input_shape))
+        return self.check_specs(inspect_layers(self.prepared(model), self.input_shape))
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Return the plan's model from what its class makes: the same layers rewritten as before the plan.
+
+        Args:
+            model: The model, rewritten or not; left untouched.
+
+        Raises:
+            DecompositionError: It has no layers, or one cannot be rewritten.
+        """
+        return prepared(unwrapped(model), self.preparation)
 
     def check_specs(self, specs: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
         """Return all layers of a network by name, after checking that it is the plan's; see `check_model`."""
@@ -203,6 +226,7 @@ class CompressionPlan:
                 an operation cannot be applied to.
             DecompositionError: If a rank is not feasible.
         """
+        model = self.prepared(model)
         self.check_model(model)
 
         def structure(
@@ -340,7 +364,24 @@ def make_plan(
         checked = chosen.check_ranks(modes, wanted, spec.name)
         operation = Factorise(tensor_format, checked, factors_of(modes))
         layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
-    return CompressionPlan(tuple(layers), fingerprint(all_specs), input_shape_of(input_shape), chosen_by)
+    return CompressionPlan(
+        tuple(layers),
+        fingerprint(all_specs),
+        input_shape_of(input_shape),
+        chosen_by,
+        preparation=rewrites_of(unwrapped(model)),
+    )
+
+
+def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:
+    """Read what was rewritten before a plan.
+
+    Raises:
+        PlanError: It is no list of rewrites.
+    """
+    if not isinstance(entries, list):
+        raise PlanError(f"{source}: preparation must be a list, got {entries!r}")
+    return tuple(Rewrite.from_dict(each, REWRITERS, source) for each in entries)
 
 
 def _shape_from_json(content: Any, source: str) -> InputShape:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.inputs import Inputs, run_model
+from decomposition.surgery import remove_parametrizations
 
 _LARGEST_ACTIVATION = 255
 _FOLLOWED = 0.05
@@ -345,10 +346,5 @@ def without_rounding(model: nn.Module) -> nn.Module:
             for key in [key for key, hook in hooks.items() if hook is ours]:
                 del hooks[key]
         if parametrize.is_parametrized(module):
-            # Not by remove_parametrizations: it changes the class, which copies of the module share.
-            values = {name: getattr(module, name).detach() for name in module.parametrizations}  # type: ignore[union-attr]
-            module.__class__ = parametrize.type_before_parametrizations(module)
-            del module._modules["parametrizations"]
-            for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value))
+            remove_parametrizations(module)
     return model

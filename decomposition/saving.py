@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -67,12 +68,13 @@ def load_compressed(
     """Load what `save_compressed` wrote, whatever the plan's operations are.
 
     Args:
-        model: The dense model's architecture; its weights are not used and it is left untouched.
+        model: The dense model's architecture, as its class makes it; its weights are not used and it is left
+            untouched. What was rewritten before the plan (`plain_attention` and the like) is rewritten again.
         path: The file.
         plan: The plan, if it is to be another copy than the file's own.
 
     Returns:
-        The compressed model and its plan.
+        The compressed model, in the floating-point types that it was saved in, and its plan.
 
     Raises:
         PlanError: If the file cannot be read, holds no plan, or does not fit the model.
@@ -101,10 +103,21 @@ def load_compressed(
     parameters = dict(compressed.named_parameters())
     for name, tensor in expected.items():
         _check_values(f"{path}: {name}", tensors[name], tensor, is_parameter=name in parameters)
+    _take_types(compressed, tensors)
     with torch.no_grad():
-        for name, tensor in expected.items():
+        for name, tensor in _own_tensors(compressed).items():
             tensor.copy_(tensors[name])
     return compressed, plan
+
+
+def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a model the floating-point types of a file's tensors; a single one to what is not in it, too."""
+    kinds = {each.dtype for each in tensors.values() if each.is_floating_point()}
+    if len(kinds) == 1:
+        (kind,) = kinds
+        model._apply(lambda x: x.to(kind) if x.is_floating_point() else x)
+    for name, tensor in _own_tensors(model).items():
+        tensor.data = tensor.data.to(tensors[name].dtype)
 
 
 def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_parameter: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from decomposition.errors import DecompositionError
@@ -70,6 +71,24 @@ def _uncopyable(model: nn.Module) -> str:
                 where = f"layer {name!r}" if name else "it"
                 return f"{where} holds {attribute!r}, a {type(value).__name__}"
     return "one of its modules refuses"
+
+
+def remove_parametrizations(module: nn.Module) -> None:
+    """Make parametrised tensors of a module plain parameters of their present values, in place.
+
+    Not by torch's own function: it changes the class, which copies of the module share.
+    """
+    training = module.training
+    module.eval()  # spectral norm is computed a step further at every call in training
+    values = {
+        name: (getattr(module, name).detach(), any(p.requires_grad for p in each.parameters()))
+        for name, each in module.parametrizations.items()  # type: ignore[union-attr,operator]
+    }
+    module.train(training)
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    del module._modules["parametrizations"]
+    for name, (value, trained) in values.items():
+        setattr(module, name, nn.Parameter(value, requires_grad=trained))
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

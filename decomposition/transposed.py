@@ -17,8 +17,9 @@ from torch import nn
 
 from decomposition.factorised import StagedLayer
 from decomposition.layers import is_decomposable_module
+from decomposition.rewriting import rewritten
 from decomposition.rounding import is_rounded
-from decomposition.surgery import copied, replace_module
+from decomposition.surgery import copied
 from decomposition.wrappers import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -154,15 +155,17 @@ def plain_transposed(model: Module) -> Module:
     Args:
         model: Any module; left untouched.
     """
-    network = cast(Module, copied(unwrapped(model)))
-    for module in list(network.modules()):
-        if type(module) not in _KINDS or "weight" not in module._parameters:
-            continue  # a weight that is computed at every call may not have been computed yet
-        try:
-            plain = PlainTransposed(cast(nn.ConvTranspose1d | nn.ConvTranspose2d, module))
-        except ValueError:  # it stays as it is, and layers are listed with the reason
-            continue
-        if module is network:
-            return cast(Module, plain)
-        replace_module(network, module, plain)
-    return network
+    network = copied(unwrapped(model))
+    forms = {name: plain_form(module) for name, module in network.named_modules()}
+    layers = {name: layer for name, layer in forms.items() if layer is not None}
+    return cast(Module, rewritten(network, "plain_transposed", layers))
+
+
+def plain_form(module: nn.Module) -> PlainTransposed | None:
+    """Return a transposed convolution's plain form, or `None` where it has none."""
+    if type(module) not in _KINDS or "weight" not in module._parameters:
+        return None  # a weight that is computed at every call may not have been computed yet
+    try:
+        return PlainTransposed(cast(nn.ConvTranspose1d | nn.ConvTranspose2d, module))
+    except ValueError:  # it stays as it is, and layers are listed with the reason
+        return None

@@ -15,6 +15,7 @@ from decomposition import (
     count_parameters,
     plain_attention,
     plain_transposed,
+    plain_weights,
     save_compressed,
 )
 from decomposition.calibration_set import CalibrationInputs
@@ -63,8 +64,8 @@ class NetworkCompression(Compression):
 
     Attributes:
         model: The network: an ordinary module on the original's device, in evaluation mode.
-        dense: The network that the plan was made for: the original, the projections of its attention as
-            linear layers. `decomposition.load_compressed(dense, folder / "model.safetensors")` loads `model`.
+        dense: The network that the plan was made for: the original, rewritten where `compress` says so.
+            `decomposition.load_compressed(original, folder / "model.safetensors")` loads `model`.
         folder: Holds `plan.json`, `model.safetensors`, `model.onnx`, `metrics.json`, `episodes.csv` and
             `report.html`.
         search: The record of the search.
@@ -125,8 +126,9 @@ def compress(
 
     Args:
         model: The trained network, any module, on any device; it is left untouched. `nn.MultiheadAttention`
-            inside gets linear layers for its projections (`decomposition.plain_attention`), and transposed
-            convolutions get 1x1 convolutions for their products (`decomposition.plain_transposed`).
+            inside gets linear layers for its projections (`decomposition.plain_attention`), transposed
+            convolutions get 1x1 convolutions for their products (`decomposition.plain_transposed`), and
+            weights computed at every call become parameters (`decomposition.plain_weights`).
         data: Inputs to fit to, a few hundred to some thousands, read into memory: one batch (a tensor, a
             tuple of tensors that the forward takes in order, or a dict of those it takes by name), or batches
             of such, such as a data loader. Batches may be pairs of inputs and labels.
@@ -227,7 +229,7 @@ def compress(
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
     check_writable(run.path, "folder")
-    dense = plain_transposed(plain_attention(model)).eval()
+    dense = plain_transposed(plain_attention(plain_weights(model))).eval()
     fitted, held = _samples(data, heldout, dense, seed)
     if recipe is not None:
         check_loss(fitted.labels, loss)

@@ -24,6 +24,7 @@ from decomposition.operations import Cost
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.plan import CompressionPlan, fingerprint
 from decomposition.reachable import check_reachable
+from decomposition.rewriting import Rewrite, rewrites_of
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
 from rankrl.plan_search.setting import SearchSetting
@@ -79,6 +80,7 @@ class SearchProblem:
         library: The fits behind the candidates, for selectors that look into them; None when there are none.
         divergences: Measures the divergence of every site's candidates on so many batches of held-out images
             (`single_layer_divergences`); None where that cannot be done.
+        preparation: What was rewritten in the network before, for its plans.
     """
 
     specs: tuple[LayerSpec, ...]
@@ -89,6 +91,7 @@ class SearchProblem:
     budget: Budget | None = None
     library: FitLibrary | None = field(default=None, compare=False, repr=False)
     divergences: Callable[[int], Sequence[np.ndarray]] | None = field(default=None, compare=False, repr=False)
+    preparation: tuple[Rewrite, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.sites:
@@ -140,7 +143,7 @@ class SearchProblem:
             "macs": count_macs(model, input_shape),
             "bytes": FLOAT_BYTES * parameters,
         }
-        return cls.from_costs(
+        problem = cls.from_costs(
             inspect_layers(model, input_shape),
             sites,
             input_shape,
@@ -149,6 +152,7 @@ class SearchProblem:
             latencies=latencies,
             library=library,
         )
+        return replace(problem, preparation=rewrites_of(model))
 
     @classmethod
     def from_costs(
@@ -268,7 +272,13 @@ class SearchProblem:
     def plan(self, choices: Iterable[int], chosen_by: str) -> CompressionPlan:
         """Return the plan that takes candidate `choices[j]` of `sites[j]`."""
         return plan_from_choices(
-            self.sites, choices, self.specs, self.input_shape, chosen_by, keep=KeepChannels
+            self.sites,
+            choices,
+            self.specs,
+            self.input_shape,
+            chosen_by,
+            keep=KeepChannels,
+            preparation=self.preparation,
         )
 
     def cost(self, choices: Sequence[int]) -> Cost:

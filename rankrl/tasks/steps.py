@@ -300,7 +300,7 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
     dense = build_network(config.model, data, seed=config.seed)
     network, plan = load_compressed(dense, Path(config.weights))
     _warn_of_other_images(config.weights, plan, data)
-    return network.eval(), dense, plan
+    return network.eval(), plan.prepared(dense), plan
 
 
 def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) -> None:

@@ -361,6 +361,7 @@ def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPla
 
 def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | None = None) -> list[LayerRow]:
     """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
+    dense = plan.prepared(dense)
     pruned = {spec.name: spec for spec in plan.specs(dense)}
     fitted = {} if network is None else factorised_layers(network)
     by_name = {spec.name: spec for spec in inspect_layers(dense, plan.input_shape)}

@@ -325,6 +325,25 @@ def test_unusual_models_are_saved_and_loaded(model: nn.Module, tmp_path: Path, p
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_model_is_loaded_in_the_types_that_it_was_saved_in(
+    model: nn.Module, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model.register_buffer("table", torch.ones(3, dtype=torch.complex64))
+    model.register_buffer("not_saved", torch.ones(3), persistent=False)
+    plan = make_plan(model, (3, 10, 10), "tensor_ring", 2)
+    # Module.to takes complex numbers for floating-point ones.
+    small = build_structure(model, plan).eval()._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    types = {name: tensor.dtype for name, tensor in small.state_dict().items()}
+    save_compressed(small, plan, tmp_path / "small.safetensors")
+    for architecture in (model, copy.deepcopy(model).double()):
+        before = {name: tensor.dtype for name, tensor in architecture.state_dict().items()}
+        loaded, _ = load_compressed(architecture, tmp_path / "small.safetensors")
+        assert {name: tensor.dtype for name, tensor in loaded.state_dict().items()} == types
+        assert {name: tensor.dtype for name, tensor in architecture.state_dict().items()} == before
+        assert loaded.not_saved.dtype == dtype
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_network_that_diverged_is_not_saved(model: nn.Module, tmp_path: Path, value: float) -> None:
     plan = make_plan(model, (3, 10, 10), "tensor_ring", 2)
