@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -68,8 +69,9 @@ def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) ->
             known, found = before.astype(np.float64), after.astype(np.float64)
             lost[index] += np.square(found - known).sum()
             whole[index] += np.square(known).sum()
-            if before.dtype.kind == "f" and before.ndim == 2 and before.shape[1] > 1:
-                same[index].append(before.argmax(1) == after.argmax(1))
+            classes, answered = _classes(before), _classes(after)
+            if classes is not None and answered is not None:
+                same[index].append(classes == answered)
     return [
         OutputAgreement(
             name,
@@ -78,6 +80,46 @@ def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) ->
         )
         for index, name in enumerate(names)
     ]
+
+
+def _classes(output: Array) -> Array | None:
+    """Return the class of every input, where an output is scores of classes (N, classes)."""
+    if output.dtype.kind == "f" and output.ndim == 2 and output.shape[1] > 1:
+        classes: Array = output.argmax(1)
+        return classes
+    return None
+
+
+def constant_agreement(original: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
+    """Return how far the best answer that is the same for every input agrees with a network.
+
+    Its numbers are the means of the outputs (over all positions, too, where their sizes differ), its class is
+    the commonest one. Errors are those of a mean that the inputs themselves took no part in: n / (n - 1) of
+    the squared error on n inputs.
+
+    Args:
+        original: The network.
+        batches: Inputs.
+    """
+    answers = [original.run(feed) for feed in batches]
+    return [
+        _constant(name, [each[index] for each in answers]) for index, name in enumerate(original.output_names)
+    ]
+
+
+def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:
+    if any(each.dtype.kind not in "fiub" or not each.ndim for each in values):
+        return OutputAgreement(name, 0.0, None)
+    alike = len({each.shape[1:] for each in values}) == 1
+    rows = [each if alike else each.reshape(-1) for each in values]
+    count = sum(map(len, rows))
+    mean = sum(each.sum(0, dtype=np.float64) for each in rows) / max(1, count)
+    spread = sum(float(np.square(each - mean).sum()) for each in rows) * count / max(1, count - 1)
+    whole = sum(float(np.square(each, dtype=np.float64).sum()) for each in rows)
+    classes = [_classes(each) for each in values]
+    shares = [each for each in classes if each is not None]
+    top1 = float(np.bincount(np.concatenate(shares)).max() / count) if shares else None
+    return OutputAgreement(name, math.sqrt(spread / whole) if whole > 0 else 0.0, top1)
 
 
 def agreement_score(found: Sequence[OutputAgreement]) -> float:

@@ -34,6 +34,7 @@ from rankrl.workflow.run_lock import locked
 FIRST_RUN = "experiment=first_run"
 USER_ERROR = 2
 BUDGET_MISSED = 3
+COLLAPSED = 4
 INTERRUPTED = 130
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
@@ -62,6 +63,8 @@ def _run(config: DictConfig) -> None:
         else:
             with locked(folder.path):
                 notes = _run_alone(settings, config, plain, overrides, folder)
+            if notes.collapsed is not None:
+                _leave(RankrlError(f"the run is finished, but {notes.collapsed}."), COLLAPSED)
             if notes.missed is not None:
                 _leave(ConfigError(f"the run is finished, but {notes.missed}."), BUDGET_MISSED)
     except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
@@ -154,7 +157,8 @@ def main() -> None:
 
     Without arguments it is that of `FIRST_RUN`.
 
-    A run that is finished but misses its budget in time exits with code 3, one that was stopped with 130.
+    A run that is finished but misses its budget in time exits with code 3, one whose network is no better
+    than a constant with 4, one that was stopped with 130.
     """
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))

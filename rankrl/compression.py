@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Compression:
         verified: Largest difference between the file and the network that it was made from.
         errors: Relative output error of each layer that was touched, by name.
         latency: Its time beside the original's.
+        collapsed: What to tell a reader if it answers no better than a constant, else None.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Compression:
     verified: float
     errors: Mapping[str, float]
     latency: LatencyComparison
+    collapsed: str | None = field(default=None, kw_only=True)
 
     @property
     def untouched(self) -> dict[str, str]:

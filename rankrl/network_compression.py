@@ -308,6 +308,7 @@ def compress(
         epochs=tuple(epochs),
         test=None if test is None else _tested(dense, tuned, test),
         missed=missed,
+        collapsed=measure.collapsed(tuned),
     )
     metrics: dict[str, Any] = {
         "task": "compress",
@@ -324,6 +325,8 @@ def compress(
     write_json(run.metrics, metrics)
     if missed is not None:
         log.warning(missed)
+    if result.collapsed is not None:
+        log.error(result.collapsed)
     return result
 
 
@@ -420,5 +423,5 @@ def _numbers(result: NetworkCompression, onnx: Mapping[str, Any]) -> dict[str, A
     numbers["onnx"] = {**numbers["onnx"], **onnx}
     numbers["search"] = search_numbers(result.search)
     numbers["epochs"] = [asdict(row) for row in result.epochs]
-    numbers["warnings"] = [] if result.missed is None else [result.missed]
+    numbers["warnings"] = [text for text in (result.missed, result.collapsed) if text is not None]
     return numbers

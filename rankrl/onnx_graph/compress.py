@@ -17,6 +17,7 @@ from decomposition.layer_plan import LayerPlan
 from decomposition.operations.base import FINAL
 from decomposition.plan import fingerprint
 from rankrl.agreement import agreement_score
+from rankrl.collapse import collapse
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
@@ -466,13 +467,17 @@ def _finished(
     if score is not None:
         found = scoring.of_session(compressed, "the compressed network")
         baseline = scoring.of_session(open_session(network.model, network.source), "the original network")
+    heldout = sum(map(split.axes.size, split.heldout))
+    collapsed = collapse(outputs, scoring.constant_agreement(), heldout)
+    if collapsed is not None:
+        log.error(collapsed)
     return OnnxCompression(
         path=target,
         plan=plan,
         sites=given.sites,
         originals=tuple(given.original_sites),
         rewritten=given.rewritten,
-        heldout=sum(map(split.axes.size, split.heldout)),
+        heldout=heldout,
         before={**given.original_totals, "file_bytes": network.model.ByteSize()},
         after={**plan_costs(given.totals, given.sites, plan), "file_bytes": target.stat().st_size},
         outputs=tuple(outputs),
@@ -482,4 +487,5 @@ def _finished(
         errors=graph.errors,
         latency=compared_with_original(network, target, feed, finishing.timing),
         search=search,
+        collapsed=collapsed,
     )

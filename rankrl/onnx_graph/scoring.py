@@ -16,7 +16,7 @@ import onnxruntime
 from torch import nn
 
 from decomposition import CandidateSet, FitLibrary
-from rankrl.agreement import OutputAgreement, agreement, agreement_score
+from rankrl.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
 from rankrl.errors import ConfigError
 from rankrl.onnx_graph.batch_axes import BatchAxes
 from rankrl.onnx_graph.inputs import add_to_digest
@@ -189,6 +189,10 @@ class OnnxScoring:
         """Compare the outputs of an open network with those of the original."""
         answers = _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
         return agreement(self._original, answers, self._numbers)
+
+    def constant_agreement(self) -> list[OutputAgreement]:
+        """Compare the best constant answer with the original's outputs."""
+        return constant_agreement(self._original, self._numbers)
 
     @property
     def fingerprint(self) -> str:

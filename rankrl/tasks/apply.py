@@ -33,4 +33,5 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         "ratios": ratios,
     }
     rows = layer_rows(plan, dense, compressed)
+    steps.check_collapse(folder, metrics, data)
     steps.finish(folder, metrics, seed=config.seed, layers=rows)

@@ -35,4 +35,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
         "compressed": compressed,
         "finetuned": {"accuracy": accuracy},
     }
+    known = config.model.get("checkpoint")
+    before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
+    steps.check_collapse(folder, metrics, data, before)
     steps.finish(folder, metrics, seed=config.seed, epochs=epochs)

@@ -204,7 +204,9 @@ def _report(
         "heldout_inputs": result.heldout,
     }
     agreement = metrics["compressed"]["agreement"]
-    if agreement < _LITTLE:
+    if result.collapsed is not None:
+        folder.collapse(result.collapsed)
+    elif agreement < _LITTLE:
         folder.warn(
             f"the agreement with the original is {agreement:.2f}, of 1, on "
             f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"

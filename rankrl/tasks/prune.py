@@ -90,6 +90,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         finetuned, baseline, folder.onnx, data, export_options, known=metrics["onnx"], scratch=folder.state
     )
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
+    steps.check_collapse(folder, metrics, data)
     steps.finish(folder, metrics, seed=config.seed, layers=rows, epochs=epochs)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
 from decomposition.fitting import FAST
 from decomposition.surgery import copied
+from rankrl.collapse import accuracy_collapse
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -34,7 +35,7 @@ from rankrl.report import (
     summary_table,
     write_report,
 )
-from rankrl.training import EpochRow, RankConstraint, TrainingRecipe, TrainingResult
+from rankrl.training import EpochRow, RankConstraint, TrainingRecipe, TrainingResult, guessing_share
 from rankrl.wording import counted
 from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.workflow.measure import with_preprocessing
@@ -319,6 +320,26 @@ def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) 
                 given[name],
                 name,
             )
+
+
+def check_collapse(
+    folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
+) -> None:
+    """Note if the accuracy of the last network among the metrics has fallen to that of guessing.
+
+    Args:
+        folder: The run's folder.
+        metrics: Its numbers.
+        data: The dataset.
+        baseline: Accuracy of the network before; that among the metrics when omitted.
+    """
+    last = metrics.get("finetuned") or metrics["compressed"]
+    before = metrics["baseline"]["accuracy"] if baseline is None else baseline
+    share = guessing_share(data.heldout.y)
+    text = accuracy_collapse(last["accuracy"], before, share, len(data.test))
+    if text is not None:
+        log.error(text)
+        folder.collapse(text)
 
 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:

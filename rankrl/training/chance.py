@@ -44,7 +44,7 @@ def near_guessing(accuracy: float, share: float, images: int) -> bool:
         share: What guessing reaches, from `guessing_share`.
         images: Number of images.
     """
-    margin = max(_noise(share, images), min(share / 2, (1 - share) / 20))
+    margin = max(guessing_noise(share, images), min(share / 2, (1 - share) / 20))
     return accuracy <= share + margin
 
 
@@ -64,7 +64,9 @@ def is_guessing(accuracy: float, loss: float, labels: Tensor, images: int) -> bo
     share = guessing_share(labels)
     if share == 1:
         return False
-    return accuracy <= share + _noise(share, images) and loss >= _LOSS_FRACTION * guessing_loss(labels)
+    return accuracy <= share + guessing_noise(share, images) and loss >= _LOSS_FRACTION * guessing_loss(
+        labels
+    )
 
 
 def worse_than_guessing(loss: float, labels: Tensor) -> bool:
@@ -80,5 +82,11 @@ def worse_than_guessing(loss: float, labels: Tensor) -> bool:
     return loss > _WORSE * guessing_loss(labels)
 
 
-def _noise(share: float, images: int) -> float:
+def guessing_noise(share: float, images: int) -> float:
+    """Return how far the accuracy of guessing may lie from its share by chance: three standard errors.
+
+    Args:
+        share: What guessing reaches, from `guessing_share`.
+        images: Number of images.
+    """
     return _STANDARD_ERRORS * math.sqrt(share * (1 - share) / images)

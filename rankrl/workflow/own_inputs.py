@@ -17,7 +17,8 @@ from decomposition.inputs import count_inputs, input_shape_of, joined, mapped, r
 from decomposition.outputs import Place, leaves
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied
-from rankrl.agreement import OutputAgreement, agreement, agreement_score
+from rankrl.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
+from rankrl.collapse import accuracy_collapse, collapse
 from rankrl.device import model_device
 from rankrl.errors import ConfigError, DataError
 from rankrl.export import ExportError, export_onnx, verify_onnx
@@ -25,6 +26,7 @@ from rankrl.export.feeds import ONLY_INPUT, feed_of
 from rankrl.export.outputs import output_names
 from rankrl.export.runtimes import Batch
 from rankrl.onnx_graph.network import Array, OnnxNetwork
+from rankrl.training.chance import guessing_share
 from rankrl.workflow.file_export import FileInputs
 
 BATCH = 64
@@ -124,6 +126,16 @@ class HeldoutScore:
         """Return how far each output agrees with the dense network's."""
         answers = _Answers.of(network, self._batches)
         return agreement(self._known, answers, range(len(self._batches)))
+
+    def collapsed(self, network: nn.Module) -> str | None:
+        """Return what to tell a reader if a network answers no better than a constant, else None."""
+        if self.by_class and self.sample.labels is not None:
+            share, known = guessing_share(self.sample.labels), self._known.answers
+            dense = np.concatenate([each[0].argmax(1) for each in known])
+            baseline = float((dense == self.sample.labels.numpy()).mean())
+            return accuracy_collapse(self(network), baseline, share, len(self.sample))
+        constant = constant_agreement(self._known, range(len(self._batches)))
+        return collapse(self.agreement(network), constant, len(self.sample))
 
 
 class OwnInputs(FileInputs):

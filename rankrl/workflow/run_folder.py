@@ -45,11 +45,13 @@ class RunNotes:
         trainings: The learning rate that each training followed to its end, how often it was halved before,
             and the epochs, by stage: `train`, `finetune`, ...
         missed: That of the warnings which says that the budget is missed, or None.
+        collapsed: That of them which says that the network is no better than a constant, or None.
     """
 
     warnings: list[str] = field(default_factory=list)
     trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
     missed: str | None = None
+    collapsed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class RunFolder:
         """Keep the warning that the budget is missed, for the same places and the exit code."""
         self.notes.warnings.append(text)
         self.notes.missed = text
+
+    def collapse(self, text: str) -> None:
+        """Keep the warning that the network is no better than a constant, for the same places."""
+        self.notes.warnings.append(text)
+        self.notes.collapsed = text
 
     @property
     def plan(self) -> Path:

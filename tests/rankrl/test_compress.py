@@ -79,6 +79,7 @@ def test_network_keeps_the_budget_and_the_file_computes_the_same(result: rankrl.
     with torch.no_grad():
         np.testing.assert_allclose(found, result.model(IMAGES, NUMBERS), atol=1e-4)
     assert result.verified < 1e-4
+    assert result.collapsed is None
     assert result.untouched.keys() | result.errors.keys() == {layer.name for layer in result.plan}
 
 

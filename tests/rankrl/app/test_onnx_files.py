@@ -14,6 +14,7 @@ from onnx import helper
 from small_graphs import convolutions, images, model_of, recorded_states, save_photos, with_state
 
 from decomposition import CompressionPlan
+from rankrl.app import COLLAPSED
 
 FILES = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npz")
 LITTLE = (
@@ -85,6 +86,21 @@ def test_a_ruined_network_is_warned_of(rankrl: Callable[..., None], monkeypatch:
     rankrl(*FILES, *LITTLE, "budget.params=0.7")
     (warning,) = read_json(Path("run/metrics.json"))["warnings"]
     assert "of 1, on 12 held-out inputs: ask for a larger budget" in warning
+
+
+def test_a_collapsed_network_has_an_exit_code_of_its_own(
+    rankrl: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rankrl.onnx_graph.compress.collapse", lambda *_: "nothing is left of it. Look")
+    with pytest.raises(SystemExit) as left:
+        rankrl(*FILES, *LITTLE, "budget.params=0.7")
+    assert left.value.code == COLLAPSED == 4
+    assert read_json(Path("run/metrics.json"))["warnings"] == ["nothing is left of it. Look"]
+    assert "nothing is left of it" in Path("run/report.html").read_text()
+    assert "[ERROR] - nothing is left" in Path("run/rankrl.log").read_text()
+    shown = capsys.readouterr()
+    assert "warning: nothing is left of it" in shown.out
+    assert shown.err.strip() == "rankrl: the run is finished, but nothing is left of it. Look."
 
 
 def test_inspect_lists_the_nodes(rankrl: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

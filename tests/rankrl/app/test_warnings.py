@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from command_line import QUICK, SmallNetwork, read_json, small_network
 
 from decomposition import LayerPlan, apply_plan, plan_by_heuristic, save_compressed
-from rankrl.app import BUDGET_MISSED
+from rankrl.app import BUDGET_MISSED, COLLAPSED
 from rankrl.data import load_dataset
 from rankrl.models import load_checkpoint, save_checkpoint
 from rankrl.training import TrainingRecipe, train
@@ -104,21 +105,28 @@ def test_a_fine_tuning_without_a_better_epoch_is_warned_of_where_something_was_l
     plan = plan_by_heuristic(dense, (1, 8, 8), "tucker", "uniform", 0.1)
     if not lost:
         plan = dataclasses.replace(plan, layers=tuple(LayerPlan(each.name, reason="stays") for each in plan))
-    save_compressed(apply_plan(dense, plan), plan, tmp_path / "small.safetensors", dense=dense)
-    rankrl(
-        *(*QUICK, "task=finetune", "model=custom", "model._target_=command_line.SmallNetwork"),
-        *(f"model.checkpoint={trained}", f"weights={tmp_path / 'small.safetensors'}"),
-        *(
-            "finetune.restore_best=true",
-            "optim.lr=1e-12",
-            f"hydra.run.dir={folder}",
-        ),  # no epoch can be better
-    )
+    network = apply_plan(dense, plan)
+    if lost:
+        network.load_state_dict({name: 0 * value for name, value in network.state_dict().items()})
+    save_compressed(network, plan, tmp_path / "small.safetensors", dense=dense)
+    with pytest.raises(SystemExit) if lost else nullcontext() as stopped:
+        rankrl(
+            *(*QUICK, "task=finetune", "model=custom", "model._target_=command_line.SmallNetwork"),
+            *(f"model.checkpoint={trained}", f"weights={tmp_path / 'small.safetensors'}"),
+            *(
+                "finetune.restore_best=true",
+                "optim.lr=1e-12",
+                f"hydra.run.dir={folder}",
+            ),  # no epoch can be better
+        )
+    if stopped is not None:
+        assert stopped.value.code == COLLAPSED
     said = (folder / "rankrl.log").read_text()
     assert re.search(r"no epoch was better .* before \([\d.]+ %, the dense one [\d.]+ %\)", said)
     assert ("There was nothing to win back" in said) is not lost
     warnings = read_json(folder / "metrics.json")["warnings"]
-    assert ["Try another learning rate (optim.lr)" in each for each in warnings] == [True] * lost
+    told = ["Try another learning rate (optim.lr)", "has collapsed: it answers 10.0% of 359 inputs right"]
+    assert [text in each for text, each in zip(told, warnings, strict=lost)] == [True] * 2 * lost
 
 
 @pytest.mark.slow
