@@ -224,6 +224,48 @@ def shared(*, bias: bool, strides: tuple[int, int] = (1, 1), other_bias: bool = 
     return model_of(nodes, kept, {"frames": ["n", 8, 9, 9]}, {"y": ["n", 12, 1, 1]})
 
 
+def old_network(opset: int) -> onnx.ModelProto:
+    """A network of operator set 9 or 11, whose attributes have become inputs in later ones."""
+    random = generator()
+    constants: dict[str, Array] = {
+        "first": (random.standard_normal((16, 3, 3, 3)) / 5).astype(np.float32),
+        "gamma": random.uniform(0.5, 1, 16).astype(np.float32),
+        "beta": random.standard_normal(16).astype(np.float32),
+        "mean": random.standard_normal(16).astype(np.float32),
+        "variance": random.uniform(0.5, 1, 16).astype(np.float32),
+        "scales": np.array([1, 1, 2, 2], np.float32),
+        "second": of_low_rank(32, 16 * 9, 6).reshape(32, 16, 3, 3),
+        "last": of_low_rank(32, 5, 3),
+    }
+    node = helper.make_node
+    norm = ["a", "gamma", "beta", "mean", "variance"]
+    if opset < 11:
+        middle = [
+            node("Clip", ["b"], ["c"], "clip", min=0.0, max=6.0),
+            node("Upsample", ["c", "scales"], ["d"], "up", mode="nearest"),
+        ]
+    else:
+        constants |= {"least": np.array(0, np.float32), "most": np.array(6, np.float32)}
+        constants["roi"] = np.zeros(0, np.float32)
+        rule: dict[str, Any] = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        middle = [
+            node("Clip", ["b", "least", "most"], ["c"], "clip"),
+            node("Resize", ["c", "roi", "scales"], ["d"], "up", mode="nearest", **rule),
+        ]
+    nodes = [
+        node("Conv", ["x", "first"], ["a"], "first", pads=[1] * 4),
+        node("BatchNormalization", norm, ["b"], "norm", epsilon=1e-4),
+        *middle,
+        node("Conv", ["d", "second"], ["e"], "second", strides=[2, 2], pads=[1] * 4),
+        node("Dropout", ["e"], ["f"], "drop", ratio=0.3),
+        node("GlobalAveragePool", ["f"], ["g"], "pool"),
+        node("Squeeze", ["g"], ["h"], "squeeze", axes=[2, 3]),
+        node("MatMul", ["h", "last"], ["i"], "last"),
+        node("Unsqueeze", ["i"], ["y"], "unsqueeze", axes=[1]),
+    ]
+    return model_of(nodes, constants, {"x": ["n", 3, 10, 9]}, {"y": ["n", 1, 5]}, opset=opset)
+
+
 def images(count: int = 60) -> Array:
     return generator().standard_normal((count, 3, 10, 9)).astype(np.float32)
 

@@ -15,7 +15,7 @@ def onnx(input_shape: tuple[int, int, int], num_classes: int, /, *, path: str) -
     Args:
         input_shape: Not used.
         num_classes: Not used.
-        path: The ONNX file, opset 13 or newer; it is only read.
+        path: The ONNX file; it is only read.
 
     Raises:
         ConfigError: Always.

@@ -22,6 +22,7 @@ from rankrl.export.layer_latency import kept_table, measuring_conditions, table_
 from rankrl.export.operators import dequantises, is_standard
 from rankrl.files import write_json
 from rankrl.onnx_graph.file import write_graph
+from rankrl.onnx_graph.half import HALF
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.quantised import packed, parameters_of
 from rankrl.onnx_graph.refit import structured_graph
@@ -40,6 +41,11 @@ _BITS = {
     onnx.TensorProto.INT64: 64,
 }
 """Bits of an integer, where they are not 8."""
+_FLOAT_BYTES = {
+    onnx.TensorProto.FLOAT: FLOAT_BYTES,
+    onnx.TensorProto.DOUBLE: 8,
+    **dict.fromkeys(HALF, 2),
+}
 
 
 def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
@@ -64,9 +70,9 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
             tensors += [(node.output[0], each.t) for each in node.attribute if each.HasField("t")]
     for name, tensor in tensors:
         count = int(np.prod(tensor.dims))
-        if tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16):
+        if tensor.data_type in _FLOAT_BYTES:
             params += count
-            size += FLOAT_BYTES * count
+            size += _FLOAT_BYTES[tensor.data_type] * count
         elif name in weights:
             params += count * weights[name]
             size += -(-count * _BITS.get(tensor.data_type, 8) // 8)
@@ -168,7 +174,7 @@ class OnnxLatencyBudget(LatencyBudget):
                 progress=lambda _: bar.advance(),
             )
             path = scratch / "network.onnx"
-            onnx.save(self.network.model, path)
+            onnx.save(self.network.as_in_file().model, path)
             whole = self._time(path)
             in_integers = None
             if integers:
@@ -218,7 +224,7 @@ def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options
     def measured() -> float:
         with tempfile.TemporaryDirectory() as scratch:
             rewritten = Path(scratch) / "rewritten.onnx"
-            onnx.save(network.model, rewritten)
+            onnx.save(network.as_in_file().model, rewritten)
             return 1 / compared_with_original(original, rewritten, feed, options).ratio
 
     return kept_measurement([original, network], feed, options, "rewritten", measured)
@@ -266,7 +272,7 @@ def compared_with_original(
     """Time a file beside the network it was made from, on the same inputs, in turns."""
     with tempfile.TemporaryDirectory() as scratch:
         original = Path(scratch) / "original.onnx"
-        onnx.save(network.model, original)
+        onnx.save(network.as_in_file().model, original)
         return compare_latency(
             original,
             path,

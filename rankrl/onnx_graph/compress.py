@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decomposition import CompressionPlan, FitOptions, list_heuristics
+from decomposition import CompressionPlan, FitOptions, PlanError, Quantise, list_heuristics
 from decomposition.fitting import CHOOSING
 from decomposition.layer_plan import LayerPlan
 from decomposition.operations.base import FINAL
@@ -21,8 +21,9 @@ from rankrl.collapse import collapse
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
+from rankrl.onnx_graph.as_read import check_as_read
 from rankrl.onnx_graph.axis_suggestions import Axes
-from rankrl.onnx_graph.budget import compared_with_original, plan_costs, time_beside
+from rankrl.onnx_graph.budget import compared_with_original, network_costs, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
 from rankrl.onnx_graph.image_files import ImagePreprocessing
@@ -50,6 +51,10 @@ log = logging.getLogger(__name__)
 
 TIMED_BATCH = 16
 """Inputs of a timed pass, unless another number is given."""
+_IN_HALF = (
+    "a file in half precision is handed back in half precision, which integers do not go with; export it in "
+    "float32 for them"
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def compress_onnx(
     lose (Lagrangian allocation), or by a search that scores plans.
 
     Args:
-        path: The ONNX file, opset 13 or newer; it is only read.
+        path: The ONNX file; it is only read.
         inputs: What the network will be used on, a few hundred: a .npz or .npy file, one array for each input
             by name (one array for a network with one input), or batches of such, any iterable, where a list
             of batches is a sequence that stays together; or a folder of images.
@@ -289,6 +294,8 @@ def compress_file(
         only=candidates.only,
         seed=seed,
     )
+    check_as_read(given)
+    candidates = _in_precision(given, candidates)
     check_reachable(given, candidates, search)
     split, feed, finishing = given.split, *_timed(given, finishing)
     beside, timing = 1.0, finishing.timing
@@ -297,6 +304,8 @@ def compress_file(
         if in_time_alone:
             faster = faster_positions(given.network, given.sites, feed, timing)
             given = given.with_several_positions(faster)
+            if faster:
+                check_as_read(given)
         if given.network is not given.original:
             beside = time_beside(given.original, given.network, feed, timing)
             if in_time_alone and beside <= search.latency:
@@ -377,6 +386,10 @@ def apply_onnx_plan(
     several = plan.metadata.get(METADATA, {})
     given = given.with_several_positions(from_metadata(several, given.network, given.sites))
     check_plan(plan, given.sites, given.network.source)
+    rounded = [layer.name for layer in plan if layer.operation(Quantise) is not None]
+    if given.network.half and rounded:
+        raise PlanError(f"the plan rounds {rounded[0]!r} of {path} to integers; {_IN_HALF}")
+    check_as_read(given)
     timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
     finishing = Finishing(score, timing, weigh_outputs, final_options, seed)
     feed, finishing = _timed(given, finishing)
@@ -413,6 +426,21 @@ def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
     """Return the batch that is timed, and its size where times are asked for."""
     feed = given.feed(finishing.timing.batch)
     return feed, replace(finishing, timing=replace(finishing.timing, batch=given.network.axes.size(feed)))
+
+
+def _in_precision(given: GivenFile, candidates: CandidateOptions) -> CandidateOptions:
+    """Return what may become of nodes in the precision of the file.
+
+    Raises:
+        ConfigError: Nothing but integers is wanted of a file in half precision.
+    """
+    if not given.network.half or tuple(candidates.precisions) == ("float32",):
+        return candidates
+    told = f"{given.network.source}: {_IN_HALF}"
+    if "float32" not in candidates.precisions:
+        raise ConfigError(told)
+    log.warning("%s; precisions=float32 alone is taken", told)
+    return replace(candidates, precisions=("float32",))
 
 
 def _as_it_is(given: GivenFile) -> CompressionPlan:
@@ -452,7 +480,7 @@ def _finished(
     search: SearchResult | None = None,
 ) -> OnnxCompression:
     """Carry out a plan, write the file and compare it with the original."""
-    network, split, score = given.original, given.split, finishing.score
+    network, split, score = given.original.as_in_file(), given.split, finishing.score
     batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
     if given.several:
         plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(given.several)})
@@ -471,6 +499,10 @@ def _finished(
     collapsed = collapse(outputs, scoring.constant_agreement(), heldout)
     if collapsed is not None:
         log.error(collapsed)
+    before, after = dict(given.original_totals), plan_costs(given.totals, given.sites, plan)
+    if given.original.half:  # what the search counts is float32
+        for costs, each in ((before, network), (after, OnnxNetwork.load(target))):
+            costs["bytes"] = network_costs(each, given.original_sites)["bytes"]
     return OnnxCompression(
         path=target,
         plan=plan,
@@ -478,8 +510,8 @@ def _finished(
         originals=tuple(given.original_sites),
         rewritten=given.rewritten,
         heldout=heldout,
-        before={**given.original_totals, "file_bytes": network.model.ByteSize()},
-        after={**plan_costs(given.totals, given.sites, plan), "file_bytes": target.stat().st_size},
+        before={**before, "file_bytes": network.model.ByteSize()},
+        after={**after, "file_bytes": target.stat().st_size},
         outputs=tuple(outputs),
         score=found,
         baseline_score=baseline,

@@ -18,6 +18,7 @@ from rankrl.export.network_file import INT4_OPSET, store_integers
 from rankrl.export.operators import STANDARD
 from rankrl.onnx_graph.capture import Captured
 from rankrl.onnx_graph.errors import OnnxGraphError
+from rankrl.onnx_graph.half import in_half
 from rankrl.onnx_graph.network import Array, Feed, GraphSession, free_ends, part_of
 from rankrl.onnx_graph.quantised import rounds
 from rankrl.onnx_graph.refit import CompressedGraph
@@ -51,6 +52,8 @@ def write_graph(
         DefectError: The graph is damaged, by no fault of the user's.
     """
     proto = ir.to_proto(graph.model)
+    if graph.half:
+        proto = in_half(proto, graph.half, "the compressed network")
     if 4 in graph.stored.values():
         proto = _with_int4(proto)
     if metadata:

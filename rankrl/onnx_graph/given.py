@@ -34,7 +34,7 @@ class GivenFile:
     """A network in an ONNX file with its inputs.
 
     Attributes:
-        original: The network as the file has it.
+        original: The network as the file has it, half precision in float32.
         network: The network that is compressed: the original with look-ups for products with one-hot codes,
             perhaps with convolutions that compute several positions at once.
         split: The inputs.
@@ -83,7 +83,7 @@ class GivenFile:
             OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
             DecompositionError: `skip` or `only` match no node.
         """
-        original = OnnxNetwork.load(path)
+        original = OnnxNetwork.load(path).in_float32()
         held = read_inputs(inputs, original, images) if isinstance(inputs, str | Path) else inputs
         split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
         original = original.with_axes(split.axes)

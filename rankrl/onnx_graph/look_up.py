@@ -58,7 +58,7 @@ def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
     replaced = [_replace(model, product, network.source) for product in products]
     if not any(replaced):
         return network
-    return OnnxNetwork(ir.to_proto(without_unused(model)), network.source, network.axes)
+    return network.rewritten(without_unused(model))
 
 
 def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
-from onnx import helper, inliner
+from onnx import TensorProto, helper, inliner, version_converter
 
 from rankrl.export.channel_padding import unpad_channels
 from rankrl.export.errors import ExportError
@@ -24,12 +24,15 @@ from rankrl.onnx_graph.axis_suggestions import axes_in_file
 from rankrl.onnx_graph.batch_axes import BatchAxes
 from rankrl.onnx_graph.errors import OnnxGraphError
 from rankrl.onnx_graph.graph_input import GraphInput
+from rankrl.onnx_graph.half import HalfValues, half_values, in_float32, in_half
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
 
 LEAST_OPSET = 13
+_LEAST_IR = 7
+"""The version of ONNX's files that came with that operator set."""
 _CONSTANTS_APART = 4
 """The version of ONNX's files since which constants need not be inputs."""
 _QUIET = onnxruntime.RunOptions()
@@ -45,10 +48,21 @@ class OnnxNetwork:
         model: The model, all its data inside; every node has a name of its own.
         source: Where it was read from, for messages.
         axes: Which axes count the inputs of a batch; what the file suggests when omitted.
+        half: What of it is in half precision in the file, where `model` has it in float32.
+        converted: What to tell of a conversion of its operator set.
     """
 
-    def __init__(self, model: onnx.ModelProto, source: str, axes: BatchAxes | None = None) -> None:
-        self.model, self.source = model, source
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        source: str,
+        axes: BatchAxes | None = None,
+        *,
+        half: HalfValues | None = None,
+        converted: str = "",
+    ) -> None:
+        self.model, self.source, self.converted = model, source, converted
+        self.half = HalfValues() if half is None else half
         if axes is not None:
             self.axes = axes
 
@@ -74,11 +88,6 @@ class OnnxNetwork:
             raise OnnxGraphError(
                 f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
             )
-        if opset < LEAST_OPSET:
-            raise OnnxGraphError(
-                f"{path} has opset {opset}; {LEAST_OPSET} or newer is needed. Export it anew, or convert it: "
-                f"onnx.version_converter.convert_version(onnx.load(path), {LEAST_OPSET})"
-            )
         try:
             onnx.load_external_data_for_model(model, str(path.parent))
             store_densely(model)
@@ -91,18 +100,17 @@ class OnnxNetwork:
             ) from error
         if model.ByteSize() > _LARGEST_FILE:
             raise OnnxGraphError(f"{path} holds {model.ByteSize():,} bytes; networks of up to 2 GiB are read")
-        try:
-            onnx.checker.check_model(model)
-        except onnx.checker.ValidationError as error:
-            raise OnnxGraphError(
-                f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
-            ) from error
+        model = _checked(model, path)
         model = _inlined(model)
         _fix_constants(model)
         _free_sizes(model.graph)
+        converted = ""
+        if opset < LEAST_OPSET:
+            model = _converted(model, path, opset)
+            converted = f"onnx's version converter took it from operator set {opset} to {LEAST_OPSET}"
         unpad_channels(model)
         _name_nodes(model.graph)
-        network = cls(model, str(path))
+        network = cls(model, str(path), converted=converted)
         if not network.inputs:
             raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
         return network
@@ -135,7 +143,35 @@ class OnnxNetwork:
 
     def with_axes(self, axes: BatchAxes) -> OnnxNetwork:
         """Return the same network with these axes for the inputs of a batch."""
-        return OnnxNetwork(self.model, self.source, axes)
+        return OnnxNetwork(self.model, self.source, axes, half=self.half, converted=self.converted)
+
+    def in_float32(self) -> OnnxNetwork:
+        """Return the network with what is in half precision in float32; itself where nothing is.
+
+        Raises:
+            OnnxGraphError: It is in bfloat16.
+        """
+        half = half_values(self.model)
+        if not half:
+            return self
+        if TensorProto.BFLOAT16 in half.types.values():
+            raise OnnxGraphError(
+                f"{self.source} is in bfloat16, which onnxruntime does not compute with on a processor, so "
+                "that nothing can be compared; export it in float32 or float16"
+            )
+        return OnnxNetwork(in_float32(self.model, half), self.source, half=half, converted=self.converted)
+
+    def as_in_file(self) -> OnnxNetwork:
+        """Return the network in the precision of its file."""
+        if not self.half:
+            return self
+        narrow = in_half(self.model, self.half, self.source)
+        return OnnxNetwork(narrow, self.source, self.axes, converted=self.converted)
+
+    def rewritten(self, model: ir.Model) -> OnnxNetwork:
+        """Return the same network with another graph."""
+        proto = ir.to_proto(model)
+        return OnnxNetwork(proto, self.source, self.axes, half=self.half, converted=self.converted)
 
     def graph_model(self) -> ir.Model:
         """Return the model as a graph of its own that can be changed."""
@@ -150,21 +186,26 @@ class OnnxNetwork:
         return GraphSession(self.model, self.source, threads=threads)
 
 
-def open_session(model: onnx.ModelProto, source: str, *, threads: int = 1) -> onnxruntime.InferenceSession:
+def open_session(
+    model: onnx.ModelProto | str, source: str, *, threads: int = 1, optimised: bool = True
+) -> onnxruntime.InferenceSession:
     """Open a model in onnxruntime, on the processor.
 
     Args:
-        model: The model.
+        model: The model, or the path of its file.
         source: Where it is from, for messages.
         threads: Threads that compute an operator.
+        optimised: Whether onnxruntime may rewrite the graph.
 
     Raises:
         OnnxGraphError: onnxruntime cannot run a node of it.
     """
     try:
-        return onnxruntime.InferenceSession(
-            model.SerializeToString(), session_options(threads), providers=["CPUExecutionProvider"]
-        )
+        options = session_options(threads)
+        if not optimised:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        content = model if isinstance(model, str) else model.SerializeToString()
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's error classes have no common base of their own
         raise OnnxGraphError(
             f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "
@@ -269,12 +310,44 @@ def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     return found
 
 
+def _checked(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Return a valid model: some converters append nodes at the end, which onnxruntime takes out of order."""
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        message = f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
+        if "topologically sorted" not in str(error):
+            raise OnnxGraphError(message) from error
+        try:
+            graph = ir.from_proto(model)
+            graph.graph.sort()
+            model = ir.to_proto(graph)
+            onnx.checker.check_model(model)
+        except (ValueError, onnx.checker.ValidationError) as still:  # in a circle
+            raise OnnxGraphError(message) from still
+    return model
+
+
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model in which the nodes of its own functions stand where those were called."""
     if not model.functions:
         return model
     inlined: onnx.ModelProto = inliner.inline_local_functions(model, convert_version=True)
     return inlined
+
+
+def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
+    """Return a model in the oldest operator set that is taken."""
+    try:
+        converted: onnx.ModelProto = version_converter.convert_version(model, LEAST_OPSET)
+        onnx.checker.check_model(converted)
+    except Exception as error:  # the converter's own, and those of what it does not know
+        raise OnnxGraphError(
+            f"{path} has opset {opset}; {LEAST_OPSET} or newer is needed, to which onnx's version converter "
+            f"cannot convert it ({error}). Export it anew with a newer one"
+        ) from error
+    converted.ir_version = max(converted.ir_version, _LEAST_IR)
+    return converted
 
 
 def _fix_constants(model: onnx.ModelProto) -> None:

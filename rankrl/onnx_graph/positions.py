@@ -75,7 +75,7 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], chosen: 
             constants: dict[str, ir.Value] = {}
             for each in site.nodes:
                 _replace(model.graph, each, site, chosen[site.name], constants)
-    return OnnxNetwork(ir.to_proto(without_unused(model)), network.source, network.axes)
+    return network.rewritten(without_unused(model))
 
 
 def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[SeveralPositions]:

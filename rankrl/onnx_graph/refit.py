@@ -29,6 +29,7 @@ from decomposition.lockstep import Refit, RefitProblem, Refitted, refit_to_patch
 from decomposition.operations.base import FINAL
 from decomposition.rounding import REDUCED_BITS
 from rankrl.onnx_graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
+from rankrl.onnx_graph.half import HalfValues
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.rewrite import MARKED, check_formats, replace_node, without_unused
 from rankrl.onnx_graph.site import Site
@@ -46,6 +47,7 @@ class CompressedGraph:
         stored: Bits of weights that are to be stored in integers, by name.
         errors: Relative output error of each node, those before it included, by name.
         replaced: The nodes in whose place something else stands.
+        half: What is to be in half precision in the file.
     """
 
     model: ir.Model
@@ -55,6 +57,7 @@ class CompressedGraph:
     stored: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     replaced: list[Site] = field(default_factory=list)
+    half: HalfValues = field(default_factory=HalfValues)
 
     def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
         """Put a layer in the place of a node and note what becomes of its weights."""
@@ -145,7 +148,7 @@ def refitted_graph(
         progress: Called with each node's name when it is done.
     """
     original = network.graph_model()
-    found = CompressedGraph(network.graph_model(), network.graph_model())
+    found = CompressedGraph(network.graph_model(), network.graph_model(), half=network.half)
     touched = False
     for site in sites:
         if site.spec.refusal is not None:
@@ -171,7 +174,7 @@ def structured_graph(
     network: OnnxNetwork, sites: Sequence[Site], plan: CompressionPlan, library: FitLibrary
 ) -> CompressedGraph:
     """Return the graph under a plan with the fits that the plan was chosen by, to time it."""
-    found = CompressedGraph(network.graph_model())
+    found = CompressedGraph(network.graph_model(), half=network.half)
     for site in sites:
         if site.spec.refusal is not None:
             continue

@@ -6,10 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
-from small_graphs import OPSETS, Array, convolutions, images, model_of, network_of, sentences, tokens
+from small_graphs import (
+    OPSETS,
+    Array,
+    convolutions,
+    images,
+    model_of,
+    network_of,
+    old_network,
+    sentences,
+    tokens,
+)
 
 from rankrl.onnx_graph import OnnxGraphError, OnnxNetwork
 from rankrl.onnx_graph.network import GraphSession, until
@@ -74,13 +85,46 @@ def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
         OnnxNetwork.load(tmp_path / "net.onnx")
 
 
-def test_a_missing_file_and_an_old_operator_set_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_one_that_cannot_be_converted_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OnnxGraphError, match=r"no ONNX file at"):
         OnnxNetwork.load(tmp_path / "net.onnx")
-    old = convolutions()
-    old.opset_import[0].version = 11
-    with pytest.raises(OnnxGraphError, match=r"has opset 11; 13 or newer"):
+    old = old_network(11)
+
+    def fail(*_: object) -> onnx.ModelProto:
+        raise RuntimeError("no adapter for Squeeze")
+
+    monkeypatch.setattr("onnx.version_converter.convert_version", fail)
+    with pytest.raises(
+        OnnxGraphError, match=r"has opset 11; 13 or newer.*converter cannot convert it \(no adapter"
+    ):
         network_of(old, tmp_path)
+
+
+@pytest.mark.parametrize("opset", [9, 11])
+def test_an_old_operator_set_is_converted(opset: int, tmp_path: Path) -> None:
+    """Upsample, Clip, Squeeze and Dropout had attributes for what they take as inputs since."""
+    model, feed = old_network(opset), {"x": images(3)}
+    network = network_of(model, tmp_path)
+    (found,) = network.session().run(feed)
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feed)[0]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert [each.version for each in network.model.opset_import] == [13]
+    assert network.model.ir_version >= 7
+    assert f"from operator set {opset} to 13" in network.converted
+
+
+def test_nodes_out_of_order_are_sorted_as_onnxruntime_does(tmp_path: Path) -> None:
+    model, feed = convolutions(), {"x": images(3)}
+    nodes = [*reversed(model.graph.node)]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    (expected,) = network_of(convolutions(), tmp_path).session().run(feed)
+    np.testing.assert_array_equal(network_of(model, tmp_path).session().run(feed)[0], expected)
+    model.graph.node[0].input[0] = model.graph.node[0].output[0]
+    with pytest.raises(OnnxGraphError, match="is damaged"):
+        network_of(model, tmp_path)
 
 
 def test_a_node_that_onnxruntime_does_not_know_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Whether a network that was read and rewritten still computes what the original does, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FLOOR = 1e-4
+"""The relative error of outputs in float32 that is always allowed: sums in another order."""
+COARSE_FLOOR = 2e-2
+"""The same where a network rounds by itself: to half precision, or to integers."""
+_TIMES_NOISE = 30.0
+
+
+def departure(
+    names: Sequence[str],
+    known: Sequence[Array],
+    again: Sequence[Array],
+    found: Sequence[Array],
+    *,
+    floor: float = FLOOR,
+) -> str | None:
+    """Return how far outputs are off, if they are further than rounding explains, else None.
+
+    Args:
+        names: Names of the outputs.
+        known: What the original computes.
+        again: What it computes in another way, which tells its own rounding noise.
+        found: What the other network computes.
+        floor: The relative error that is allowed whatever the noise.
+    """
+    for name, expected, other, value in zip(names, known, again, found, strict=True):
+        allowed = max(floor, _TIMES_NOISE * relative_error(expected, other))
+        error = relative_error(expected, value)
+        if not error <= allowed:  # also true of NaN
+            return f"the output {name!r} differs by {error:.2e}, where rounding explains {allowed:.0e}"
+    return None
+
+
+def relative_error(expected: Array, found: Array) -> float:
+    """Return |found - expected| / |expected|; of integers and truth values the share that differs.
+
+    It is infinite where shapes differ, or where a number is finite in one of them alone.
+    """
+    if expected.shape != found.shape:
+        return float("inf")
+    if not expected.size:
+        return 0.0
+    if expected.dtype.kind not in "f" or found.dtype.kind not in "f":
+        return float(np.mean(expected != found))
+    expected, found = expected.astype(np.float64), found.astype(np.float64)
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(found)):
+        return float("inf")
+    lost, whole = (np.linalg.norm(each) for each in (found[finite] - expected[finite], expected[finite]))
+    return float(lost / whole) if whole > 0 else float(lost)
