@@ -16,6 +16,7 @@ from decomposition.fitting import FitOptions
 from decomposition.input_check import checked_batches
 from decomposition.inputs import Inputs, joined, split
 from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
+from decomposition.left_behind import tell_of_lost
 from decomposition.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
 from decomposition.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
 from decomposition.operations import (
@@ -150,6 +151,7 @@ def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Modu
         form = form.to_empty(device=layer.cores()[0].device)
         cores = [core.detach() for core in layer.cores()]
         form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)
+        form.freeze_like(layer.cores()[0], layer.bias)
         replace_module(network, layer, form.train(layer.training))
     return network
 
@@ -247,6 +249,8 @@ def _apply_to_layers(
             raise DecompositionError(
                 f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
             )
+    factorised = [name for name, (entry, _) in changed.items() if entry.operation(Factorise) is not None]
+    tell_of_lost(model, {name: modules[name] for name in factorised})
     compressed = copied(model)
     sensitivities: dict[str, torch.Tensor] = {}
     if images is not None and options.weigh_outputs and changed:

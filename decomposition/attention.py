@@ -144,6 +144,7 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
+            layer.bias.requires_grad_(bias.requires_grad)
     layer.weight.requires_grad_(weight.requires_grad)
     return layer
 

@@ -105,6 +105,13 @@ class FactorisedLayer(nn.Module):
             output, features = self.tensor_format.halves(self.cores(), self.modes)
             return ((output.T @ output) * (features @ features.T)).sum()
 
+    def freeze_like(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Let the cores be trained where a weight is, and the bias where a bias is: frozen stays frozen."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(weight.requires_grad)
+        if self.bias is not None and bias is not None:
+            self.bias.requires_grad_(bias.requires_grad)
+
     def balance(self) -> None:
         """Size the cores so that one learning rate suits them all; the weight that they stand for stays."""
         with torch.no_grad():
@@ -145,6 +152,8 @@ class FactorisedLayer(nn.Module):
             dense.weight.copy_(weight.reshape(dense.weight.shape))
             if dense.bias is not None and self.bias is not None:
                 dense.bias.copy_(self.bias)
+                dense.bias.requires_grad_(self.bias.requires_grad)
+        dense.weight.requires_grad_(reference.requires_grad)
         return dense
 
     def to_tensorly(self) -> Any:

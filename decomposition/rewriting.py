@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from decomposition.errors import PlanError
+from decomposition.left_behind import tell_of_lost
 from decomposition.surgery import replace_module
 
 _MARK = "_rewrites"
@@ -61,6 +62,9 @@ def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) ->
         return network
     rewrites = (*rewrites_of(network), Rewrite(kind, tuple(layers)))
     modules = dict(network.named_modules())
+    tell_of_lost(
+        network, {name: modules[name] for name, layer in layers.items() if layer is not modules[name]}
+    )
     for name, layer in layers.items():
         replace_module(network, modules[name], layer)
         network = layer if name == "" else network

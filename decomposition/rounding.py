@@ -87,6 +87,11 @@ class RoundedWeight(nn.Module):
         return rounded_weight(weight, self.bits)
 
 
+def _to_uint8(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    levels = torch.div(x.float(), scale).round_().add_(zero)
+    return levels.clamp_(0, _LARGEST_ACTIVATION).sub_(zero).mul_(scale).to(x.dtype)
+
+
 class _RoundToUint8(torch.autograd.Function):
     """Rounding to scale * (q - zero) with q of 0 to 255; gradients pass where q is not cut off.
 
@@ -96,11 +101,10 @@ class _RoundToUint8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        levels = torch.div(x.float(), scale).round_().add_(zero)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(x)
             ctx.inside = [float(scale * (end - zero)) for end in (-0.5, _LARGEST_ACTIVATION + 0.5)]
-        return levels.clamp_(0, _LARGEST_ACTIVATION).sub_(zero).mul_(scale).to(x.dtype)
+        return _to_uint8(x, scale, zero)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -149,11 +153,20 @@ class ActivationRange(nn.Module):
                     return x
                 self.low.lerp_(low.clamp_max(0.0), _FOLLOWED)
                 self.high.lerp_(high.clamp_min(0.0), _FOLLOWED)
+        if torch.compiler.is_exporting():
+            return self._traced(x)
         if not self.calibrated:
             return x
         scale = (self.high - self.low) / _LARGEST_ACTIVATION
         rounded: torch.Tensor = _RoundToUint8.apply(x, scale, torch.round(-self.low / scale))
         return rounded
+
+    def _traced(self, x: torch.Tensor) -> torch.Tensor:
+        """Round by operations alone, as `torch.export` wants it: it knows no values to decide by."""
+        calibrated = self.high > self.low
+        scale = torch.where(calibrated, self.high - self.low, 1.0) / _LARGEST_ACTIVATION
+        rounded = _to_uint8(x, scale, torch.round(-self.low / scale))
+        return torch.where(calibrated, rounded, x)
 
 
 class _Unrounded(torch.Tensor):

@@ -15,6 +15,8 @@ from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.inputs import InputShape, random_batch, run_model, tensors_of
+from decomposition.left_behind import tell_of_lost
+from decomposition.operations import Factorise
 from decomposition.outputs import tensors_in
 from decomposition.plan import CompressionPlan
 from decomposition.wrappers import unwrapped
@@ -91,7 +93,10 @@ def load_compressed(
         if _PLAN_KEY not in metadata:
             raise PlanError(f"{path} holds no compression plan; pass the plan it was made with")
         plan = CompressionPlan.from_json(metadata[_PLAN_KEY], source=f"the plan in {path}")
+    model = plan.prepared(model)
     compressed = build_structure(model, plan)
+    modules = dict(model.named_modules())
+    tell_of_lost(model, {name: modules[name] for name in plan.chosen(Factorise)})
     expected = _own_tensors(compressed)
     missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     misfits = [n for n, t in expected.items() if n in tensors and tensors[n].shape != t.shape]

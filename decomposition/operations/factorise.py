@@ -90,6 +90,7 @@ class Factorise(LayerOperation):
         """Return the factorised layer, its cores not fitted."""
         dense = cast(DecomposableModule, module)
         layer = self.tensor_format.build(dense, spec, self.modes(spec), self.ranks)
+        layer.freeze_like(dense.weight, dense.bias)
         return layer.train(dense.training)
 
     def fit(
