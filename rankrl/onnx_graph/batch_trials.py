@@ -1,11 +1,13 @@
 """Finding which axes count the inputs of a batch, and which sizes it may have, by trying what is suggested.
 
 Of the axes that a file and its inputs suggest (`axis_suggestions`) the first are taken with which the file
-runs, and with which an output grows as the batch does.
+runs with one input and with two, an output grows as the batch does, and inputs do not change each other's
+outputs, as steps of a sequence do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,12 +15,12 @@ import numpy as np
 from rankrl.onnx_graph.axis_suggestions import Axes, Shape, declared_batch, suggested_axes
 from rankrl.onnx_graph.batch_axes import BatchAxes, shown_axes
 from rankrl.onnx_graph.errors import OnnxGraphError
-from rankrl.onnx_graph.network import Feed, GraphSession, OnnxNetwork
+from rankrl.onnx_graph.network import Array, Feed, GraphSession, OnnxNetwork
 
-_DIFFERENT = (1, 2)
-"""Batch sizes at which a file runs that is taken to run at any."""
+INFLUENCE = 0.02
+"""How far an input may change another one's outputs, relative to them: more than rounding does."""
 _FURTHER = (32, 16, 8, 4)
-"""Sizes that are tried where it does not, after the user's own."""
+"""Sizes that are tried where a file does not run at 1 and 2, after the user's own."""
 _LARGEST = 256
 """The largest size that is tried: users may give all of their inputs as one array."""
 
@@ -32,22 +34,37 @@ def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None
         stated: The axes that the user states; the others are guessed.
 
     Raises:
-        OnnxGraphError: What is stated does not fit the file, inputs differ in their number, or the file runs
-            at none of the sizes that were tried.
+        OnnxGraphError: What is stated does not fit the file, inputs differ in their number or change each
+            other's outputs, or the file runs at none of the sizes that were tried.
     """
     stated = _checked(stated or {}, network)
+    trusted = len(stated) == len(network.inputs) or any(axis is not None for axis in stated.values())
+    # Integers whose scale is taken from a whole batch change its inputs' outputs a little, whatever they are.
+    scaled = any(node.op_type == "DynamicQuantizeLinear" for node in network.model.graph.node)
+    tolerance = math.inf if scaled else INFLUENCE
     session, trials = network.session(), []
     for inputs in suggested_axes(network.inputs, stated, {name: value.shape for name, value in feed.items()}):
         axes = BatchAxes(inputs, fixed=declared_batch(network.inputs, inputs))
         check_sizes(feed, axes, network)
         if axes.size(feed) == 0:
             return axes
-        trials.append(_Trial(session, axes, feed))
-        if trials[-1].grows:
-            break
-    for found in [each.found for each in trials if each.grows] + [each.found for each in trials]:
-        if found is not None:
-            return found
+        trial = _Trial(session, axes, feed)
+        independent = trial.grows and trial.influence <= tolerance
+        if trial.found is not None and (trusted or (independent and trial.found.fixed is None)):
+            return trial.found
+        trials.append(trial)
+    for trial in trials:
+        if trial.influence > tolerance:
+            nothing = shown_axes(dict.fromkeys(trial.axes.inputs))
+            raise OnnxGraphError(
+                f"{network.source} counts no independent inputs on {shown_axes(trial.axes.inputs)}: the "
+                f"second one's outputs are {trial.influence:.0%} off what they are alone, as those of steps "
+                f"are. State the axes (dataset.batch_axes, batch_axes= in Python): {nothing} if they are the "
+                "steps of a sequence, so that every batch is one input and run as it is; or those above"
+            )
+    for trial in sorted(trials, key=lambda each: not each.grows):
+        if trial.found is not None:
+            return trial.found
     first = trials[0]
     raise OnnxGraphError(
         f"{first.error}. It was tried with batches of {', '.join(map(str, first.tried))}, their inputs "
@@ -64,18 +81,24 @@ class _Trial:
         session: The file.
         axes: The suggestion, with the batch size that the file declares.
         feed: A batch of the user's own size.
+
+    Attributes:
+        found: The axes and the batch size with which the file runs; None where it does not.
+        influence: How far the outputs of an input change with another one before it, relative to what they
+            are alone, at most; 0 where the file does not run with one and with two.
+        error: What was said when it did not run.
     """
 
     def __init__(self, session: GraphSession, axes: BatchAxes, feed: Feed) -> None:
-        self.axes, self.error = axes, ""
+        self.axes, self.error, self.influence = axes, "", 0.0
         self._session, self._feed, self._own = session, feed, axes.size(feed)
-        self._shapes: dict[int, list[Shape] | None] = {}
+        self._outputs: dict[int, list[Array] | None] = {}
         self.found = self._found()
 
     @property
     def tried(self) -> list[int]:
         """The batch sizes that were tried."""
-        return list(self._shapes)
+        return list(self._outputs)
 
     @property
     def grows(self) -> bool:
@@ -86,36 +109,57 @@ class _Trial:
         counted = any(axis is not None for axis in self.axes.inputs.values())
         sizes: Sequence[int] = (self.axes.fixed or 1,)
         if self.axes.fixed is None and counted:
-            shapes = [found for size in _DIFFERENT if (found := self._run(size)) is not None]
-            if len(shapes) == len(_DIFFERENT):
-                return self._with_outputs([_growing(*pair) for pair in zip(*shapes, strict=True)], None)
+            one, two = self._run([1]), self._run([0, 1])
+            if one is not None and two is not None:
+                found = [_growing(*pair) for pair in zip(one, two, strict=True)]
+                self.influence = max(map(_influence, one, two, found), default=0.0)
+                return self._with_outputs(found, None)
             own = (self._own,) if self._own <= _LARGEST else ()
-            sizes = (*own, *_DIFFERENT, *_FURTHER)
+            sizes = (*own, 1, 2, *_FURTHER)
         for size in sizes:
-            found = self._run(size)
-            if found is not None:
-                return self._with_outputs([_counting(shape, size) for shape in found], size)
+            outputs = self._run(range(size))
+            if outputs is not None:
+                return self._with_outputs([_counting(np.shape(each), size) for each in outputs], size)
         return None
 
     def _with_outputs(self, outputs: Sequence[int | None], fixed: int | None) -> BatchAxes:
         return BatchAxes(self.axes.inputs, dict(zip(self._session.output_names, outputs, strict=True)), fixed)
 
-    def _run(self, size: int) -> list[Shape] | None:
-        """Return the shapes of the outputs, or None where the file fails."""
-        if size not in self._shapes:
-            feed = self.axes.rows(self._feed, np.arange(size) % self._own)
+    def _run(self, rows: Sequence[int]) -> list[Array] | None:
+        """Return the outputs for some inputs, or None where the file fails; each size is tried once."""
+        size = len(rows)
+        if size not in self._outputs:
+            feed = self.axes.rows(self._feed, np.asarray(rows) % self._own)
             try:
-                self._shapes[size] = [np.shape(each) for each in self._session.run(feed, quiet=True)]
+                self._outputs[size] = self._session.run(feed, quiet=True)
             except OnnxGraphError as error:
-                self._shapes[size], self.error = None, self.error or str(error)
-        return self._shapes[size]
+                self._outputs[size], self.error = None, self.error or str(error)
+        return self._outputs[size]
 
 
-def _growing(one: Shape, two: Shape) -> int | None:
+def _growing(one: Array, two: Array) -> int | None:
     """Return the axis that is twice as long for twice as many inputs."""
-    if len(one) != len(two):
+    if np.ndim(one) != np.ndim(two):
         return None
-    return next((axis for axis, size in enumerate(one) if 0 < size != two[axis] == 2 * size), None)
+    sizes = zip(np.shape(one), np.shape(two), strict=True)
+    return next((axis for axis, (size, twice) in enumerate(sizes) if 0 < size != twice == 2 * size), None)
+
+
+def _influence(alone: Array, pair: Array, axis: int | None) -> float:
+    """Return how far the second of two inputs' output is from what it is alone, relative to that.
+
+    Args:
+        alone: Output of the second input.
+        pair: Output of both.
+        axis: The axis that counts them; their numbers on it lie one input after the other, or in turns.
+    """
+    if axis is None or alone.dtype.kind != "f" or not alone.any():
+        return 0.0
+    expected, both = (np.moveaxis(each, axis, 0).astype(np.float64) for each in (alone, pair))
+    if expected.shape[1:] != both.shape[1:]:
+        return 0.0
+    differences = [np.linalg.norm(each - expected) for each in (both[len(expected) :], both[1::2])]
+    return float(min(differences) / np.linalg.norm(expected))
 
 
 def _counting(shape: Shape, batch: int) -> int | None:

@@ -125,6 +125,41 @@ def test_axes_with_which_no_output_grows_are_passed_over(tmp_path: Path) -> None
     assert (found.inputs, found.outputs, found.fixed) == ({"x": 1}, {"y": 0}, None)
 
 
+def over_time() -> onnx.ModelProto:
+    """A recurrent layer along the first axis, (steps, 1, 4), behind a product."""
+    nodes = [
+        node("MatMul", ["x", "mix"], ["a"], "mix"),
+        node("RNN", ["a", "into", "again", "", "", "h"], ["all"], "rnn", hidden_size=4),
+        node("Squeeze", ["all", "one"], ["y"], "squeeze"),
+    ]
+    weights = {"mix": of_low_rank(4, 4, 2), "into": drawn(1, 4, 4), "again": drawn(1, 4, 4)}
+    weights["one"] = np.array([1], np.int64)
+    inputs: dict[str, Sequence[Any]] = {"x": ["steps", 1, 4], "h": [1, 1, 4]}
+    return model_of(nodes, weights, inputs, {"y": ["steps", 1, 4]})
+
+
+def test_steps_of_a_sequence_are_not_taken_for_inputs(tmp_path: Path) -> None:
+    network = network_of(over_time(), tmp_path)
+    feeds = [{"x": drawn(4 + number % 3, 1, 4) + number, "h": np.zeros((1, 1, 4))} for number in range(10)]
+    with pytest.raises(OnnxGraphError, match=r"% off what they are alone.*batch_axes=\{x: null, h: null\}"):
+        split_inputs(feeds, network)
+    split = split_inputs(feeds, network, batch_axes={"x": None, "h": None})
+    assert (split.axes.fixed, len(split.calibration), len(split.heldout)) == (1, 8, 2)
+    held = {feed["x"].tobytes() for feed in (*split.calibration, *split.heldout)}
+    assert held == {each["x"].tobytes() for each in feeds}
+    assert split_inputs(feeds, network, batch_axes={"x": 0}).axes.inputs == {"x": 0, "h": None}
+
+
+def test_integers_scaled_by_the_whole_batch_are_inputs_all_the_same(tmp_path: Path) -> None:
+    nodes = [
+        node("DynamicQuantizeLinear", ["x"], ["a", "scale", "zero"], "round"),
+        node("DequantizeLinear", ["a", "scale", "zero"], ["y"], "back"),
+    ]
+    network = network_of(model_of(nodes, {}, {"x": ["n", 4]}, {"y": ["n", 4]}), tmp_path)
+    x = drawn(9, 4) * np.array([[100]] + [[0.1]] * 8, np.float32)
+    assert find_batch_axes(network, {"x": x}).inputs == {"x": 0}
+
+
 def test_stated_axes_hold(tmp_path: Path) -> None:
     nodes = [node("Relu", ["x"], ["y"]), node("Relu", ["z"], ["v"])]
     shapes = {"x": ["a", "b", 4], "z": ["a"]}, {"y": ["a", "b", 4], "v": ["a"]}
