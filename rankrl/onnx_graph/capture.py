@@ -109,7 +109,8 @@ def drawn_patches(
     Returns:
         For each input a matrix (patches, in * kernel), and which input of the network each is from.
     """
-    tensors = [site.padded(x).float() for x in inputs]
+    counting = site.counting_axis(inputs[0].shape, batch)
+    tensors = [site.padded(np.moveaxis(x, counting, 0)).float() for x in inputs]
     patches, labels = sample_labelled_patches(layer, tensors, count, generator)
     return patches, labels_of_batch(labels, len(tensors[0]), batch)
 

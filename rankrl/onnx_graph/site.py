@@ -118,6 +118,20 @@ class Site:
             found.append((small, large) if self.auto_pad == "SAME_UPPER" else (large, small))
         return found
 
+    def counting_axis(self, shape: Sequence[int], batch: int) -> int:
+        """Return the axis of its input that counts the inputs of the network; time may come before them.
+
+        Args:
+            shape: Of its input for a batch.
+            batch: Inputs in the batch.
+        """
+        if self.spec.kind != "linear" or batch == 1:
+            return 0
+        sizes = self.spec.input_sizes[0]  # for one input of the network
+        one = sizes if len(sizes) == len(shape) - 1 else (1, *sizes)
+        grown = [size == batch * single for size, single in zip(shape, one, strict=False)]
+        return grown.index(True) if any(grown) else 0
+
     def padded(self, x: Array) -> torch.Tensor:
         """Return an input of the node, padded as the node does it."""
         tensor = torch.from_numpy(np.ascontiguousarray(x))

@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from small_graphs import drawn, model_of, network_of, of_low_rank, recorded_states, with_state
 
 import rankrl
-from rankrl.onnx_graph import OnnxGraphError, split_inputs
+from rankrl.onnx_graph import OnnxGraphError, find_sites, split_inputs
 from rankrl.onnx_graph.batch_trials import find_batch_axes
+from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.network import Array
 
 node = helper.make_node
@@ -308,3 +309,21 @@ def test_a_scalar_that_comes_first_is_quantised_and_timed_with_the_others(tmp_pa
     )
     assert "QuantizeLinear" in {each.op_type for each in onnx.load(tmp_path / "small.onnx").graph.node}
     assert found.score > 0.8
+
+
+def test_patches_know_which_input_they_are_from_wherever_that_is_counted(tmp_path: Path) -> None:
+    """Time first or batch first, the moments are the same, their shrinkage over inputs included."""
+    x = drawn(12, 8, 16) + 3 * drawn(12, 1, 16)[:, :, ::-1]
+    moments = []
+    for axis, shape in ((0, ["n", 8, 16]), (1, [8, "n", 16])):
+        nodes = [node("MatMul", ["x", "weight"], ["a"], "mix"), node("Relu", ["a"], ["y"])]
+        network = network_of(
+            model_of(nodes, {"weight": of_low_rank(16, 16, 3)}, {"x": shape}, {"y": shape}), tmp_path
+        )
+        feeds = [{"x": np.moveaxis(each, 0, axis)} for each in np.split(x, 3)]
+        network = network.with_axes(find_batch_axes(network, feeds[0], {"x": axis}))
+        sites = find_sites(network, feeds[0])
+        moments.append(collect_moments(network, sites, feeds)["mix"])
+    np.testing.assert_allclose(moments[0].covariance, moments[1].covariance, rtol=1e-5)
+    assert moments[0].shrinkage == pytest.approx(moments[1].shrinkage, rel=1e-4)
+    assert moments[0].shrinkage > 0
