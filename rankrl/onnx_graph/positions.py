@@ -253,7 +253,7 @@ def _replace(
         steps.append(("Slice", [_integers(graph, f"{name}_{key}", [end]) for key, end in ends.items()], {}))
     nodes: list[ir.Node] = []
     for number, (op_type, further, given) in enumerate(steps):
-        own = node_site.name if number == 0 else f"{node_site.name}/positions_{number}"
+        own = node_site.name if number == 0 else free_name(graph, f"{node_site.name}/positions_{number}")
         nodes.append(ir.node(op_type, [x, *further], given, name=own))
         x = nodes[-1].outputs[0]
         x.name, x.type = free_name(graph, f"{own}_output"), ir.TensorType(ir.DataType.FLOAT)

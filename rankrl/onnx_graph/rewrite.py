@@ -85,7 +85,9 @@ def _replace_one(
     nodes: list[ir.Node] = []
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
-        name = site.name if len(stages) == 1 else f"{site.name}/{_format_name(layer)}_{number}"
+        name = site.name
+        if len(stages) > 1:
+            name = free_name(graph, f"{site.name}/{_format_name(layer)}_{number}")
         bias = stage.bias
         if last and bias is not None and shift is not None and site.absorber == "bias":
             bias = bias.detach() + shift.to(bias)
@@ -252,9 +254,12 @@ def new_constant(graph: ir.Graph, name: str, values: torch.Tensor | Array) -> ir
 
 
 def free_name(graph: ir.Graph, name: str) -> str:
-    """Return a name that no value of the graph has yet."""
-    taken = graph.initializers
-    produced = {output.name for node in graph for output in node.outputs}
-    while name in taken or name in produced:
+    """Return a name that no value and no node of the graph and its bodies has yet."""
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    taken = {node.name for node in nodes} | {each.name for node in nodes for each in node.outputs}
+    for each in {graph, *(node.graph for node in nodes)}:
+        if each is not None:
+            taken |= {value.name for value in (*each.inputs, *each.initializers.values())}
+    while name in taken:
         name += "_"
     return name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -162,3 +164,30 @@ def test_nodes_without_names_are_told_from_those_in_bodies(tmp_path: Path) -> No
         path, X, tmp_path / "small.onnx", params=0.9, candidates=4, decomposition="tucker"
     )
     assert [bool(layer.operations) for layer in found.plan].count(True) == 1
+
+
+def test_names_that_new_nodes_would_have_may_be_taken_in_a_body_too(tmp_path: Path) -> None:
+    nodes = [product("x", "W", "a", "one"), helper.make_node("Relu", ["a"], ["y"], "relu")]
+    constants = {"W": low(16, 16)}
+    options: dict[str, Any] = {"params": 0.6, "candidates": 4, "weigh_outputs": False}
+    plain = saved(tmp_path / "plain.onnx", nodes, constants)
+    first = rankrl.compress_onnx(plain, X, tmp_path / "first.onnx", **options)
+    graph = onnx.load(first.path).graph
+    new = [node for node in graph.node if node.name.startswith("one/")]
+    assert len(new) == 2
+    inner, outer = new[0].output[0], new[1].input[1]  # a value and a constant that were added
+    ends = [helper.make_tensor_value_info(inner, TensorProto.FLOAT, ("n", 16))]
+    body = helper.make_graph([helper.make_node("Neg", ["y"], [inner], new[0].name)], "body", [], ends)
+    nodes += [
+        helper.make_node("ReduceSum", ["x"], ["sum"], "sum", keepdims=0),
+        helper.make_node("Greater", ["sum", "zero"], ["positive"], "greater"),
+        helper.make_node("If", ["positive"], [outer], new[1].name, then_branch=body, else_branch=body),
+    ]
+    path = saved(tmp_path / "taken.onnx", nodes, {**constants, "zero": np.array(0, np.float32)})
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_tensor_value_info(outer, TensorProto.FLOAT, ("n", 16)))
+    onnx.save(model, path)
+    second = rankrl.compress_onnx(path, X, tmp_path / "second.onnx", **options)
+    runs = [onnxruntime.InferenceSession(each.path).run(None, {"x": X}) for each in (first, second)]
+    np.testing.assert_allclose(runs[1][0], runs[0][0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(runs[1][1], -runs[1][0])
