@@ -19,7 +19,7 @@ from rankrl.export.errors import ExportError
 from rankrl.export.operators import STANDARD
 from rankrl.export.runtimes.onnxruntime_cpu import session_options
 from rankrl.export.sparse import store_densely
-from rankrl.export.values import with_subgraphs
+from rankrl.export.values import sort_nodes, with_subgraphs
 from rankrl.onnx_graph.axis_suggestions import axes_in_file
 from rankrl.onnx_graph.batch_axes import BatchAxes
 from rankrl.onnx_graph.errors import OnnxGraphError
@@ -90,9 +90,6 @@ class OnnxNetwork:
             )
         try:
             onnx.load_external_data_for_model(model, str(path.parent))
-            store_densely(model)
-        except ExportError as error:
-            raise OnnxGraphError(f"{path}: {error}") from error
         except (OSError, ValueError, onnx.checker.ValidationError) as error:
             raise OnnxGraphError(
                 f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "
@@ -100,7 +97,11 @@ class OnnxNetwork:
             ) from error
         if model.ByteSize() > _LARGEST_FILE:
             raise OnnxGraphError(f"{path} holds {model.ByteSize():,} bytes; networks of up to 2 GiB are read")
-        model = _checked(model, path)
+        _check(model, path)
+        try:
+            store_densely(model)
+        except ExportError as error:
+            raise OnnxGraphError(f"{path}: {error}") from error
         model = _inlined(model)
         _fix_constants(model)
         _free_sizes(model.graph)
@@ -310,22 +311,16 @@ def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     return found
 
 
-def _checked(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return a valid model: some converters append nodes at the end, which onnxruntime takes out of order."""
+def _check(model: onnx.ModelProto, path: Path) -> None:
+    """Sort the nodes, which some converters append at the end, as onnxruntime takes them, and check the model."""
     try:
+        for graph in with_subgraphs(model.graph):
+            sort_nodes(graph)
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
-        message = f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
-        if "topologically sorted" not in str(error):
-            raise OnnxGraphError(message) from error
-        try:
-            graph = ir.from_proto(model)
-            graph.graph.sort()
-            model = ir.to_proto(graph)
-            onnx.checker.check_model(model)
-        except (ValueError, onnx.checker.ValidationError) as still:  # in a circle
-            raise OnnxGraphError(message) from still
-    return model
+        raise OnnxGraphError(
+            f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
+        ) from error
 
 
 def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:

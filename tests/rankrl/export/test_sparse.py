@@ -47,7 +47,7 @@ def thinned(outputs: int, inputs: int) -> np.ndarray:
     along_axes=st.booleans(),
 )
 def test_a_sparse_tensor_is_the_dense_one_that_it_was_made_of(values: np.ndarray, along_axes: bool) -> None:
-    found = dense(sparse("values", values, along_axes=along_axes))
+    found = dense(sparse("", values, along_axes=along_axes), "values")
     assert found.name == "values"
     np.testing.assert_array_equal(numpy_helper.to_array(found), values)
 
@@ -84,7 +84,7 @@ def test_weights_that_a_file_stores_sparsely_are_compressed(tmp_path: Path) -> N
 
 def test_a_sparse_constant_without_numbers_is_zeros_and_one_too_large_is_refused() -> None:
     empty = sparse("none", np.zeros((2, 3), np.float32), along_axes=True)
-    assert not numpy_helper.to_array(dense(empty)).any()
+    assert not numpy_helper.to_array(dense(empty, "none")).any()
     empty.dims[:] = [2**20, 2**12]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "net", [], [])
     graph.sparse_initializer.append(empty)
