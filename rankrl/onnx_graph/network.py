@@ -312,7 +312,7 @@ def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
 
 
 def _check(model: onnx.ModelProto, path: Path) -> None:
-    """Sort the nodes, which some converters append at the end, as onnxruntime takes them, and check the model."""
+    """Put nodes in order, as onnxruntime does where converters append them at the end; check the model."""
     try:
         for graph in with_subgraphs(model.graph):
             sort_nodes(graph)
