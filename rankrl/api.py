@@ -20,6 +20,7 @@ from rankrl.progress import Progress
 from rankrl.selectors import check_selector
 from rankrl.workflow.calibration import CALIBRATION_BATCH
 from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 from rankrl.workflow.session import session_on_inputs
@@ -27,6 +28,7 @@ from rankrl.workflow.session import session_on_inputs
 __all__ = ["apply_plan", "load_compressed", "search"]
 
 
+@alone_in_folder
 def search(
     model: nn.Module,
     *,
@@ -100,8 +102,9 @@ def search(
             differentiable for that.
         seed: Seed of everything random.
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
-            nothing. A score that was edited since (its code, or what it closes over) begins anew.
-        cache: Where fits are kept for later searches; None keeps nothing.
+            nothing. A score that was edited since (its code, or what it closes over) begins anew. No two
+            calls may work in it at once.
+        cache: Where fits and times are kept for later searches; None keeps times in `folder`, for this one.
         workers: Processes that fit layers and score the plans of a step side by side; None takes one. The
             plans found do not depend on it; `selector_options={"plans_per_step": N}` says how many a step
             has. `model` and `score` must be importable by name, and the call stand under
@@ -135,7 +138,7 @@ def search(
         macs=macs,
         bytes=bytes,
         latency=latency,
-        timing=LatencyOptions() if timing is None else timing,
+        timing=(LatencyOptions() if timing is None else timing).kept_in(cache, folder),
         reward=reward,
         reward_options=reward_options or {},
         finalists=finalists,

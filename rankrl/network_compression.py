@@ -39,11 +39,13 @@ from rankrl.selectors import check_selector
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.general import steps_of_an_epoch
 from rankrl.workflow.calibration import CALIBRATION_BATCH
+from rankrl.workflow.call_record import call_record
 from rankrl.workflow.file_export import export_file
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_rows
 from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs, Sample
-from rankrl.workflow.run_folder import RunFolder, check_writable
+from rankrl.workflow.run_folder import SAME_CALL, RunFolder, check_writable
+from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 from rankrl.workflow.session import session_on_inputs
@@ -86,6 +88,7 @@ class NetworkCompression(Compression):
     missed: str | None = None
 
 
+@alone_in_folder
 def compress(
     model: nn.Module,
     data: CalibrationInputs,
@@ -132,8 +135,9 @@ def compress(
         data: Inputs to fit to, a few hundred to some thousands, read into memory: one batch (a tensor, a
             tuple of tensors that the forward takes in order, or a dict of those it takes by name), or batches
             of such, such as a data loader. Batches may be pairs of inputs and labels.
-        folder: Where the network, its plan, its ONNX file, the numbers and the report are written. A killed
-            search in it goes on.
+        folder: Where the network, its plan, its ONNX file, the numbers and the report are written. The same
+            call again goes on with the search in it, also after it was killed, to the same plan; another
+            network, budget or selector is refused. No two calls may work in it at once.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
@@ -167,7 +171,7 @@ def compress(
             differentiable for that.
         timing: How time is measured.
         seed: Seed of everything random.
-        cache: Where fits and times are kept for later calls; None keeps nothing.
+        cache: Where fits and times are kept for later calls; None keeps times in `folder`, for this call.
         workers: As for `rankrl.search`, like the following.
         cluster: Where the workers are.
         worker_cpus: Processor cores of each.
@@ -179,24 +183,22 @@ def compress(
         The compressed network and what is known of it.
 
     Raises:
-        ConfigError: No budget or more than two are given, or an option is unknown, out of range or
-            contradicts another.
+        ConfigError: No budget or more than two are given, an option is unknown, out of range or contradicts
+            another, or the folder holds the results of another call.
         DataError: There are too few inputs, or labels for some of them alone.
         DecompositionError: No layer can be decomposed, no plan reaches the budget, or the inputs cannot be
             used.
         ExportError: The network cannot be exported, or its file computes something else.
         NonFiniteError: A score or a loss is NaN or infinite.
         KeyboardInterrupt: The search was interrupted; the same call goes on with it.
-        StorageError: The folder cannot be written.
+        StorageError: The folder cannot be written, or another call works in it (`FolderInUseError`).
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress takes a torch.nn.Module, got a {type(model).__name__}")
     model = unwrapped(model)
     recipe = _checked_recipe(finetune, loss)
     run, kept = RunFolder(Path(folder)), None if cache is None else Path(cache)
-    timing = LatencyOptions() if timing is None else timing
-    if timing.folder is None and kept is not None:
-        timing = replace(timing, folder=kept / "latencies")
+    timing = (LatencyOptions() if timing is None else timing).kept_in(kept, run.state)
     options = SearchOptions(
         params=params,
         macs=macs,
@@ -213,14 +215,12 @@ def compress(
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, latency= likewise")
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
-    if multiple is None:
-        multiple = 1 if latency is None else fast_multiple(timing.folder)
     chosen = CandidateOptions(
         formats,
         precisions=tuple(precisions),
         reduce_range=timing.reduce_range,
         candidates=candidates,
-        multiple=multiple,
+        multiple=1 if multiple is None else multiple,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
         blocks=blocks,
@@ -229,6 +229,10 @@ def compress(
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
     check_writable(run.path, "folder")
+    record = call_record(model, chosen, options, selector, selector_options or {}, seed=seed)
+    run.check(record, composed=lambda _: record, advice=SAME_CALL)
+    if multiple is None and latency is not None:
+        chosen = replace(chosen, multiple=fast_multiple(timing.folder))
     dense = plain_transposed(plain_attention(plain_weights(model))).eval()
     fitted, held = _samples(data, heldout, dense, seed)
     if recipe is not None:
@@ -236,6 +240,7 @@ def compress(
     measure = HeldoutScore(dense, held)
     judge: Score = measure if score is None else score
     run.prepare()
+    run.claim(record, (), resume=True)
     shape = input_shape_of(fitted.inputs)
     baseline = export_onnx(
         dense, run.state / "dense.onnx", shape, channel_block=timing.channel_block, progress=False
@@ -254,17 +259,23 @@ def compress(
     )
     with session:
         found = session.search(
-            selector, selector_options or {}, seed=seed, folder=run.path, anew_for_other_scores=True
+            selector,
+            selector_options or {},
+            seed=seed,
+            folder=run.path,
+            anew_for_other_scores=True,
+            on_set_aside=run.remove_results,
         )
     if found.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
-    found.plan.save(run.plan)
     compressed = session.apply(found.plan)
     rows = layer_rows(found.plan, dense, compressed)
     tuned: nn.Module = compressed
     epochs: Sequence[EpochRow] = ()
     if finetune is not None:
         tuned, epochs = _tuned(copied(compressed), dense, finetune, recipe, fitted, judge, loss, progress)
+    run.remove_results()  # of the same call before: never files of two beside each other
+    found.plan.save(run.plan)
     save_compressed(tuned, found.plan, run.model, dense=dense)
 
     inputs = OwnInputs(dense, fitted, held, timing.batch)

@@ -11,7 +11,7 @@ from rankrl.config.composition import composing, parsed_flags
 from rankrl.config.overrides import composed, parsed_overrides
 from rankrl.config.quoting import quoted
 from rankrl.errors import ConfigError
-from rankrl.workflow.run_folder import RunFolder, changed_options, with_effect
+from rankrl.workflow.run_folder import COMPRESS, SAME_CALL, RunFolder, changed_options, with_effect
 from rankrl.workflow.run_lock import check_free
 
 
@@ -84,6 +84,9 @@ def _recorded_overrides(folder: Path) -> list[str]:
         raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {path})")
     content = OmegaConf.to_container(OmegaConf.load(path))
     overrides = content.get("overrides") if isinstance(content, dict) else content
+    config = content.get("config") if isinstance(content, dict) else None
+    if isinstance(config, dict) and config.get("task") == COMPRESS:
+        raise ConfigError(f"resume={folder}: that is the folder of a call of {COMPRESS}; {SAME_CALL}")
     if not isinstance(overrides, list):
         raise ConfigError(f"resume={folder}: {path} is damaged; restore it or start anew")
     return [str(override) for override in overrides]

@@ -108,15 +108,26 @@ def kept_table(folder: Path | None, key: str, measure: Callable[[], LatencyTable
     if folder is None:
         return measure()
     path = folder / f"{key}.json"
-    if path.exists():
-        try:
-            return LatencyTable.load(path)
-        except DecompositionError:
-            log.warning("%s is damaged; latencies are measured anew", path)
+    known = _known_table(path)
+    if known is not None:
+        return known
     table = measure()
+    known = _known_table(path)  # of a run beside this one, which may search with it by now
+    if known is not None:
+        return known
     folder.mkdir(parents=True, exist_ok=True)
     table.save(path)
     return table
+
+
+def _known_table(path: Path) -> LatencyTable | None:
+    if not path.exists():
+        return None
+    try:
+        return LatencyTable.load(path)
+    except DecompositionError:
+        log.warning("%s is damaged; latencies are measured anew", path)
+        return None
 
 
 def _measured(

@@ -45,6 +45,7 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.progress import progress_bar
 from rankrl.selectors import check_selector
 from rankrl.workflow.latency import LatencyOptions
+from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Finishing:
     seed: int = 0
 
 
+@alone_in_folder
 def compress_onnx(
     path: str | Path,
     inputs: Inputs,
@@ -176,7 +178,8 @@ def compress_onnx(
         final_options: How much work each fit may do in the end.
         seed: Seed of everything random.
         cache: Where fits, sensitivities and times are kept for later calls; None keeps nothing.
-        folder: Where the search keeps its record, for a killed one to go on; None keeps nothing.
+        folder: Where the search keeps its record, for a killed one to go on; None keeps nothing. No two calls
+            may work in it at once.
 
     Returns:
         The file and what is known of it.
@@ -190,9 +193,7 @@ def compress_onnx(
         NonFiniteError: A score is NaN or infinite.
         StorageError: The target cannot be written.
     """
-    timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
-    if timing.folder is None and cache is not None:
-        timing = replace(timing, folder=Path(cache) / "latencies")
+    timing = (LatencyOptions(batch=TIMED_BATCH) if timing is None else timing).kept_in(cache, folder)
     search = SearchOptions(
         params=params,
         macs=macs,

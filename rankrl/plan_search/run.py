@@ -104,6 +104,7 @@ def run_search(
     folder: Path | None = None,
     resume: bool = False,
     anew_for_other_scores: bool = False,
+    on_set_aside: Callable[[], None] | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
 ) -> SearchResult:
     """Let a selector look for the plan with the best reward.
@@ -123,6 +124,7 @@ def run_search(
         resume: Go on from the state in the folder; without one, begin.
         anew_for_other_scores: Begin anew where the folder's search is this one but for how plans are scored,
             which is what `evaluator.fingerprint` tells; its files are kept as `old-*`. Refused otherwise.
+        on_set_aside: Called before its files are, for what was made of them.
         on_episode: Called with the row of every newly scored plan.
 
     Returns:
@@ -148,6 +150,8 @@ def run_search(
             )
         state = SearchState.load(path)
         if anew_for_other_scores and state.differing(identity) == ["evaluator"]:
+            if on_set_aside is not None:
+                on_set_aside()
             _set_aside(path.parent)
         else:
             state.check(identity, path)

@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ from rankrl.workflow.latency_fit import Trial, corrected, correction, first_tria
 
 log = logging.getLogger(__name__)
 
+PLAN_TIMES_FILE = "plan_times.json"
+"""Beside a search's state: the times of the plans that were exported at its end."""
 _ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
@@ -110,6 +112,17 @@ class LatencyOptions:
     preprocess: bool = False
     pad_channels: bool = True
     reduce_range: bool | None = None
+
+    def kept_in(self, cache: str | Path | None, folder: str | Path | None) -> LatencyOptions:
+        """Return these options with times kept in a cache, or without one in the folder of the search.
+
+        A budget in time is part of what is searched: with times that are measured anew it would be another
+        search. `folder`, where it is set, stays.
+        """
+        above = folder if cache is None else cache
+        if self.folder is not None or above is None:
+            return self
+        return replace(self, folder=Path(above) / "latencies")
 
     @property
     def channel_block(self) -> int:
@@ -178,14 +191,16 @@ class LatencyBudget:
             self._path(table, "budget", self.fraction),
             self._path(table, "corrected", self.fraction),
         )
-        if found is not None and kept is not None and found.exists():
-            wanted = float(json.loads(found.read_text(encoding="utf-8")))
-            return self._problem(LatencyTable.load(kept), wanted, library)
-        best, fitted = self._adjusted(table, library)
-        if found is not None and kept is not None:
-            fitted.save(kept)
-            write_json(found, best)
-        return self._problem(fitted, best, library)
+        if found is None or kept is None:
+            best, fitted = self._adjusted(table, library)
+            return self._problem(fitted, best, library)
+        if not found.exists():
+            best, fitted = self._adjusted(table, library)
+            if not found.exists():  # a run beside this one may search with what it found by now
+                fitted.save(kept)
+                write_json(found, best)
+        wanted = float(json.loads(found.read_text(encoding="utf-8")))
+        return self._problem(LatencyTable.load(kept), wanted, library)
 
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
         """Return a fraction and a table with which greedy's plan keeps the budget.
@@ -304,25 +319,36 @@ class LatencyBudget:
         self._export(self.model, path)
         return path
 
-    def holding(self, problem: SearchProblem, result: SearchResult, count: int) -> TimedPlans:
+    def holding(
+        self, problem: SearchProblem, result: SearchResult, count: int, *, folder: Path | None = None
+    ) -> TimedPlans:
         """Export and time the best plans of a search, until enough of them keep the budget.
 
         Args:
             problem: What was searched over.
             result: The search.
             count: Rows to return at most.
+            folder: Where the times are kept, so that a search that is resumed comes to the same plan, which
+                its fine-tuning may have begun with; None keeps nothing.
         """
         found: list[EpisodeRow] = []
+        path = None if folder is None else folder / PLAN_TIMES_FILE
+        known = {} if path is None else _known_times(path, problem)
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
         nearest, least = tried[0], float("inf")
         for row in tried:
-            kept = self._once(problem.plan(row.key, result.plan.chosen_by))
+            name = ",".join(map(str, row.key))
+            if name not in known:
+                known[name] = self._once(problem.plan(row.key, result.plan.chosen_by))
+            kept = known[name]
             if kept < least:
                 nearest, least = row, kept
             if kept <= self.fraction:
                 found.append(row)
             if len(found) == count:
                 break
+        if path is not None:
+            write_json(path, {"problem": problem.fingerprint, "kept": known})
         if found:
             return TimedPlans(found)
         return TimedPlans(
@@ -387,6 +413,16 @@ class LatencyBudget:
             latencies=table,
             library=library,
         )
+
+
+def _known_times(path: Path, problem: SearchProblem) -> dict[str, float]:
+    """Return the times of plans that were measured for the same problem, by their choices."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        same = content["problem"] == problem.fingerprint
+        return {str(name): float(kept) for name, kept in content["kept"].items()} if same else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _none_of(plans: int) -> str:

@@ -20,6 +20,9 @@ from rankrl.workflow.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
+COMPRESS = "rankrl.compress"
+"""The task in the record of a call of it."""
+SAME_CALL = "the same call goes on with it; for another one name another folder, or delete this one"
 _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
 _MISSING = "not set"
 _LONGEST_SHOWN = 60
@@ -163,29 +166,52 @@ class RunFolder:
         Args:
             config: The run's configuration, plain values.
             overrides: The overrides that it was composed from, for `resume=`.
-            resume: Whether the user asked to go on here, perhaps with other options.
-            composed: Returns what overrides stand for now: the values of options that did not exist yet when
-                the folder's results were made.
+            resume: Whether the user asked to go on here.
+            composed: As for `check`.
 
         Raises:
-            ConfigError: The folder holds results of another configuration and `resume` is off; the options
-                that differ are named.
+            ConfigError: As `check`, unless `resume` is on.
             StorageError: The folder cannot be written.
         """
+        if not resume:
+            self.check(config, composed=composed)
+        write_json(self.record, {"config": with_effect(_plain(config)), "overrides": list(overrides)})
+
+    def check(
+        self,
+        config: Mapping[str, Any],
+        *,
+        composed: Callable[[Sequence[str]], Mapping[str, Any]] = lambda overrides: {},
+        advice: str = _ANOTHER_FOLDER,
+    ) -> None:
+        """Refuse a folder that holds results of another configuration; nothing is written.
+
+        Args:
+            config: The run's configuration, plain values.
+            composed: Returns what overrides stand for now: the values of options that did not exist yet when
+                the folder's results were made.
+            advice: What to do instead.
+
+        Raises:
+            ConfigError: It does; the options that differ are named.
+        """
         config = with_effect(_plain(config))
-        if self.holds_results and not resume:
+        if self.holds_results:
             known = self._recorded()
             if known is None:
-                raise ConfigError(f"{self.path} holds a run of unknown configuration; {_ANOTHER_FOLDER}")
+                raise ConfigError(f"{self.path} holds a run of unknown configuration; {advice}")
             before, given = with_effect(known[0]), known[1]
             changes = changed_options(before, config)
             if changes:
                 changes = changed_options(filled_in(before, with_effect(_plain(composed(given)))), config)
             if changes:
-                raise ConfigError(
-                    f"{self.path} holds a run with another configuration ({changes}); {_ANOTHER_FOLDER}"
-                )
-        write_json(self.record, {"config": config, "overrides": list(overrides)})
+                raise ConfigError(f"{self.path} holds a run with another configuration ({changes}); {advice}")
+
+    def remove_results(self) -> None:
+        """Remove what a run ends with, `metrics.json` first, before what another one ends with is written."""
+        for path in (self.metrics, self.plan, self.model, self.onnx, self.path / "report.html"):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.path / "plots", ignore_errors=True)
 
     def _recorded(self) -> tuple[dict[str, Any], list[str]] | None:
         """The recorded configuration and its overrides, or None where there are none that can be read."""

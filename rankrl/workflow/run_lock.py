@@ -9,6 +9,8 @@ processes of the same machine alone are seen.
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import json
 import logging
 import os
@@ -16,12 +18,15 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rankrl.errors import FolderInUseError, StorageError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,7 @@ _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _BEYOND_THE_WORDS = 1 << 30  # a byte that Windows locks may not be read by others
 _LONGEST_COMMAND = 200
+_MOST_TURNS = 1000
 _TURNS, _TURN = 20, 0.01
 _held: set[int] = set()
 
@@ -41,15 +47,15 @@ def locked(folder: Path) -> Iterator[None]:
     Processes that this one starts do not hold the lock.
 
     Args:
-        folder: The folder of the run; it is made where there is none.
+        folder: The folder of the run; it is made where there is none, and removed again if it stays empty.
 
     Raises:
         FolderInUseError: A run that goes on holds it; the message says which.
         StorageError: The folder cannot be written.
     """
     path, process = folder / LOCK_FILE, os.getpid()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         descriptor = _acquired(path)
     except OSError as error:
         raise StorageError(
@@ -63,6 +69,25 @@ def locked(folder: Path) -> Iterator[None]:
         if os.getpid() == process:  # not in a child that has left the block too
             _held.discard(descriptor)
             _release(path, descriptor)
+            with suppress(OSError):  # there are results
+                for each in made:
+                    each.rmdir()
+
+
+def alone_in_folder(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function hold the folder that its argument `folder` names, unless that is None, while it works.
+
+    It raises what `locked` does, too.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def held(*args: _P.args, **options: _P.kwargs) -> _R:
+        folder = signature.bind(*args, **options).arguments.get("folder")
+        with nullcontext() if folder is None else locked(Path(folder)):
+            return function(*args, **options)
+
+    return held
 
 
 def check_free(folder: Path) -> None:
@@ -84,21 +109,32 @@ def check_free(folder: Path) -> None:
 
 
 def _acquired(path: Path) -> int:
-    """Return the descriptor of the locked file."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if not _lock(descriptor):
-                raise _in_use(path.parent, descriptor)
-            # Who held it before may have removed the file between the two calls.
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
+    """Return the descriptor of the locked file; make the folder where there is none.
+
+    Who held it before may remove file and folder between any two of these calls, hence the turns.
+    """
+    for _ in range(_MOST_TURNS):
+        with suppress(FileNotFoundError):
+            _make(path.parent)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if not _lock(descriptor):
+                    raise _in_use(path.parent, descriptor)
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
             os.close(descriptor)
+    raise _in_use(path.parent)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        if folder.exists():  # and is a file; a folder may be gone by now
             raise
-        os.close(descriptor)
 
 
 def _release(path: Path, descriptor: int) -> None:
@@ -157,13 +193,13 @@ def _read_words(descriptor: int) -> dict[str, Any]:
         return {}
 
 
-def _in_use(folder: Path, descriptor: int) -> FolderInUseError:
-    words = _read_words(descriptor)
+def _in_use(folder: Path, descriptor: int | None = None) -> FolderInUseError:
+    words = dict[str, Any]()
     for _ in range(_TURNS):
+        words = {} if descriptor is None else _read_words(descriptor)
         if words:
             break
         time.sleep(_TURN)  # whoever has just got the lock writes them now
-        words = _read_words(descriptor)
     owner = "another run"
     if words:
         owner = "process {process} on {host}, since {since} (`{command}`)".format(**words)

@@ -311,6 +311,7 @@ class SearchSession:
         seed: int,
         folder: Path | None = None,
         anew_for_other_scores: bool = False,
+        on_set_aside: Callable[[], None] | None = None,
         on_episode: Callable[[EpisodeRow], None] | None = None,
     ) -> SearchResult:
         """Let a selector look for the best plan; an interrupted search in `folder` is continued.
@@ -322,6 +323,7 @@ class SearchSession:
             folder: Where the search keeps its state and `episodes.csv`; None keeps nothing.
             anew_for_other_scores: Whether a search in `folder` that scored plans otherwise is set aside for a
                 new one; refused otherwise.
+            on_set_aside: As for `run_search`.
             on_episode: Called with the row of every newly scored plan.
 
         Returns:
@@ -354,6 +356,7 @@ class SearchSession:
                 folder=folder,
                 resume=True,
                 anew_for_other_scores=anew_for_other_scores,
+                on_set_aside=on_set_aside,
                 on_episode=show,
             )
         log.info(
@@ -367,7 +370,7 @@ class SearchSession:
             return result
         missed = None
         if self.latency is not None:
-            timed = self.latency.holding(self.problem, result, options.finalists)
+            timed = self.latency.holding(self.problem, result, options.finalists, folder=folder)
             rows, missed = timed.rows, timed.missed
             if missed is not None:
                 log.warning(missed)

@@ -1,0 +1,184 @@
+"""`rankrl.compress` in a folder that it worked in before, or works in now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rankrl
+from decomposition import CompressionPlan, LatencyTable
+from rankrl.errors import ConfigError, FolderInUseError
+from rankrl.onnx_graph import compress_onnx
+from rankrl.workflow.latency import LatencyBudget
+from rankrl.workflow.run_lock import locked
+
+IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+QUICK: dict[str, Any] = {
+    "timing": rankrl.LatencyOptions(batch=4, runs=2),
+    "candidates": 4,
+    "multiple": 1,
+    "progress": False,
+}
+
+
+def network(width: int = 12, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 3),
+    ).eval()
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one call, for all tests to copy."""
+    folder = tmp_path_factory.mktemp("whole")
+    rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    for path, data in content(whole).items():
+        copied = tmp_path / path.relative_to(whole)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(data)
+    return tmp_path
+
+
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
+    """Times that are others whenever they are measured."""
+    drawn = np.random.default_rng(0)
+
+    def table(model: nn.Module, sites: Any, *_: object) -> LatencyTable:
+        times = {
+            site.name: tuple((site.params * drawn.uniform(0.9, 1.1, len(site))).tolist()) for site in sites
+        }
+        return LatencyTable(times, rest=1.0, conditions="drawn")
+
+    monkeypatch.setattr("rankrl.export.layer_latency._measured", table)
+    monkeypatch.setattr(LatencyBudget, "measured", lambda *_: drawn.uniform(0.75, 0.85))
+    return drawn
+
+
+@pytest.mark.parametrize("selector", ["greedy", "random"])
+def test_the_same_call_with_a_budget_in_time_comes_to_the_same_plan(
+    tmp_path: Path, noise: np.random.Generator, selector: str
+) -> None:
+    def call() -> tuple[CompressionPlan, list[float]]:
+        options = {"latency": 0.8, "selector": selector, "episodes": 6, **QUICK}
+        found = rankrl.compress(network(), IMAGES, tmp_path, **options)
+        return found.plan, [row.reward for row in found.search.rows]
+
+    first = call()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["search"]
+    assert call() == first
+    assert (
+        json.loads((tmp_path / "metrics.json").read_text())["search"]["best_reward"] == metrics["best_reward"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"params": 0.5}, "params was 0.6, is now 0.5"),
+        ({"model": network(16)}, "network was "),
+        ({"model": network(seed=1)}, "network was "),
+        ({"selector": "random", "episodes": 2}, "selector was greedy, is now random"),
+        ({"decomposition": "cp"}, "candidates.formats was ['tucker'], is now ['cp']"),
+    ],
+)
+def test_another_call_leaves_every_byte_alone(folder: Path, changes: dict[str, Any], named: str) -> None:
+    before = content(folder)
+    with pytest.raises(ConfigError, match="name another folder, or delete this one") as refused:
+        rankrl.compress(
+            **{"model": network(), "data": IMAGES, "folder": folder, "params": 0.6, **QUICK, **changes}
+        )
+    assert named in str(refused.value)
+    assert content(folder) == before
+
+
+def test_a_run_of_the_command_line_is_left_alone(folder: Path) -> None:
+    record = folder / "state" / "configuration.json"
+    record.write_text(json.dumps({"config": {"task": "pipeline", "seed": 0}, "overrides": []}))
+    with pytest.raises(ConfigError, match="task was pipeline, is now rankrl"):
+        rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+
+
+def test_a_result_stays_until_the_next_one_is_there(folder: Path) -> None:
+    def fails(_: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    names = ("metrics.json", "plan.json", "model.safetensors", "model.onnx", "report.html")
+    before = {name: (folder / name).read_bytes() for name in names}
+    with pytest.raises(KeyboardInterrupt):
+        rankrl.compress(network(), IMAGES, folder, params=0.6, finetune=fails, **QUICK)
+    assert {name: (folder / name).read_bytes() for name in names} == before
+
+
+def test_a_result_of_another_score_goes_before_the_search_begins_anew(folder: Path) -> None:
+    def score(_: nn.Module) -> float:
+        seen.append((folder / "metrics.json").exists())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return 0.5
+
+    seen: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        rankrl.compress(network(), IMAGES, folder, params=0.6, score=score, **QUICK)
+    assert seen == [True, False], "the original, the first plan"
+    assert not {"metrics.json", "plan.json", "model.onnx", "plots"} & {path.name for path in folder.iterdir()}
+    assert (folder / "old-search.safetensors").exists()
+
+
+def _search(folder: Path) -> object:
+    return rankrl.search(network(), score=lambda _: 0.0, calibration=IMAGES, params=0.6, folder=folder)
+
+
+def _compress(folder: Path) -> object:
+    return rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+
+
+def _compress_file(folder: Path) -> object:
+    return compress_onnx(
+        folder / "none.onnx", folder / "none.npz", folder / "small.onnx", folder=folder, params=0.6
+    )
+
+
+@pytest.mark.parametrize("call", [_search, _compress, _compress_file])
+def test_a_call_beside_another_is_refused_at_once(tmp_path: Path, call: Callable[[Path], object]) -> None:
+    with locked(tmp_path):
+        before = content(tmp_path)
+        with pytest.raises(FolderInUseError, match="is in use by process"):
+            call(tmp_path)
+        assert content(tmp_path) == before
+
+
+def test_a_folder_is_held_from_the_first_moment_to_the_last(tmp_path: Path) -> None:
+    def beside(_: nn.Module) -> float:
+        with pytest.raises(FolderInUseError):
+            _compress(tmp_path)
+        return 0.5
+
+    rankrl.compress(network(), IMAGES, tmp_path, params=0.6, score=beside, **QUICK)
+    assert not (tmp_path / "run.lock").exists()
+    with pytest.raises(ConfigError):  # and one that is refused leaves no folder behind
+        rankrl.compress(network(), IMAGES, tmp_path / "new", **QUICK)
+    assert not (tmp_path / "new").exists()
