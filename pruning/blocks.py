@@ -9,7 +9,6 @@ narrow already.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.registry import register_pruner
 
@@ -52,6 +52,7 @@ def residual_blocks(model: nn.Module, example_input: torch.Tensor) -> list[Resid
         model: The network; left untouched.
         example_input: A batch that it accepts.
     """
+    model = plain_network(model)
     found: list[ResidualBlock] = []
     for name, (module, calls, same_shape) in _run(model, example_input).items():
         layers = tuple(
@@ -68,7 +69,7 @@ def residual_blocks(model: nn.Module, example_input: torch.Tensor) -> list[Resid
 
 def remove_blocks(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return a copy of a network in which these blocks hand their input on."""
-    smaller = copy.deepcopy(model)
+    smaller = copied(plain_network(model))
     for name in names:
         smaller.set_submodule(name, nn.Identity())
     return smaller
@@ -108,7 +109,7 @@ def least_needed_blocks(
     if len(calibration) == 0:
         raise PruningError("pruner 'blocks' needs calibration inputs; pass a few hundred")
     require_blocks_suffice(model, blocks, cost, fraction)
-    model = copy.deepcopy(model).eval()
+    model = copied(plain_network(model)).eval()
     reference = _outputs(model, calibration)
     whole = remaining = cost(model)
     saves = {block.name: whole - cost(remove_blocks(model, [block.name])) for block in blocks}
@@ -155,7 +156,7 @@ def require_blocks_suffice(
 
 def _run(model: nn.Module, example_input: torch.Tensor) -> dict[str, tuple[nn.Module, int, bool]]:
     """Run a copy of the model; return its blocks, inner ones first: calls, and whether the shape stays."""
-    copied = copy.deepcopy(model).eval()
+    network = copied(model).eval()
     calls: dict[str, list[bool]] = {}
     handles = []
 
@@ -167,14 +168,14 @@ def _run(model: nn.Module, example_input: torch.Tensor) -> dict[str, tuple[nn.Mo
 
         return hook
 
-    for name, module in copied.named_modules():
+    for name, module in network.named_modules():
         if name and any(module.children()):
             handles.append(module.register_forward_hook(watch(name), with_kwargs=True))
     with torch.no_grad():
-        copied(example_input)
+        network(fresh_input(example_input))
     for handle in handles:
         handle.remove()
-    modules = dict(copied.named_modules())
+    modules = dict(network.named_modules())
     depth = sorted(calls, key=lambda name: -name.count("."))
     return {name: (modules[name], len(calls[name]), all(calls[name])) for name in depth}
 
@@ -211,4 +212,4 @@ def _hands_on(module: nn.Module) -> bool:
 
 def _outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        return torch.cat([model(batch) for batch in inputs.split(_BATCH)])
+        return torch.cat([model(fresh_input(batch)) for batch in inputs.split(_BATCH)])

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pruning.copies import fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
+from pruning.operations import channel_axis
 from pruning.registry import register_pruner
 
 ReaderHook = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...] | None]
@@ -80,14 +82,14 @@ def apoz(
 
     def count(name: str) -> ReaderHook:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            features = inputs[0].transpose(0, 1).flatten(1)
+            features = inputs[0].movedim(channel_axis(module), 0).flatten(1)
             read[name] = (features != 0).float().mean(1).cpu()
 
         return hook
 
     readers = {name for group in groups for name in group.readers}
     with observed(model, {name: count(name) for name in readers}), torch.no_grad():
-        model(calibration)
+        plain_network(model)(fresh_input(calibration))
     return {
         group.name: _mean_by_unit(group.units, [(units, read[name]) for name, units in group.readers.items()])
         for group in groups
@@ -103,6 +105,7 @@ def observed(model: nn.Module, hooks: Mapping[str, ReaderHook]) -> Iterator[None
         hooks: what is called with a layer and its inputs before it runs, by the layer's name; what it
             returns, if not None, takes the inputs' place.
     """
+    model = plain_network(model)
     modes = {module: module.training for module in model.modules()}
     handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
     model.eval()
@@ -117,8 +120,9 @@ def observed(model: nn.Module, hooks: Mapping[str, ReaderHook]) -> Iterator[None
 
 def _mean_norms(model: nn.Module, group: ChannelGroup) -> torch.Tensor:
     rows: list[tuple[tuple[int, ...], torch.Tensor]] = []
+    network = plain_network(model)
     for name, units in group.layers.items():
-        weight = model.get_submodule(name).weight
+        weight = network.get_submodule(name).weight
         if not isinstance(weight, torch.Tensor):
             raise PruningError(f"layer {name!r} has no weight to measure")
         norms = weight.detach().flatten(1).abs().sum(1).float().cpu()

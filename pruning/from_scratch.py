@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
+from pruning.copies import copied, plain_network
 from pruning.errors import PruningError
 
 
@@ -20,7 +19,7 @@ def untrained_copy(network: nn.Module, seed: int = 0) -> nn.Module:
     Raises:
         PruningError: if a module holds parameters and has no `reset_parameters` to draw them again.
     """
-    fresh = copy.deepcopy(network)
+    fresh = copied(plain_network(network))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for name, module in fresh.named_modules():

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pruning.channel_walk import ChannelWalk
 from pruning.errors import PruningError
 from pruning.labels import Labels
-from pruning.tracing import ChannelWalk, walk_channels
+from pruning.tracing import walk_channels
 
 KeptChannels = dict[str, list[int]]
 """What a pruning decides: for each convolution and linear layer, the sorted output channels to keep."""
@@ -90,11 +91,11 @@ def channel_groups(model: nn.Module, example_input: torch.Tensor) -> list[Channe
     """Return every channel group of a network, in order of execution, removable or not.
 
     Args:
-        model: a network of one tensor input that torch.fx can trace.
+        model: a network of one tensor input.
         example_input: a batch that it accepts, channels on axis 1.
 
     Raises:
-        PruningError: if the network cannot be traced.
+        PruningError: if the network cannot be followed, see `walk_channels`.
     """
     return groups_of_walk(walk_channels(model, example_input))
 

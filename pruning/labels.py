@@ -9,6 +9,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 Labels = tuple[int, ...]
 """One label per channel, in channel order."""
@@ -41,8 +42,8 @@ class ChannelLabels:
         """Return the representative of each label."""
         return tuple(self.root(label) for label in labels)
 
-    def join(self, first: Labels, second: Labels) -> Labels:
-        """Couple two equally long rows of channels position by position and return their labels."""
+    def join(self, first: Iterable[int], second: Iterable[int]) -> None:
+        """Couple two equally long rows of channels position by position."""
         for a, b in zip(first, second, strict=True):
             kept, merged = self.root(a), self.root(b)
             if kept == merged:
@@ -50,7 +51,6 @@ class ChannelLabels:
             self._parent[merged] = kept
             if merged in self._obstacle:
                 self._obstacle.setdefault(kept, self._obstacle[merged])
-        return first
 
     def protect(self, labels: Iterable[int], obstacle: str) -> None:
         """Forbid the removal of `labels`; the first obstacle given is the one that is reported."""
@@ -60,3 +60,13 @@ class ChannelLabels:
     def obstacle(self, label: int) -> str | None:
         """Return why `label` must stay, or None if it may go."""
         return self._obstacle.get(self.root(label))
+
+    def copy(self) -> Self:
+        """Return a copy on which couplings can be tried."""
+        other = type(self)()
+        other.adopt(self)
+        return other
+
+    def adopt(self, other: ChannelLabels) -> None:
+        """Take over the couplings and obstacles of a copy."""
+        self._parent, self._obstacle = other._parent.copy(), other._obstacle.copy()

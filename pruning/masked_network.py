@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
 from pruning.hard_concrete import HardConcreteMask
 from pruning.masks import ChannelMask, scale_channels
+from pruning.operations import channel_axis
 from pruning.removal import remove_channels
 
 
@@ -27,7 +28,7 @@ class MaskedNetwork(nn.Module):
     each of its readers and not to the stream itself, where the factors of successive blocks would multiply.
 
     Args:
-        model: a network of one tensor input that torch.fx can trace; it is copied.
+        model: a network of one tensor input; it is copied.
         example_input: a batch that it accepts, channels on axis 1.
         mask: makes the mask of a group from its number of units, such as `GroupLassoMask`.
         layers: names of layers whose groups get a mask; None for all groups that can be pruned.
@@ -51,8 +52,10 @@ class MaskedNetwork(nn.Module):
         layers: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.groups: list[ChannelGroup] = removable_groups(channel_groups(model, example_input), layers)
-        self.network = copy.deepcopy(model)
+        self.network = copied(plain_network(model))
+        self.groups: list[ChannelGroup] = removable_groups(
+            channel_groups(self.network, example_input), layers
+        )
         self.masks = nn.ModuleList(mask(group.units) for group in self.groups).to(example_input.device)
         self.example_input = example_input
         self.radii: torch.Tensor | None = None
@@ -69,7 +72,7 @@ class MaskedNetwork(nn.Module):
         try:
             for gate, index in zip(self._readers.values(), self._indices(), strict=True):
                 gate.scale = gates[index]
-            output: torch.Tensor = self.network(inputs)
+            output: torch.Tensor = self.network(fresh_input(inputs))
             return output
         finally:
             for gate in self._readers.values():
@@ -232,7 +235,7 @@ class MaskedNetwork(nn.Module):
 
     def folded(self) -> nn.Module:
         """Return a plain copy of the network with the deterministic gates folded into the reading weights."""
-        plain = copy.deepcopy(self.network)
+        plain = copied(self.network)
         for name in self._readers:
             hooks = plain.get_submodule(name)._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _ReaderGate)]:
@@ -304,7 +307,7 @@ class _ReaderGate:
             raise PruningError(
                 "the network inside a MaskedNetwork was called directly; call the MaskedNetwork"
             )
-        return (scale_channels(inputs[0], self.scale), *inputs[1:])
+        return (scale_channels(inputs[0], self.scale, channel_axis(module)), *inputs[1:])
 
 
 def _weight(network: nn.Module, name: str) -> nn.Parameter:

@@ -107,6 +107,8 @@ class ChannelMask(nn.Module, abc.ABC):
         return scale_channels(features, self.gates())
 
 
-def scale_channels(features: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Multiply channel c (axis 1) of `features`, shape (batch, channels, ...), by `gates[c]`."""
-    return features * gates.to(features.dtype).view(1, -1, *(1,) * (features.ndim - 2))
+def scale_channels(features: torch.Tensor, gates: torch.Tensor, axis: int = 1) -> torch.Tensor:
+    """Multiply the c-th slice of `features` along an axis by `gates[c]`."""
+    shape = [1] * features.ndim
+    shape[axis] = -1
+    return features * gates.to(features.dtype).view(shape)

@@ -1,110 +1,106 @@
-"""What the channel walk knows about torch's operations: those that treat every channel on its own.
+"""What the channel walk knows about torch's operations, by name.
 
-An operation in one of these tables keeps the channel axis (axis 1) as it is: output channel c depends on
-input channel c only. Whatever is in no table is taken to mix channels, and the channels that reach it are
-protected: an incomplete table costs compression, never correctness.
+An operation in one of these tables treats every channel on its own, or only moves numbers. Whatever is in no
+table is taken to mix channels, and the channels that reach it are protected: an incomplete table costs
+compression, never correctness.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-CHANNELWISE_MODULES: frozenset[type[nn.Module]] = frozenset(
+_BINARY = (
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow"),
+    *("maximum", "minimum", "remainder", "fmod", "floor_divide", "floordiv", "mod", "atan2", "where", "lerp"),
+    *("addcmul", "addcdiv", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"),
+    *("and", "or", "xor", "xlogy", "copysign", "hypot", "rsub"),
+)
+_UNARY = (
+    *("relu", "relu6", "leaky_relu", "rrelu", "elu", "celu", "selu", "gelu", "silu", "mish", "softplus"),
+    *("hardswish", "hardsigmoid", "hardtanh", "hardshrink", "softshrink", "tanhshrink", "softsign"),
+    *("logsigmoid", "threshold", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "clip", "abs", "neg"),
+    *("exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "square", "reciprocal", "erf", "sin", "cos"),
+    *("sign", "round", "floor", "ceil", "trunc", "nan_to_num", "invert", "logical_not", "isnan", "isfinite"),
+    *("contiguous", "clone", "detach", "float", "double", "half", "bfloat16", "bool", "int", "long", "cuda"),
+    *("cpu", "requires_grad", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like"),
+    *("randn_like", "alias", "positive", "pos", "data"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+)
+POINTWISE: frozenset[str] = frozenset(
+    form
+    for name in (*_UNARY, *_BINARY)
+    for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")
+)
+"""Every number given out depends on the numbers at its own place alone (tensors are broadcast)."""
+
+LIKE_THE_FIRST: frozenset[str] = frozenset({"to", "type_as", "type"})
+"""Hand on their first operand; others say only which type or device is wanted."""
+
+FACTORIES: frozenset[str] = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+"""Make constants, of which an operand says only the type."""
+
+SPATIAL: dict[str, int] = {
+    f"{name}{dims}d": dims
+    for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+    for dims in (1, 2, 3)
+}
+"""Work on each channel alone, along as many trailing axes."""
+
+REDUCTIONS: frozenset[str] = frozenset(
     {
-        *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus),
-        *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Sigmoid, nn.Tanh),
-        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-        *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-        *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d),
-        *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.Upsample, nn.UpsamplingNearest2d),
+        *("mean", "sum", "nansum", "amax", "amin", "max", "min", "prod", "var", "std", "logsumexp", "argmax"),
+        *("argmin", "all", "any", "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "flip"),
     }
 )
+"""Work along the axes of their first argument after the tensor, or `dim`; alone along all others."""
 
-CHANNELWISE_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+TRANSPOSITIONS: frozenset[str] = frozenset(
+    {*("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "unsqueeze")}
+)
+"""Move whole axes."""
+
+MOVEMENTS: frozenset[str] = frozenset(
     {
-        *(
-            F.relu,
-            F.relu_,
-            torch.relu,
-            torch.relu_,
-            F.relu6,
-            F.leaky_relu,
-            F.elu,
-            F.celu,
-            F.selu,
-            F.gelu,
-            F.silu,
-        ),
-        *(F.mish, F.softplus, F.hardswish, F.hardsigmoid, F.hardtanh, F.sigmoid, F.tanh),
-        *(torch.sigmoid, torch.tanh, torch.clamp, torch.abs, torch.neg, operator.neg),
-        *(F.dropout, F.dropout2d, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d),
-        *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d),
-        *(F.adaptive_avg_pool3d, F.interpolate),
+        *("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "expand", "expand_as", "view_as"),
+        *("reshape_as", "repeat", "repeat_interleave", "tile", "broadcast_to", "chunk", "split", "roll"),
+        *("split_with_sizes", "tensor_split", "unbind", "select", "narrow", "index_select", "__getitem__"),
+        *("gather", "take_along_dim", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"),
+        *("rot90", "fliplr", "flipud", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "meshgrid"),
+        *("native_channel_shuffle", "unsafe_chunk", "unsafe_split", "column_stack", "diagonal", "flip"),
     }
 )
+"""Give out numbers that came in, in other places."""
 
-CHANNELWISE_METHODS: frozenset[str] = frozenset(
+VALUE_READERS: frozenset[str] = frozenset(
     {
-        *("relu", "relu_", "sigmoid", "tanh", "clamp", "clamp_", "abs", "neg"),
-        *("contiguous", "clone", "detach", "float", "to"),
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
     }
 )
-
-ELEMENTWISE_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
-    {
-        *(operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul),
-        *(operator.truediv, operator.itruediv, torch.add, torch.sub, torch.mul, torch.div),
-        *(torch.maximum, torch.minimum),
-    }
-)
-
-ELEMENTWISE_METHODS: frozenset[str] = frozenset(
-    {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "maximum", "minimum"}
-)
-
-REDUCTION_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset({torch.mean, torch.sum, torch.amax})
-REDUCTION_METHODS: frozenset[str] = frozenset({"mean", "sum", "amax"})
-CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat})
+"""Hand the values of a tensor to Python, where they can decide what happens next."""
 
 
-def pad_arguments(node: fx.Node) -> tuple[list[Any], Any, Any]:
-    """Return the widths, mode and value of a traced call of `torch.nn.functional.pad`."""
+def channel_axis(layer: nn.Module) -> int:
+    """Return the axis, counted from the end, along which a convolution or linear layer reads its inputs."""
+    if isinstance(layer, nn.Linear):
+        return -1
+    return -1 - next(dims for dims, kind in enumerate(CONVOLUTIONS, 1) if isinstance(layer, kind))
+
+
+def axes_of(args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> tuple[int, ...] | None:
+    """Return the axes that a reduction works along, None if they are not given: all of them."""
+    axes = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if axes is None or isinstance(axes, bool):
+        return None
+    return tuple(axis % ndim for axis in (axes if isinstance(axes, list | tuple) else (axes,)))
+
+
+def pad_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+    """Return the widths, mode and value of a call of `torch.nn.functional.pad`."""
     names = ("input", "pad", "mode", "value")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return list(given["pad"]), given.get("mode", "constant"), given.get("value")
-
-
-def spares_channels(dims: Any, ndim: int) -> bool:
-    """Say whether a reduction over `dims` leaves the batch and channel axes alone."""
-    if dims is None:
-        return False
-    return all(dim % ndim > 1 for dim in (dims if isinstance(dims, list | tuple) else (dims,)))
-
-
-def slices_pixels_only(index: Any) -> bool:
-    """Say whether an indexing takes all of the batch and channel axes and slices or picks pixels."""
-    if not isinstance(index, tuple) or len(index) < 2:
-        return False
-    return index[:2] == (slice(None), slice(None)) and all(
-        isinstance(part, slice | int) for part in index[2:]
-    )
-
-
-def holds_tensor(value: Any) -> bool:
-    """Say whether a value is a tensor, or a container with one."""
-    if isinstance(value, dict):
-        return any(holds_tensor(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(holds_tensor(item) for item in value)
-    return isinstance(value, torch.Tensor)
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    return list(arguments["pad"]), arguments.get("mode", "constant"), arguments.get("value")

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from pruning.copies import fresh_input, plain_network
 from pruning.criteria import ReaderHook, Scores, observed
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
+from pruning.operations import channel_axis
 from pruning.registry import register_pruner
 
 # Share of the channels' mean variance that no combination of others explains.
@@ -55,8 +57,9 @@ def reconstruction(
         raise PruningError(
             "reconstruction looks at activations and needs calibration inputs; give a batch of images"
         )
+    model = plain_network(model)
     statistics = {
-        (group.name, reader): _ReadStatistics(units)
+        (group.name, reader): _ReadStatistics(units, channel_axis(model.get_submodule(reader)))
         for group in groups
         for reader, units in group.readers.items()
     }
@@ -81,7 +84,8 @@ class _Read:
 class _ReadStatistics:
     """Sums over everything that a layer reads of a group; features of one unit count as its positions."""
 
-    def __init__(self, row: Sequence[int]) -> None:
+    def __init__(self, row: Sequence[int], axis: int) -> None:
+        self.axis = axis
         positions: dict[int, list[int]] = {}
         for feature, unit in enumerate(row):
             if unit >= 0:
@@ -112,8 +116,8 @@ class _ReadStatistics:
         return _Read(self.units, covariance, self.gradients / inputs)
 
     def _by_unit(self, features: torch.Tensor) -> torch.Tensor:
-        """Return features (N, channels, *positions) as rows of one value for each unit."""
-        rows = features.detach().movedim(1, -1).flatten(0, -2).float()
+        """Return features, channels along `axis`, as rows of one value for each unit."""
+        rows = features.detach().movedim(self.axis, -1).flatten(0, -2).float()
         rows = torch.cat([rows, rows.new_zeros(len(rows), 1)], 1)
         return rows[:, self.index.to(rows.device)].flatten(0, 1)
 
@@ -146,7 +150,7 @@ def _collect(
             parameter.requires_grad_(False)
         with observed(model, {name: watch(found) for name, found in by_reader.items()}):
             for batch in calibration.split(max(1, min(_BATCH, _ELEMENTS // calibration[0].numel()))):
-                outputs = model(batch.detach().requires_grad_().clone())
+                outputs = model(fresh_input(batch.detach().requires_grad_()))
                 reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
                 if not reached:
                     raise RuntimeError("its output does not depend on its input in a differentiable way")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from pruning.channel_walk import ChannelWalk
+from pruning.copies import copied, plain_network
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup, KeptChannels, find_group, groups_of_walk
 from pruning.labels import Labels
 from pruning.operations import pad_arguments
-from pruning.tracing import ChannelWalk, walk_channels
+from pruning.tracing import walk_channels
 
 
 def remove_channels(
@@ -22,12 +23,13 @@ def remove_channels(
     """Return a smaller copy of a network that holds only the kept channels.
 
     The copy computes what the network computes when every layer that reads a removed channel receives zero in
-    its place. Convolutions, linear layers and batch norms of the copy are cut in place and keep their names;
-    a module that pads channels (an option-A shortcut) is replaced by one with the new widths. The model is
+    its place. Convolutions, linear layers, norms and parameters with one value per channel are cut in
+    place and keep their names; of grouped convolutions and group norms whole groups go. A module that pads
+    channels (an option-A shortcut) is replaced by one with the new widths. The model is
     left as it is.
 
     Args:
-        model: a network of one tensor input that torch.fx can trace.
+        model: a network of one tensor input.
         kept: the sorted output channels to keep of each layer, as `ChannelGroup.kept` returns them. Layers
             that are not named keep all their channels; coupled layers must be named together.
         example_input: a batch that the network accepts, channels on axis 1.
@@ -101,15 +103,18 @@ def cut(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> nn.Module:
     def staying(labels: Labels) -> list[int]:
         return [position for position, label in enumerate(labels) if walk.labels.root(label) not in gone]
 
-    smaller = copy.deepcopy(model)
+    smaller = copied(plain_network(model))
     for name, outputs in walk.producers.items():
         inputs = walk.readers[name]
         if len(staying(inputs)) < len(inputs) or len(kept[name]) < len(outputs):
             _cut_layer(smaller.get_submodule(name), kept[name], staying(inputs))
-    for name, labels in walk.batch_norms.items():
-        _cut_batch_norm(smaller.get_submodule(name), staying(labels))
-    for name, (entering, leaving) in walk.depthwise.items():
-        _cut_depthwise(smaller.get_submodule(name), staying(leaving), len(staying(entering)))
+    for name, labels in walk.norms.items():
+        _cut_norm(smaller.get_submodule(name), staying(labels), len(labels))
+    for name, (entering, leaving) in walk.grouped.items():
+        _cut_grouped(smaller.get_submodule(name), staying(leaving), len(staying(entering)))
+    for name, labels in walk.vectors.items():
+        if len(staying(labels)) < len(labels):
+            _cut_vector(smaller, name, staying(labels))
     for name, pad in walk.pads.items():
         before, after = len(staying(pad.before)), len(staying(pad.after))
         if (before, after) != (len(pad.before), len(pad.after)):
@@ -155,9 +160,15 @@ def _cut_layer(layer: nn.Module, outputs: list[int], inputs: list[int]) -> None:
         layer.in_channels, layer.out_channels = len(inputs), len(outputs)  # type: ignore[assignment]
 
 
-def _cut_batch_norm(layer: nn.Module, channels: list[int]) -> None:
-    """Keep some channels of a batch norm, running statistics included."""
-    layer.num_features = len(channels)  # type: ignore[assignment]
+def _cut_norm(layer: nn.Module, channels: list[int], before: int) -> None:
+    """Keep some channels of a norm or PReLU, running statistics included; whole groups of a group norm."""
+    if isinstance(layer, nn.GroupNorm):
+        layer.num_groups = layer.num_groups * len(channels) // before
+        layer.num_channels = len(channels)
+    elif isinstance(layer, nn.PReLU):
+        layer.num_parameters = len(channels)
+    else:
+        layer.num_features = len(channels)  # type: ignore[assignment]
     for name, parameter in list(layer._parameters.items()):
         if parameter is not None:
             setattr(layer, name, _parameter(parameter, parameter[channels]))
@@ -166,15 +177,25 @@ def _cut_batch_norm(layer: nn.Module, channels: list[int]) -> None:
             setattr(layer, name, buffer[channels].clone())
 
 
-def _cut_depthwise(layer: nn.Module, outputs: list[int], inputs: int) -> None:
-    """Keep some filters of a depthwise convolution: `inputs` groups of equally many filters."""
+def _cut_grouped(layer: nn.Module, outputs: list[int], inputs: int) -> None:
+    """Keep some filters of a grouped convolution: all of the groups that read the `inputs` that stay."""
     if not isinstance(layer.weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
+    layer.groups = inputs // layer.weight.shape[1]  # type: ignore[assignment]
     layer.weight = _parameter(layer.weight, layer.weight[outputs])
     if isinstance(layer.bias, torch.Tensor):
         layer.bias = _parameter(layer.bias, layer.bias[outputs])
-    layer.groups = layer.in_channels = inputs  # type: ignore[assignment]
-    layer.out_channels = len(outputs)  # type: ignore[assignment]
+    layer.in_channels, layer.out_channels = inputs, len(outputs)  # type: ignore[assignment]
+
+
+def _cut_vector(network: nn.Module, name: str, channels: list[int]) -> None:
+    """Keep some entries of a parameter or buffer with one value per channel, along its one long axis."""
+    owner, _, key = name.rpartition(".")
+    module = network.get_submodule(owner)
+    old: torch.Tensor = getattr(module, key)
+    axis = next(axis for axis, size in enumerate(old.shape) if size > 1)
+    new = old.detach().index_select(axis, torch.tensor(channels, device=old.device))
+    setattr(module, key, _parameter(old, new) if isinstance(old, nn.Parameter) else new)
 
 
 def _repad(owner: nn.Module, before: int, after: int) -> nn.Module:
@@ -183,7 +204,7 @@ def _repad(owner: nn.Module, before: int, after: int) -> nn.Module:
     for node in graph.nodes:
         if node.target is not F.pad:
             continue
-        widths, _, _ = pad_arguments(node)
+        widths, _, _ = pad_arguments(node.args, dict(node.kwargs))
         # The last pair is the channels': the walk accepts no padding of the batch axis.
         widths[-2:] = [before, after]
         if "pad" in node.kwargs:

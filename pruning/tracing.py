@@ -1,354 +1,253 @@
-"""The channel walk: one traced run of the network in which every tensor carries its channel labels.
+"""The channel walk: one run of the network in which every number carries the label of its channel.
 
-The network is traced with torch.fx and run once on an example input. Convolutions and linear layers give out
-fresh labels, channelwise operations hand labels on, additions join them, concatenations line them up,
-flattening repeats them once per pixel, and zero padding of channels (the option-A shortcut of He et al. 2016,
-section 4.1) surrounds them with fresh ones. Whatever is not understood protects the channels that reach it.
+A copy of the network runs on an example input, and a torch function mode looks at every operation.
+Convolutions and linear layers give out fresh labels, operations on single channels hand labels on, additions
+join them, and what moves numbers moves their labels. Whatever is not understood protects the channels that
+reach it.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
-from collections import Counter
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from pruning.call import CHANGING, Call, calling_frame, is_networks_own, line_of
+from pruning.channel_count import ChannelCount
+from pruning.channel_walk import ChannelWalk
+from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
-from pruning.labels import ChannelLabels, Labels
-from pruning.operations import (
-    BATCH_NORMS,
-    CHANNELWISE_FUNCTIONS,
-    CHANNELWISE_METHODS,
-    CHANNELWISE_MODULES,
-    CONCATENATIONS,
-    CONVOLUTIONS,
-    ELEMENTWISE_FUNCTIONS,
-    ELEMENTWISE_METHODS,
-    REDUCTION_FUNCTIONS,
-    REDUCTION_METHODS,
-    holds_tensor,
-    pad_arguments,
-    slices_pixels_only,
-    spares_channels,
-)
+from pruning.function_labels import FunctionLabels
+from pruning.label_arrays import label_axes, label_row, labels_in, rooted
+from pruning.layer_labels import JOINT_NORMS, LAYERS, WEIGHTED, LayerLabels
+from pruning.movement import leaves
+from pruning.operations import FACTORIES, VALUE_READERS
 
-
-@dataclass(frozen=True)
-class ChannelPad:
-    """A module that pads channels with zeros: the labels it puts before and after the ones it receives."""
-
-    before: Labels
-    after: Labels
-
-
-@dataclass
-class ChannelWalk:
-    """Everything the walk has seen, by layer name in order of execution.
-
-    Attributes:
-        labels: the union-find behind all labels.
-        producers: labels of the output channels of each dense convolution and linear layer.
-        readers: labels of the input channels (or features) of the same layers.
-        batch_norms: labels of the channels of each batch normalisation.
-        depthwise: labels of the input and of the output channels of each depthwise convolution.
-        pads: the modules that pad channels with zeros.
-    """
-
-    labels: ChannelLabels = field(default_factory=ChannelLabels)
-    producers: dict[str, Labels] = field(default_factory=dict)
-    readers: dict[str, Labels] = field(default_factory=dict)
-    batch_norms: dict[str, Labels] = field(default_factory=dict)
-    depthwise: dict[str, tuple[Labels, Labels]] = field(default_factory=dict)
-    pads: dict[str, ChannelPad] = field(default_factory=dict)
+_TORCH_MODULES = str(Path(nn.__file__).parent / "modules")
 
 
 def walk_channels(model: nn.Module, example_input: torch.Tensor) -> ChannelWalk:
-    """Trace `model` and label every channel.
+    """Run a copy of `model` and label every channel.
 
     Args:
-        model: a network of one tensor input; it is neither run nor changed (a copy is).
-        example_input: a batch that the network accepts, channels on axis 1.
+        model: a network of one tensor input; it is neither run nor changed.
+        example_input: a batch that the network accepts; left as it is.
 
     Raises:
-        PruningError: if torch.fx cannot trace the network, or it fails on the example input.
+        PruningError: if the network fails on the example input, hands the values of tensors to Python, which
+            may decide what runs, or is scripted, traced or exported.
     """
-    model = copy.deepcopy(model).eval()
-    try:
-        graph = _Tracer().trace(model)
-    except Exception as error:  # torch.fx raises many types for code that depends on the data
-        raise PruningError(
-            f"{type(model).__name__} cannot be traced by torch.fx ({error}); "
-            "move control flow that depends on the data into a module of its own"
-        ) from error
-    walker = _Walker(model, graph)
+    network = copied(plain_network(model)).eval()
+    walker = _Walker(network)
+    title = type(network).__name__
     try:
         with torch.no_grad():
-            walker.run(example_input)
-    except (RuntimeError, TypeError, ValueError) as error:
+            walker.run(fresh_input(example_input))
+    except PruningError:
+        raise
+    except Exception as error:  # a network may raise anything
         shape, cause = tuple(example_input.shape), str(error).partition("\n")[0]
         raise PruningError(
-            f"{type(model).__name__} fails on an example input of shape {shape}: {cause}"
+            f"{title} fails on an example input of shape {shape}{_raised_at(error)}: {cause}"
         ) from error
     return walker.walk
 
 
-class _Tracer(fx.Tracer):
-    """Stops at torch's layers and at childless modules with parameters of their own (opaque layers)."""
+class _Walker(TorchFunctionMode):
+    """Runs a network and labels the channels of every tensor that comes of its input."""
 
-    def is_leaf(self, m: nn.Module, module_qualified_name: str) -> bool:
-        opaque = bool(m._parameters) and not m._modules
-        return opaque or bool(super().is_leaf(m, module_qualified_name))  # type: ignore[misc]
-
-
-class _Walker(fx.Interpreter):
-    """Runs the traced graph and labels the channels of each value."""
-
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(fx.GraphModule(model, graph))
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
         self.walk = ChannelWalk()
-        self._labels = self.walk.labels
-        self._known: dict[fx.Node, Labels] = {}
-        self._shapes: dict[fx.Node, torch.Size] = {}
-        self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-        self._calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-        self._shared = _layers_with_shared_parameters(model)
-        self._pad_owners = Counter(_owner(node) for node in graph.nodes if node.target is F.pad)
+        self._network = network
+        self._layers = LayerLabels(self.walk, network)
+        self._functions = FunctionLabels(self.walk)
+        # Tensors that are in neither of the two are constants, made of nothing that the network was given.
+        self._arrays: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._from_input: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._entering: set[int] = set()
+        self._running: list[tuple[str, nn.Module]] = [("", network)]
+        self._held: dict[int, list[tuple[str, str, nn.Module]]] = {}
+        for name, module in network.named_modules():
+            if name:
+                module.forward = functools.partial(self._enter, name, module, module.forward)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._held.setdefault(id(tensor), []).append((name, key, module))
 
-    def run_node(self, n: fx.Node) -> Any:
-        values = self.fetch_args_kwargs_from_env(n)
-        value = super().run_node(n)
-        labels = self._label(n, values, value)
-        if isinstance(value, torch.Tensor):
-            self._known[n] = labels if labels is not None else self._opaque(n, value)
-            self._shapes[n] = value.shape
+    def run(self, example_input: Tensor) -> None:
+        """Run the network and label everything."""
+        channels = example_input.shape[1] if example_input.ndim > 1 else 1
+        labels = self.walk.labels.new(channels, "it is the network's input")
+        axis = min(1, example_input.ndim - 1)
+        self._keep(example_input, label_row(labels, axis, example_input.ndim), True)
+        with torch.compiler.set_stance("force_eager"), _Unseen(self.unseen), self:
+            output = self._network(example_input)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor in self._arrays:
+                self._protect([self._arrays[tensor]], "its channels are the network's output")
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        call = Call(_name(func), func, args, dict(kwargs or {}), *self._running[-1])
+        entering = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        from_input = any(tensor in self._from_input for tensor in entering)
+        if call.name in VALUE_READERS and from_input:
+            raise PruningError(
+                f"{type(self._network).__name__} reads the values of a tensor by {call.title}, and they may "
+                "decide what runs; compute with tensors alone (torch.where), or prune its parts one by one"
+            )
+        layer = self._layer(call)
+        for tensor in entering[:1] if layer or call.name in JOINT_NORMS else entering:
+            array = self._array(tensor, call)
+            if array is not None:
+                call.arrays[id(tensor)] = array, tensor.shape
+        self._entering = {id(tensor) for tensor in entering}
+        value = func(*args, **call.kwargs)
+        if not call.arrays or call.name in FACTORIES:
+            return value
+        if call.name in ("shape", "size", "numel"):
+            return self._counts(call, value)
+        outputs = [each for each in leaves(value) if isinstance(each, Tensor)]
+        if not outputs:
+            if call.name in CHANGING:
+                self._protect(call.own_arrays, f"it is written to or from by {call.title}")
+            return value
+        arrays = self._layers.output(call, *layer) if layer else self._functions.outputs(call, outputs)
+        if arrays is None:
+            obstacle = self._protect(
+                call.own_arrays,
+                f"its output goes through {call.title}, which is not known to keep channels apart",
+            )
+            arrays = [self._fixed(tensor, obstacle) for tensor in outputs]
+        for tensor, array in zip(outputs, arrays, strict=True):
+            self._keep(tensor, array, from_input)
         return value
 
-    def _label(self, node: fx.Node, values: tuple[Any, Any], value: Any) -> Labels | None:
-        """Return the labels of `value`, or None if what `node` does is not understood."""
-        if node.op == "placeholder":
-            return self._fresh(value, "it is the network's input")
-        if node.op == "output":
-            self._protect_inputs(node, "its channels are the network's output")
+    def unseen(self, tensor: Tensor, operation: str) -> None:
+        """Protect the channels of a tensor that reaches an operation in a way that was not seen."""
+        if tensor in self._from_input and id(tensor) not in self._entering:
+            reason = f"its output goes through {operation}, called in a way that cannot be followed"
+            self._protect([self._arrays[tensor]], reason)
+
+    def _enter(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._running.append((name, module))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def _keep(self, tensor: Tensor, array: Tensor, from_input: bool) -> None:
+        self._arrays[tensor] = array
+        if from_input:
+            self._from_input[tensor] = True
+
+    def _protect(self, arrays: Iterable[Tensor], obstacle: str) -> str:
+        """Protect channels; return the obstacle, or an earlier one if all of them had one."""
+        labels = [label for array in arrays for label in labels_in(array)]
+        earlier = [self.walk.labels.obstacle(label) for label in labels]
+        self.walk.labels.protect(labels, obstacle)
+        return obstacle if None in earlier or not earlier else str(earlier[0])
+
+    def _fixed(self, tensor: Tensor, obstacle: str) -> Tensor:
+        (label,) = self.walk.labels.new(1, obstacle)
+        return torch.full((1,) * tensor.ndim, label)
+
+    def _layer(self, call: Call) -> tuple[str, nn.Module] | None:
+        """Return the name and module of the layer that makes this call with its own weight."""
+        if not isinstance(call.module, LAYERS.get(call.name, ())) or not call.args:
             return None
-        if not isinstance(value, torch.Tensor):
-            if holds_tensor(value):
-                self._protect_inputs(node, f"its output is split by {_title(node)}")
+        own = call.module._parameters.get("weight")
+        if call.name in WEIGHTED and own is not None and (len(call.args) < 2 or call.args[1] is not own):
             return None
-        if node.op == "get_attr":
-            return self._fresh(value, f"it is combined with the tensor {node.target!r}")
-        if node.op == "call_module":
-            return self._label_module(node, value)
-        return self._label_function(node, *values, value)
+        return call.owner, call.module
 
-    def _label_module(self, node: fx.Node, value: torch.Tensor) -> Labels | None:
-        name = str(node.target)
-        module = self._modules[name]
-        entry = self._input(node)
-        if entry is None:
-            return None
-        labels, received = entry
-        if type(module) in CHANNELWISE_MODULES:
-            return labels
-        if isinstance(module, nn.PReLU) and module.num_parameters == 1:
-            return labels
-        if isinstance(module, nn.Flatten):
-            return self._flatten(labels, received, value)
-        if type(module) not in (*CONVOLUTIONS, *BATCH_NORMS, nn.Linear):
-            return None
-        return self._label_layer(name, module, labels, received, value)
+    def _array(self, tensor: Tensor, call: Call) -> Tensor | None:
+        """Return the label array of a tensor; parameters and buffers get theirs when they are first used."""
+        if tensor not in self._arrays and id(tensor) in self._held and tensor.is_floating_point():
+            self._arrays[tensor] = self._held_array(tensor, call)
+        array = self._arrays.get(tensor)
+        return None if array is None else rooted(array, self.walk.labels)
 
-    def _label_layer(
-        self, name: str, module: nn.Module, labels: Labels, received: torch.Size, value: torch.Tensor
-    ) -> Labels | None:
-        walk = self.walk
-        obstacle = self._layer_obstacle(name, module, received)
-        if obstacle is not None:
-            self._labels.protect(labels, obstacle)
-        if isinstance(module, BATCH_NORMS):
-            walk.batch_norms[name] = labels
-            return labels
-        if isinstance(module, CONVOLUTIONS):
-            groups, channels, outputs = int(module.groups), int(module.in_channels), int(module.out_channels)  # type: ignore[arg-type]
-            if groups == channels and groups > 1:
-                repeat = outputs // channels
-                out = tuple(label for label in labels for _ in range(repeat))
-                walk.depthwise[name] = (labels, out)
-                return out
-        else:
-            outputs = int(module.out_features)  # type: ignore[arg-type]
-        walk.readers[name] = labels
-        # A layer that is called twice keeps the labels of its first call: they describe the same weights.
-        walk.producers.setdefault(name, self._labels.new(outputs, obstacle))
-        if obstacle is not None and isinstance(module, nn.Linear) and len(received) != 2:
-            return self._fresh(value, obstacle)  # axis 1 does not count the layer's features
-        return walk.producers[name]
+    def _held_array(self, tensor: Tensor, call: Call) -> Tensor:
+        """Return the label array of a parameter or buffer that is used outside of torch's own layers."""
+        holders = self._held[id(tensor)]
+        axes = label_axes(tensor)
+        names = [f"{name}.{key}" if name else key for name, key, _ in holders]
+        layers = [name for name, _, module in holders if isinstance(module, tuple(LAYERS.values()))]
+        for layer in layers:
+            self._layers.protect(layer, f"{names[0]!r} is used by {call.title}")
+        if len(names) > 1 or layers or len(axes) != 1:
+            return self._fixed(tensor, f"it is combined with the tensor {names[0]!r}")
+        labels = self.walk.labels.new(tensor.shape[axes[0]])
+        self.walk.vectors[names[0]] = labels
+        return label_row(labels, axes[0], tensor.ndim)
 
-    def _layer_obstacle(self, name: str, module: nn.Module, received: torch.Size) -> str | None:
-        """Return why the channels that enter and leave this layer must stay, if they must."""
-        if self._calls[name] > 1:
-            return f"{name!r} is shared: it is called {self._calls[name]} times in one forward pass"
-        if name in self._shared:
-            return f"{name!r} shares a parameter with {self._shared[name]!r}"
-        if module._parameters.get("weight") is None and not isinstance(module, BATCH_NORMS):
-            return f"the weight of {name!r} is parametrised; remove the parametrisation first"
-        if isinstance(module, nn.Linear) and len(received) != 2:
-            return f"{name!r} is a linear layer on {len(received)}-dimensional input"
-        if isinstance(module, CONVOLUTIONS):
-            groups = int(module.groups)  # type: ignore[arg-type]
-            if groups not in (1, module.in_channels):
-                return f"{name!r} is a grouped convolution (groups={groups}): its groups must stay equal"
-            if len(received) != module.weight.ndim:
-                return f"{name!r} is a convolution on input without a batch axis"
-        return None
+    def _counts(self, call: Call, value: Any) -> Any:
+        """Return a shape, or the size of an axis, in which numbers of channels know that they are such."""
+        ((array, shape),) = call.arrays.values()
+        sizes = [self._count(array, axis, size) for axis, size in enumerate(shape)]
+        if call.name == "numel":
+            return math.prod(sizes)
+        axis = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+        return torch.Size(sizes) if axis is None else sizes[axis]
 
-    def _label_function(self, node: fx.Node, args: Any, kwargs: Any, value: torch.Tensor) -> Labels | None:
-        target = node.target
-        if target in ELEMENTWISE_FUNCTIONS or (node.op == "call_method" and target in ELEMENTWISE_METHODS):
-            return self._elementwise(node, value)
-        if target in CONCATENATIONS:
-            return self._concatenation(node, args, kwargs)
-        entry = self._input(node)
-        if entry is None:
-            return None
-        labels, received = entry
-        by_name = node.op == "call_method"
-        if target in CHANNELWISE_FUNCTIONS or (by_name and target in CHANNELWISE_METHODS):
-            return labels
-        if target is F.pad:
-            return self._pad(node, labels, received, value)
-        if (node.op, target) == ("call_function", torch.flatten) or (by_name and target == "flatten"):
-            return self._flatten(labels, received, value)
-        if target is torch.reshape or (by_name and target in ("view", "reshape")):
-            return self._reshape(node, labels, received, value)
-        if target in REDUCTION_FUNCTIONS or (by_name and target in REDUCTION_METHODS):
-            dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            return labels if spares_channels(dims, len(received)) else None
-        if target is torch.squeeze or (by_name and target == "squeeze"):
-            # Without dimensions, or over axis 1, a single channel would go as well.
-            dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            return labels if spares_channels(dims, len(received)) else None
-        if getattr(target, "__name__", "") == "getitem":
-            return labels if slices_pixels_only(args[1]) and value.shape[:2] == received[:2] else None
-        return None
+    def _count(self, array: Tensor, axis: int, size: int) -> int:
+        if array.shape[axis] == 1 or all(self.walk.labels.obstacle(each) for each in labels_in(array)):
+            return size
 
-    def _elementwise(self, node: fx.Node, value: torch.Tensor) -> Labels | None:
-        if value.ndim < 2:
-            return None
-        joined: Labels | None = None
-        for operand in node.all_input_nodes:
-            if operand not in self._known:
-                # A number computed from a shape might be the number of channels.
-                return None
-            labels, shape = self._known[operand], self._shapes[operand]
-            axis = 1 - (value.ndim - len(shape))
-            if axis == 1 and shape[1] == value.shape[1]:
-                joined = labels if joined is None else self._labels.join(joined, labels)
-            elif axis < 0 or shape[axis] == 1:
-                # One channel broadcast over all (an attention map): it must stay, the others may go.
-                self._labels.protect(labels, f"its output is broadcast over channels by {_title(node)}")
-            else:
-                return None
-        return joined
+        def fix(arrays: Iterable[Tensor]) -> None:
+            frame = calling_frame()
+            if frame is not None and not frame.f_code.co_filename.startswith(_TORCH_MODULES):
+                self._protect(arrays, f"the number of its channels is used{line_of(frame)}")
 
-    def _concatenation(self, node: fx.Node, args: Any, kwargs: Any) -> Labels | None:
-        tensors = args[0] if args else kwargs["tensors"]
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        parts = node.args[0] if node.args else node.kwargs["tensors"]
-        if dim % tensors[0].ndim != 1 or not isinstance(parts, list | tuple):
-            return None
-        return tuple(label for part in parts if isinstance(part, fx.Node) for label in self._known[part])
-
-    def _flatten(self, labels: Labels, received: torch.Size, value: torch.Tensor) -> Labels | None:
-        if value.shape[:2] == received[:2]:
-            return labels
-        pixels = math.prod(received[2:])
-        if value.ndim != 2 or value.shape[0] != received[0]:
-            return None
-        return tuple(label for label in labels for _ in range(pixels))
-
-    def _reshape(
-        self, node: fx.Node, labels: Labels, received: torch.Size, value: torch.Tensor
-    ) -> Labels | None:
-        sizes = node.args[1:]
-        if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
-            sizes = tuple(sizes[0])
-        # A literal number of features would contradict the pruned network's.
-        if len(sizes) != 2 or (isinstance(sizes[1], int) and sizes[1] != -1):
-            return None
-        return self._flatten(labels, received, value)
-
-    def _pad(self, node: fx.Node, labels: Labels, received: torch.Size, value: torch.Tensor) -> Labels | None:
-        widths, mode, fill = pad_arguments(node)
-        if any(not isinstance(width, int) for width in widths):
-            return labels if value.shape[:2] == received[:2] else None
-        pair = 2 * (len(received) - 2)
-        if not any(widths[pair:]):
-            return labels
-        before, after = widths[pair], widths[pair + 1]
-        if len(widths) > pair + 2 or mode != "constant" or fill not in (None, 0) or min(before, after) < 0:
-            return None
-        owner = _owner(node)
-        module = self._modules.get(owner)
-        if (
-            module is None
-            or owner == ""
-            or module._modules
-            or module._parameters
-            or self._pad_owners[owner] > 1
-        ):
-            where = f"{owner or 'the network'}.forward"
-            obstacle = f"its channels are padded inside {where}; put that padding into a module of its own"
-            self._labels.protect(labels, obstacle)
-            return self._fresh(value, obstacle)
-        site = ChannelPad(self._labels.new(before), self._labels.new(after))
-        self.walk.pads[owner] = site
-        return (*site.before, *labels, *site.after)
-
-    def _input(self, node: fx.Node) -> tuple[Labels, torch.Size] | None:
-        """Return the labels and the shape of the one tensor that enters `node`, None if there are several."""
-        operands = [operand for operand in node.all_input_nodes if operand in self._known]
-        return (self._known[operands[0]], self._shapes[operands[0]]) if len(operands) == 1 else None
-
-    def _opaque(self, node: fx.Node, value: torch.Tensor) -> Labels:
-        """Protect everything that enters `node` and return protected labels for what leaves it."""
-        obstacle = f"its output goes through {_title(node)}, which is not known to keep channels apart"
-        self._protect_inputs(node, obstacle)
-        return self._fresh(value, obstacle)
-
-    def _fresh(self, value: torch.Tensor, obstacle: str) -> Labels:
-        return self._labels.new(value.shape[1] if value.ndim > 1 else 0, obstacle)
-
-    def _protect_inputs(self, node: fx.Node, obstacle: str) -> None:
-        for operand in node.all_input_nodes:
-            self._labels.protect(self._known.get(operand, ()), obstacle)
+        return ChannelCount.of(size, [array], lambda removal: removal.count(array, axis), fix)
 
 
-def _layers_with_shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Return each layer that holds another layer's parameter, with the name of that other layer."""
-    first: dict[int, str] = {}
-    shared: dict[str, str] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            other = first.setdefault(id(parameter), name)
-            if other != name:
-                shared[name], shared[other] = other, name
-    return shared
+class _Unseen(TorchDispatchMode):
+    """Reports every tensor that an operation reaches, however it was called: by a transform, say.
+
+    Args:
+        report: is called with the tensor and the name of the operation.
+    """
+
+    def __init__(self, report: Callable[[Tensor, str], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._report(leaf, str(func))
+        return func(*args, **(kwargs or {}))
 
 
-def _owner(node: fx.Node) -> str:
-    """Return the name of the innermost module whose forward holds `node`."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return list(stack.values())[-1][0] if stack else ""
+def _name(function: Callable[..., Any]) -> str:
+    """Return the name of an operation; that of an attribute is the attribute's."""
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return getattr(getattr(function, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
-def _title(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return f"the layer {node.target!r}"
-    return f"{getattr(node.target, '__name__', node.target)!s} in {_owner(node) or 'the network'}.forward"
+def _raised_at(error: BaseException) -> str:
+    """Return the last line of the network's own code that an error went through."""
+    lines = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if is_networks_own(frame)]
+    return line_of(lines[-1]) if lines else ""

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from decomposition.surgery import copied
+from pruning.copies import copied as copied_to_prune
 
-COPIES = [copied]
+COPIES = [copied, copied_to_prune]
 KEPT: dict[str, Any] = {}
 
 

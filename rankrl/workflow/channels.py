@@ -29,7 +29,7 @@ def channel_narrowings(
         multiple: Numbers of channels are multiples of it, but for layers that have no more than that.
 
     Raises:
-        ConfigError: If a fraction is out of range, the network cannot be traced, or there is no such pair.
+        ConfigError: If a fraction is out of range, the network cannot be followed, or there is no such pair.
     """
     wrong = [each for each in fractions if not 0 < each < 1]
     if wrong:
@@ -41,7 +41,7 @@ def channel_narrowings(
         groups = channel_groups(model, example_tensor(model, input_shape))
     except (PruningError, DecompositionError) as error:
         raise ConfigError(
-            f"decomposition.channels: the network cannot be traced ({error}); leave channels empty"
+            f"decomposition.channels: the network cannot be followed ({error}); leave channels empty"
         ) from error
     order = [spec.name for spec in compressible_layers(model, input_shape)]
     found: dict[str, Narrowing] = {}
@@ -49,7 +49,10 @@ def channel_narrowings(
         if group.obstacle is not None or len(group.layers) != 1 or len(group.readers) != 1:
             continue
         ((producer, made),), ((reader, read),) = group.layers.items(), group.readers.items()
-        if made != read or producer not in order or order.index(producer) + 1 >= len(order):
+        # Channels that go in pairs or groups only (of a group norm, say) are left to task=prune.
+        if made != read or group.units != len(made):
+            continue
+        if producer not in order or order.index(producer) + 1 >= len(order):
             continue
         counts = _counts(len(made), fractions, multiple)
         if counts and order[order.index(producer) + 1] == reader:

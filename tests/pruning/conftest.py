@@ -107,6 +107,85 @@ class DoubledStream(nn.Module):
         return self.head((self.conv2(F.relu(x)) + torch.cat((x, x.mul(0)), dim=1)).mean((2, 3)))
 
 
+class ShuffleBlock(nn.Module):
+    """Splits its channels, works on one half and shuffles both, with sizes read from shapes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels // 2, channels // 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *rest = list(x.chunk(2, 1))
+        y = torch.cat([first, F.relu(self.conv(rest[0]))], 1)
+        n, c = y.size(0), y.size(1)
+        return y.view(n, 2, c // 2, *y.shape[2:]).transpose(1, 2).reshape(n, -1, *y.shape[2:])
+
+
+class NormedBlock(nn.Module):
+    """A residual bottleneck with group norms and a grouped convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(channels, 6, 1, bias=False)
+        self.norm1 = nn.GroupNorm(3, 6)
+        self.conv = nn.Conv2d(6, 12, 3, padding=1, groups=3)
+        self.norm2 = nn.GroupNorm(6, 12)
+        self.expand = nn.Conv2d(12, channels, 1)
+        self.norm3 = nn.GroupNorm(4, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm2(self.conv(F.relu(self.norm1(self.reduce(x))))))
+        return F.relu(x + self.norm3(self.expand(y)))
+
+
+class UNet(nn.Module):
+    """Encoder and decoder with a concatenation between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(6, affine=True)
+        self.bottom = nn.Conv2d(6, 8, 3, padding=1)
+        self.act = nn.PReLU(8)
+        self.up = nn.Conv2d(14, 5, 3, padding=1)
+        self.out = nn.Conv2d(5, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = F.gelu(self.norm(self.down(x)))
+        deep = self.act(self.bottom(F.max_pool2d(skip, 2)))
+        deep = F.interpolate(deep, size=skip.shape[-2:], mode="bilinear")
+        return self.out(F.relu(self.up(torch.cat((deep, skip), dim=1)))).mean((2, 3))
+
+
+class InvertedBottleneck(nn.Module):
+    """The block of ConvNeXt with a norm that keeps channels apart, and its scale of each channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        self.norm = nn.BatchNorm2d(channels)
+        self.expand = nn.Linear(channels, 10)
+        self.contract = nn.Linear(10, channels)
+        self.scale = nn.Parameter(torch.rand(channels, 1, 1) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.depthwise(x)).permute(0, 2, 3, 1)
+        y = self.contract(F.gelu(self.expand(y)))
+        return x + self.scale * y.permute(0, 3, 1, 2)
+
+
+def classifier(channels: int, block: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        OrderedDict(
+            stem=nn.Conv2d(3, channels, 3, padding=1),
+            block=block,
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            head=nn.Linear(channels, 5),
+        )
+    )
+
+
 def plain_chain() -> nn.Module:
     return nn.Sequential(
         OrderedDict(
@@ -163,6 +242,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "depthwise": depthwise,
     "squeeze_excite": SqueezeExcite,
     "doubled_stream": DoubledStream,
+    "shuffle": lambda: classifier(12, ShuffleBlock(12)),
+    "group_norm": lambda: classifier(8, NormedBlock(8)),
+    "unet": UNet,
+    "inverted_bottleneck": lambda: classifier(6, InvertedBottleneck(6)),
 }
 
 

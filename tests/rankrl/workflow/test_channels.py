@@ -76,7 +76,7 @@ def test_pairs_of_layers_are_found(network: nn.Module) -> None:
     [
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)), [1.5], r"1\.5 is outside \(0, 1\)"),
         (nn.Sequential(nn.Conv2d(1, 4, 3)), [0.5], r"has no two layers of which one alone reads"),
-        (nn.LSTM(8, 8), [0.5], r"decomposition\.channels: the network cannot be traced"),
+        (nn.LSTM(8, 8), [0.5], r"decomposition\.channels: the network cannot be followed"),
     ],
 )
 def test_what_cannot_be_narrowed_is_refused(model: nn.Module, fractions: list[float], message: str) -> None:

@@ -1,0 +1,109 @@
+"""Numbers of channels that a network reads from the shape of a tensor and computes with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from pruning.label_arrays import Removal
+
+Fix = Callable[[Iterable[Tensor]], None]
+
+
+class ChannelCount(int):
+    """The size of an axis of channels, which shrinks as channels go.
+
+    Sums, differences, products and whole quotients know what becomes of them. Where the number itself enters
+    the computation, as a divisor or in a comparison, the channels that it counts have to stay.
+
+    Attributes:
+        arrays: the label arrays of the channels that it counts.
+        after: returns what it becomes after a removal.
+        fix: is called with `arrays` where the number enters the computation itself.
+    """
+
+    arrays: tuple[Tensor, ...]
+    after: Callable[[Removal], int]
+    fix: Fix
+
+    @classmethod
+    def of(
+        cls, value: int, arrays: Iterable[Tensor], after: Callable[[Removal], int], fix: Fix
+    ) -> ChannelCount:
+        """Return `value` as a count, see the attributes."""
+        count = cls(value)
+        count.arrays, count.after, count.fix = tuple(arrays), after, fix
+        return count
+
+    def number(self) -> int:
+        """Return the plain number, of channels that have to stay from now on."""
+        self.fix(self.arrays)
+        return int(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ChannelCount) and self._counts_the_same(other):
+            return int(self) == int(other)
+        return self.number() == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def _counts_the_same(self, other: ChannelCount) -> bool:
+        return len(self.arrays) == len(other.arrays) and all(
+            a.shape == b.shape and bool((a == b).all())
+            for a, b in zip(self.arrays, other.arrays, strict=True)
+        )
+
+
+def after_removal(number: int, removal: Removal | None) -> int:
+    """Return what becomes of a number after a removal of channels: itself, unless it counts them."""
+    return number.after(removal) if removal is not None and isinstance(number, ChannelCount) else int(number)
+
+
+def _following(operation: Callable[[int, int], int], swapped: bool) -> Callable[[ChannelCount, Any], Any]:
+    """Make an arithmetic method whose result shrinks as well."""
+
+    def method(self: ChannelCount, other: Any) -> Any:
+        if not isinstance(other, int):
+            number = self.number()
+            return operation(other, number) if swapped else operation(number, other)
+        first, second = (other, self) if swapped else (self, other)
+        arrays = [array for each in (first, second) for array in getattr(each, "arrays", ())]
+        return ChannelCount.of(
+            operation(int(first), int(second)),
+            arrays,
+            lambda removal: operation(after_removal(first, removal), after_removal(second, removal)),
+            self.fix,
+        )
+
+    return method
+
+
+def _fixing(operation: Callable[[Any, Any], Any], swapped: bool) -> Callable[[ChannelCount, Any], Any]:
+    """Make a method in which the number itself counts."""
+
+    def method(self: ChannelCount, other: Any) -> Any:
+        number = self.number()
+        return operation(other, number) if swapped else operation(number, other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    _operation = getattr(operator, _name)
+    setattr(ChannelCount, f"__{_name}__", _following(_operation, swapped=False))
+    setattr(ChannelCount, f"__r{_name}__", _following(_operation, swapped=True))
+for _name in ("truediv", "pow"):
+    _operation = getattr(operator, _name)
+    setattr(ChannelCount, f"__{_name}__", _fixing(_operation, swapped=False))
+    setattr(ChannelCount, f"__r{_name}__", _fixing(_operation, swapped=True))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(ChannelCount, f"__{_name}__", _fixing(getattr(operator, _name), swapped=False))
+for _name, _type in (("float", float), ("neg", operator.neg)):
+    setattr(ChannelCount, f"__{_name}__", lambda self, make=_type: make(self.number()))

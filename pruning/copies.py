@@ -1,0 +1,122 @@
+"""Networks as people hand them over: wrapped, compiled, with tensors kept on themselves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
+
+from pruning.errors import PruningError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+log = logging.getLogger(__name__)
+
+_WRAPPERS: tuple[type[nn.Module], ...] = (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    AveragedModel,
+)
+
+
+class _ComputedByValue(TorchFunctionMode):
+    """Lets tensors that a forward computed be copied by value: torch copies leaves alone.
+
+    `copy.deepcopy` calls `Tensor.__deepcopy__` wherever it meets one, in lists, dicts or hooks.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = tensor.detach().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def copied(model: Module) -> Module:
+    """Return a deep copy of a module, tensors that its forward computed and kept by value.
+
+    Functions are not copied: a hook that writes into a list outside writes there for the copy, too.
+
+    Raises:
+        PruningError: if an attribute cannot be copied; it is named.
+    """
+    try:
+        with _ComputedByValue():
+            return copy.deepcopy(model)
+    except Exception as error:  # whatever an attribute's own code raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PruningError(
+            f"the {type(model).__name__} cannot be copied: {_uncopyable(model)} ({reason}); keep only "
+            "modules, tensors and plain values as attributes, or define __deepcopy__ or __getstate__ for it"
+        ) from error
+
+
+def _uncopyable(model: nn.Module) -> str:
+    """Return which attribute cannot be copied, for messages."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute == "_modules":
+                continue
+            try:
+                with _ComputedByValue():
+                    copy.deepcopy(value)
+            except Exception:  # whatever the attribute's own code raises
+                where = f"layer {name!r}" if name else "it"
+                return f"{where} holds {attribute!r}, a {type(value).__name__}"
+    return "one of its modules refuses"
+
+
+def plain_network(model: nn.Module) -> nn.Module:
+    """Return the network inside the wrappers of `torch.compile`, data parallelism and weight averaging.
+
+    Raises:
+        PruningError: if it is scripted, traced or exported, which leaves no layers to prune.
+    """
+    inner = model
+    while True:
+        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod  # type: ignore[assignment]
+        elif isinstance(inner, _WRAPPERS):
+            inner = inner.module  # type: ignore[assignment]
+        else:
+            break
+        log.info("the network inside the %s is taken", type(model).__name__)
+    for name, module in inner.named_modules():
+        kind = _frozen_kind(module)
+        if kind is not None:
+            raise PruningError(
+                f"{name or 'the network'} is {kind}: its layers cannot be told apart any more; prune the "
+                "nn.Module that it was made from, then make it again from the smaller network"
+            )
+    return inner
+
+
+def fresh_input(inputs: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of the same values, for a network that may change its input in place."""
+    return inputs.as_subclass(torch.Tensor).clone()
+
+
+def _frozen_kind(module: nn.Module) -> str | None:
+    """Return what has made a graph of a module, if something has."""
+    if isinstance(module, torch.jit.TopLevelTracedModule):
+        return "a traced module (torch.jit.trace)"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a scripted or traced module (torch.jit)"
+    if isinstance(module, fx.GraphModule) and any(
+        isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes
+    ):
+        return "an exported module (torch.export)"
+    return None

@@ -1,0 +1,154 @@
+"""Which labels layers take in, give out and hand on: convolutions, linear layers and norms."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+
+from pruning.call import Call
+from pruning.channel_walk import ChannelWalk
+from pruning.label_arrays import label_axes, label_row, labels_in, slices
+from pruning.labels import Labels
+from pruning.operations import CONVOLUTIONS, channel_axis
+
+LAYERS: dict[str, type[nn.Module]] = {
+    **{f"conv{dims}d": kind for dims, kind in enumerate(CONVOLUTIONS, 1)},
+    "linear": nn.Linear,
+    "batch_norm": _NormBase,
+    "instance_norm": _NormBase,
+    "group_norm": nn.GroupNorm,
+    "prelu": nn.PReLU,
+}
+"""By the operation that they call, the layers whose parameters can be cut."""
+
+WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+"""Those of them that mix channels."""
+
+JOINT_NORMS = ("layer_norm", "rms_norm")
+"""Operations that normalise all channels together, so that none can go without changing the others."""
+
+
+class LayerLabels:
+    """Labels the outputs of layers and notes their channels in a channel walk.
+
+    Args:
+        walk: what has been found out so far; it is added to.
+        model: the network.
+    """
+
+    def __init__(self, walk: ChannelWalk, model: nn.Module) -> None:
+        self.walk = walk
+        self._labels = walk.labels
+        self._shared = _layers_with_shared_parameters(model)
+        self._calls: Counter[str] = Counter()
+        self._obstacles: dict[str, str] = {}
+
+    def protect(self, name: str, obstacle: str) -> None:
+        """Protect everything that a layer makes and reads, whenever it is called."""
+        self._obstacles.setdefault(name, obstacle)
+        walk = self.walk
+        for rows in (walk.producers, walk.readers, walk.norms):
+            self._labels.protect(rows.get(name, ()), obstacle)
+        for row in walk.grouped.get(name, ()):
+            self._labels.protect(row, obstacle)
+
+    def output(self, call: Call, name: str, layer: nn.Module) -> list[Tensor] | None:
+        """Return the label array of a layer's output, None if its input's channels lie along unknown axes.
+
+        Args:
+            call: the operation that the layer calls; its first argument is the layer's input.
+            name: the layer's name.
+            layer: the layer, one of the kinds in `LAYERS`.
+        """
+        (array, shape), *_ = call.arrays.values()
+        operation, ndim = call.name, len(shape)
+        axis = ndim + channel_axis(layer) if operation in WEIGHTED else 1
+        if not 0 <= axis < ndim:
+            return None
+        self._notice(name, layer, operation, axis)
+        if any(each != axis for each in label_axes(array)) and self._any_free(array):
+            if array.shape[axis] > 1 or operation not in ("linear", "batch_norm", "prelu"):
+                return None
+            # The layer works along another axis, on every channel alone.
+            self.protect(name, f"{name!r} works along another axis than the channels before it")
+            if operation == "linear":
+                self._connect(name, layer, self._labels.new(shape[axis], self._obstacles[name]))
+            return [array]
+        row = _row(array, axis, shape[axis])
+        if name in self._obstacles:
+            self._labels.protect(row, self._obstacles[name])
+        if operation not in WEIGHTED:
+            if operation == "group_norm":
+                self._join_groups(row, call.args[1], f"{name!r} normalises all of its channels together")
+            if operation != "prelu" or layer.num_parameters != 1:
+                self.walk.norms.setdefault(name, row)
+        elif operation == "linear" or layer.groups == 1:
+            row = self._connect(name, layer, row)
+        else:
+            row = self._grouped(name, layer, row)
+        return [label_row(row, axis, ndim)]
+
+    def _notice(self, name: str, layer: nn.Module, operation: str, axis: int) -> None:
+        """Note why the channels that enter and leave this layer must stay, if they must."""
+        self._calls[name] += 1
+        weight = layer._parameters.get("weight")
+        if self._calls[name] > 1:
+            self.protect(name, f"{name!r} is shared: it is called more than once in one forward pass")
+        elif name in self._shared:
+            self.protect(name, f"{name!r} shares a parameter with {self._shared[name]!r}")
+        elif weight is None and (parametrize.is_parametrized(layer) or operation in WEIGHTED):
+            self.protect(name, f"the weight of {name!r} is parametrised; remove the parametrisation first")
+        elif operation.startswith("conv") and axis == 0:
+            self.protect(name, f"{name!r} is a convolution on input without a batch axis")
+
+    def _connect(self, name: str, layer: nn.Module, row: Labels) -> Labels:
+        """Note the inputs of a dense layer and return the labels of its outputs."""
+        self.walk.readers.setdefault(name, row)
+        # A layer that is called twice keeps the labels of its first call: they describe the same weights.
+        if name not in self.walk.producers:
+            outputs = int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)  # type: ignore[arg-type]
+            self.walk.producers[name] = self._labels.new(outputs, self._obstacles.get(name))
+        return self.walk.producers[name]
+
+    def _grouped(self, name: str, layer: nn.Module, row: Labels) -> Labels:
+        """Return the labels of the outputs of a grouped convolution: whole groups are handed on."""
+        groups = int(layer.groups)  # type: ignore[arg-type]
+        outputs = int(layer.out_channels) // groups  # type: ignore[arg-type]
+        self._join_groups(row, groups, f"all channels of {name!r} are one group")
+        made = tuple(label for label in row[:: len(row) // groups] for _ in range(outputs))
+        self.walk.grouped.setdefault(name, (row, made))
+        return made
+
+    def _join_groups(self, row: Labels, groups: int, alone: str) -> None:
+        """Couple the channels of each of equally large groups of consecutive channels."""
+        if groups == 1:
+            self._labels.protect(row, alone)
+        size = len(row) // groups
+        for start in range(0, len(row), size):
+            members = row[start : start + size]
+            self._labels.join([members[0]] * size, members)
+
+    def _any_free(self, array: Tensor) -> bool:
+        return any(self._labels.obstacle(label) is None for label in labels_in(array))
+
+
+def _row(array: Tensor, axis: int, count: int) -> Labels:
+    """Return the labels along one axis, the only one along which channels may go."""
+    return tuple(labels_in(slices(array, axis)[:, 0].expand(count)))
+
+
+def _layers_with_shared_parameters(model: nn.Module) -> dict[str, str]:
+    """Return each layer that holds another layer's parameter, with the name of that other layer."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            other = first.setdefault(id(parameter), name)
+            if other != name:
+                shared[name], shared[other] = other, name
+    return shared

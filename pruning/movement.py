@@ -1,0 +1,142 @@
+"""Where the channels go when an operation moves numbers: reshaping, splitting, indexing, stacking.
+
+The operation is carried out on the labels of the numbers. Whether the network does the right thing once
+channels are gone is tried out: the operation is carried out again on the labels that would be left, with the
+sizes that the network would then read from its tensors, and has to give out what is left of its outputs. What
+it takes for that, the coupling of the two halves of a split, say, is tried as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pruning.channel_count import ChannelCount, after_removal
+from pruning.label_arrays import Removal, compressed, label_axes, labels_in, rooted, slices
+from pruning.labels import ChannelLabels
+
+Labelled = tuple[Tensor, torch.Size]
+"""The label array and the shape of a tensor."""
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the arguments of a call with `change` applied to everything that is no container."""
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(bound, change) for bound in (value.start, value.stop, value.step)))
+    if isinstance(value, list):
+        return [mapped(item, change) for item in value]
+    if isinstance(value, tuple):
+        return tuple(mapped(item, change) for item in value)
+    return change(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Return everything that is no container in the arguments or results of a call."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    elif isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def moved(
+    labels: ChannelLabels,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Mapping[int, Labelled],
+) -> list[Tensor] | None:
+    """Return the label arrays of what an operation gives out, and couple what it takes.
+
+    Args:
+        labels: all labels; couplings are added.
+        function: the operation.
+        args: its arguments.
+        kwargs: its named arguments.
+        operands: the label array and shape of tensors among the arguments, by their identity.
+
+    Returns:
+        One label array for each tensor given out; None if no coupling makes a removal come out right.
+    """
+
+    def run(removal: Removal | None) -> list[Tensor] | None:
+        def change(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and id(leaf) in operands:
+                array, shape = operands[id(leaf)]
+                rest = array.expand(shape) if removal is None else removal.rest(array, shape)
+                if rest is None:
+                    raise ValueError("what goes is no whole slice")
+                # Small whole numbers are exact, and every operation takes floats.
+                return rest.float().contiguous()
+            return after_removal(leaf, removal) if isinstance(leaf, ChannelCount) else leaf
+
+        return [each.long() for each in leaves(function(*mapped(args, change), **mapped(kwargs, change)))]
+
+    try:
+        whole = run(None) or []
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None  # labels take the place of indices or types
+    shapes = [each.shape for each in whole]
+    outputs = [compressed(each) for each in whole]
+    entering = dict.fromkeys(label for array, _ in operands.values() for label in labels_in(array))
+    free = [label for label in entering if labels.obstacle(label) is None]
+    for coupled in _couplings(labels, outputs):
+        if all(_comes_out_right(run, outputs, shapes, removal) for removal in _trials(coupled, free)):
+            labels.adopt(coupled)
+            return [rooted(array, labels) for array in outputs]
+    return None
+
+
+def _couplings(labels: ChannelLabels, outputs: Sequence[Tensor]) -> Iterator[ChannelLabels]:
+    """Yield what might have to be coupled: nothing, or what stands at the same place along an axis."""
+    yield labels
+    axes = sorted({axis for array in outputs for axis in label_axes(array)}, reverse=True)
+    if len(axes) == 1 and len(outputs) == 1:
+        return
+    for axis in axes:
+        sizes = {array.shape[axis] for array in outputs if array.ndim > axis}
+        if len(sizes) > 1:
+            continue
+        coupled = labels.copy()
+        together = torch.cat([slices(array, axis) for array in outputs], 1)
+        for other in together.unbind(1)[1:]:
+            coupled.join(labels_in(together[:, 0]), labels_in(other))
+        yield coupled
+
+
+def _trials(labels: ChannelLabels, free: Sequence[int]) -> Iterator[Removal]:
+    """Yield removals to try: the first unit, the last one, half of them, all but one."""
+    units = [root for root in dict.fromkeys(labels.roots(free)) if labels.obstacle(root) is None]
+    if len(units) < 2:
+        return
+    half = random.Random(0).sample(units, len(units) // 2)
+    middle = units[len(units) // 2]
+    for gone in (units[:1], units[-1:], half, [unit for unit in units if unit != middle]):
+        yield Removal(labels, frozenset(gone))
+
+
+def _comes_out_right(
+    run: Callable[[Removal], list[Tensor] | None],
+    outputs: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    removal: Removal,
+) -> bool:
+    try:
+        results = run(removal) or []
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False  # the operation does not work on what would be left
+    expected = [removal.rest(array, shape) for array, shape in zip(outputs, shapes, strict=True)]
+    return len(results) == len(expected) and all(
+        rest is not None and result.shape == rest.shape and bool((result == rest).all())
+        for result, rest in zip(results, expected, strict=True)
+    )
