@@ -79,6 +79,7 @@ def quantise_onnx(
         ExportError: The file is missing or quantised already, its opset is below 13, there are no calibration
             inputs, the network's outputs on them are not finite, a weight belongs to no node that computes in
             integers, or onnxruntime cannot quantise the file.
+        DefectError: What it made of the file is damaged; nothing is written.
     """
     path, target = Path(path), Path(target)
     session = open_session(path)
@@ -123,8 +124,8 @@ def _quantised(
     """Return what onnxruntime's quantiser makes of a network; `path` is where that is from, for messages."""
     with tempfile.TemporaryDirectory() as folder:
         plain, scratch = Path(folder) / "network.onnx", Path(folder) / "quantised.onnx"
-        onnx.save(model, plain)
         try:
+            onnx.save(model, plain)
             with _quiet():
                 quantize_static(
                     plain,

@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
-from rankrl.export.graph import with_subgraphs
 from rankrl.export.operators import is_standard
+from rankrl.export.values import with_subgraphs
 from rankrl.onnx_graph.errors import OnnxGraphError
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)

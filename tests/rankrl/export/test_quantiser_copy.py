@@ -3,101 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
+from chained_graphs import STEPS, YES, Chain, X, assert_alike, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from rankrl.errors import DefectError
 from rankrl.export import ExportError, quantise_onnx
-
-Array = np.ndarray
-
-onnxruntime.set_default_logger_severity(3)
-
-X = np.random.default_rng(0).standard_normal((24, 4, 6, 6)).astype(np.float32)
-YES = {"yes": np.array(True)}
-STEPS = ("Conv", "Relu", "Clip", "MaxPool", "Add", "Sigmoid")
-
-
-@dataclass
-class Chain:
-    """A graph that grows node by node; `readers` may read any value of it besides."""
-
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    constants: dict[str, Array] = field(
-        default_factory=lambda: {"low": np.float32(-0.5), "high": np.float32(0.5)}, repr=False
-    )
-    values: list[str] = field(default_factory=lambda: ["x"])
-    outputs: list[str] = field(default_factory=list)
-
-    def add(self, op_type: str, *further: str, **attributes: object) -> str:
-        name = f"v{len(self.values)}"
-        inputs = [self.values[-1], *further]
-        self.nodes.append(helper.make_node(op_type, inputs, [name], f"node_{name}", **attributes))
-        self.values.append(name)
-        return name
-
-    def step(self, op_type: str, random: np.random.Generator) -> None:
-        if op_type == "Conv":
-            weight = f"w{len(self.values)}"
-            self.constants[weight] = (random.standard_normal((4, 4, 3, 3)) / 4).astype(np.float32)
-            self.constants[f"{weight}_bias"] = random.standard_normal(4).astype(np.float32) / 4
-            self.add("Conv", weight, f"{weight}_bias", pads=[1] * 4)
-        elif op_type == "Clip":
-            self.add("Clip", "low", "high")
-        elif op_type == "Add":
-            self.add("Add", self.values[int(random.integers(len(self.values)))])
-        elif op_type == "MaxPool":
-            self.add("MaxPool", kernel_shape=[3, 3], pads=[1] * 4)
-        else:
-            self.add(op_type)
-
-    def capture(self, value: str) -> None:
-        """Let the body of an If, which says yes, hand a value on."""
-        name = f"captured_{value}"
-        ways = [
-            helper.make_graph(
-                [helper.make_node(kind, [value], [f"{way}_{name}"], f"{way}_{name}")],
-                way,
-                [],
-                [helper.make_tensor_value_info(f"{way}_{name}", TensorProto.FLOAT, ["n", 4, 6, 6])],
-            )
-            for way, kind in (("then", "Identity"), ("else", "Neg"))
-        ]
-        self.nodes.append(
-            helper.make_node("If", ["yes"], [name], name, then_branch=ways[0], else_branch=ways[1])
-        )
-        self.outputs.append(name)
-
-    def model(self) -> onnx.ModelProto:
-        kinds = {"x": (TensorProto.FLOAT, ["n", 4, 6, 6]), "yes": (TensorProto.BOOL, [])}
-        inputs = [helper.make_tensor_value_info(name, *kind) for name, kind in kinds.items()]
-        outputs = dict.fromkeys([self.values[-1], *self.outputs])
-        graph = helper.make_graph(
-            self.nodes,
-            "chain",
-            inputs,
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4, 6, 6]) for name in outputs],
-            [numpy_helper.from_array(np.asarray(value), name) for name, value in self.constants.items()],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-        onnx.checker.check_model(model, full_check=True)
-        return model
-
-
-def run(model: str | Path | onnx.ModelProto, feed: Mapping[str, Array]) -> dict[str, Array]:
-    content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    return dict(
-        zip([each.name for each in session.get_outputs()], session.run(None, dict(feed)), strict=True)
-    )
+from rankrl.export.quantiser_copy import QuantiserCopy
 
 
 def in_integers(model: onnx.ModelProto, folder: Path, weights: list[str] | None) -> onnx.ModelProto:
@@ -105,14 +23,6 @@ def in_integers(model: onnx.ModelProto, folder: Path, weights: list[str] | None)
     onnx.save(model, path)
     quantise_onnx(path, target, [{"x": X, **YES}], weights=weights, reduce_range=True, partly=True)
     return onnx.load(target)
-
-
-def assert_alike(model: onnx.ModelProto, rounded: onnx.ModelProto, feed: Mapping[str, Array]) -> None:
-    before, after = run(model, feed), run(rounded, feed)
-    assert list(before) == list(after)
-    for name, expected in before.items():
-        error = float(np.linalg.norm(after[name] - expected) / np.linalg.norm(expected))
-        assert error <= 0.1, (name, error)
 
 
 @st.composite
@@ -123,12 +33,12 @@ def chains(draw: st.DrawFn) -> Chain:
         chain.step(op_type, random)
     computed = st.sampled_from(chain.values[1:])
     for value in draw(st.lists(computed, max_size=2, unique=True)):
-        chain.capture(value)
+        chain.capture(value, draw(st.sampled_from(["If", "Loop"])))
     chain.outputs += draw(st.lists(computed, max_size=2, unique=True))
     return chain
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(chain=chains(), alone=st.booleans())
 def test_whatever_reads_a_value_gets_it_as_it_is_but_for_rounding(chain: Chain, alone: bool) -> None:
     model = chain.model()
@@ -219,3 +129,18 @@ def test_nothing_is_written_beside_the_original(tmp_path: Path) -> None:
     chain.step("Conv", np.random.default_rng(0))
     in_integers(chain.model(), tmp_path, None)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["integers.onnx", "plain.onnx"]
+
+
+def test_a_file_that_is_damaged_on_the_way_never_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(copy: QuantiserCopy, model: onnx.ModelProto) -> None:
+        model.graph.node.append(model.graph.node[0])
+
+    monkeypatch.setattr(QuantiserCopy, "restore", damaged)
+    chain, target = Chain(), tmp_path / "integers.onnx"
+    chain.step("Conv", np.random.default_rng(0))
+    target.write_bytes(b"what was there")
+    with pytest.raises(DefectError, match=r"plain\.onnx in integers is damaged, .* fault of rankrl's"):
+        in_integers(chain.model(), tmp_path, None)
+    assert target.read_bytes() == b"what was there"
