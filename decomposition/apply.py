@@ -29,9 +29,10 @@ from decomposition.operations import (
 from decomposition.operations.base import FINAL
 from decomposition.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.progress import Progress, ProgressBar, progress_bar
-from decomposition.rounding import calibrate_ranges, without_rounding
+from decomposition.rounding import calibrate_ranges, integer_layers, without_rounding
 from decomposition.sensitivity import collect_sensitivities
 from decomposition.surgery import copied, replace_module
+from decomposition.unrounded import round_when_exported
 from decomposition.wrappers import unwrapped
 
 _Entries = dict[str, tuple[LayerPlan, LayerSpec]]
@@ -128,6 +129,8 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
             module = operation.structure(module, spec)
         if module is not dense:
             replace_module(structure, dense, module)
+    if integer_layers(structure):
+        round_when_exported(structure)
     return structure
 
 
@@ -262,6 +265,8 @@ def _apply_to_layers(
         _apply_apart(compressed, changed, images, sensitivities, options, bar)
     if options.batch_norm == "reestimate":
         options.reestimate(compressed)
+    if integer_layers(compressed):
+        round_when_exported(compressed)
     if images is not None:
         calibrate_ranges(compressed, split(images, 256))
     _check_applied(model, compressed, entries)

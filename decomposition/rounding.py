@@ -5,19 +5,17 @@ and zero point a tensor, from the range that they took on calibration inputs (st
 al., CVPR 2018). Gradients pass through the rounding as if it were not there (straight-through estimator,
 Bengio et al. 2013), those of activations inside their range alone.
 
-Where a runtime rounds is not the layer's affair alone: what a convolution hands on is rounded behind its
-batch norm and activation, and an addition of two integer tensors is one of integers. `_Unrounded` marks a
-layer's output on its way, and the operation that takes it decides.
+Where a runtime rounds is not the layer's affair alone: a layer's output is marked on its way, and the
+operation that takes it decides (`decomposition.unrounded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
@@ -26,26 +24,13 @@ from decomposition.cost import evaluation_mode
 from decomposition.errors import DecompositionError
 from decomposition.inputs import Inputs, run_model
 from decomposition.surgery import remove_parametrizations
+from decomposition.unrounded import TRACING_HOOKS, marked, settled, taken
 
 _LARGEST_ACTIVATION = 255
 _FOLLOWED = 0.05
 """Share of a training batch in the moving average of a range."""
 
 _RANGES = ("input_range", "output_range")
-# Behind these a convolution's output is still the one tensor that a runtime rounds.
-_FUSED = {
-    *(F.batch_norm, torch.batch_norm, F.relu, torch.relu, torch.relu_),
-    *(torch.Tensor.relu, torch.Tensor.relu_),
-}
-# These look at a tensor's description alone (`__get__` stands for its properties).
-_LOOKS = {
-    *("__get__", "dim", "ndimension", "size", "stride", "numel", "nelement", "__len__", "__hash__"),
-    *("is_contiguous", "is_floating_point", "is_complex", "type", "get_device", "element_size"),
-}
-_SUMS = {
-    *(torch.add, torch.Tensor.add, torch.Tensor.add_),
-    *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
-}
 
 REDUCED_BITS = 7
 """Bits of weights that compute in integers where sums of 8-bit products overflow: on x86 without VNNI."""
@@ -169,81 +154,17 @@ class ActivationRange(nn.Module):
         return torch.where(calibrated, rounded, x)
 
 
-class _Unrounded(torch.Tensor):
-    """A tensor of integers before it is rounded: the output of an integer layer, or a sum of such.
-
-    Batch norm and ReLU pass it on, an addition rounds it and what it is added to, everything else rounds it.
-
-    Attributes:
-        range: The range; `None` for a sum that no integer layer has taken yet.
-    """
-
-    range: ActivationRange | None
-
-    @classmethod
-    def of(cls, x: torch.Tensor, where: ActivationRange | None) -> _Unrounded:
-        marked = x.as_subclass(cls)
-        marked.range = where
-        return marked
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") in _LOOKS:
-                return func(*args, **given)
-            if func in _FUSED and isinstance(args[0], cls):
-                result = func(args[0].as_subclass(torch.Tensor), *args[1:], **given)
-                return cls.of(result, args[0].range)
-            settle = _rounded if func in _SUMS else _settled
-            result = func(*map(settle, args), **{key: settle(value) for key, value in given.items()})
-            whole = func in _SUMS and all(map(_is_integer, args[:2]))
-            return cls.of(result, None) if whole else result
-
-
-def _settled(value: Any) -> Any:
-    """Round what is still unrounded, inside lists and tuples too."""
-    if isinstance(value, _Unrounded):
-        plain = value.as_subclass(torch.Tensor)
-        return plain if value.range is None else value.range(plain)
-    if isinstance(value, list | tuple) and any(isinstance(each, _Unrounded) for each in value):
-        return type(value)(_settled(each) for each in value)
-    return value
-
-
-def _is_integer(value: Any) -> bool:
-    """Tell whether a summand is in integers, or is taken in integers by a layer."""
-    return isinstance(value, _Unrounded) or hasattr(value, "integer_range")
-
-
-def _rounded(value: Any) -> Any:
-    """Round a summand as well where another layer takes it in integers."""
-    where = getattr(value, "integer_range", None)
-    if where is not None and not isinstance(value, _Unrounded):
-        return where(value)
-    return _settled(value)
-
-
 def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     where: ActivationRange = module.input_range  # type: ignore[assignment]
-    x = args[0]
-    if isinstance(x, _Unrounded):
-        x.range = where if x.range is None else x.range  # its other consumers get the same integers
-        x = x.as_subclass(torch.Tensor)
-    else:
-        x.integer_range = where
-    return (where(x), *args[1:])
+    return (where(taken(args[0], where)), *args[1:])
 
 
 def _mark_output(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
     where: ActivationRange = module.output_range  # type: ignore[assignment]
-    return _Unrounded.of(output, where)
+    return marked(output, where)
+
+
+_OUR_HOOKS = (_round_input, _mark_output, *TRACING_HOOKS)
 
 
 def round_weights(module: nn.Module, bits: int, names: Iterable[str] = ("weight",)) -> None:
@@ -304,7 +225,7 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str
     count = 0
     with _observing(model), evaluation_mode(model):
         for batch in batches:
-            tree_map(_settled, run_model(model, batch))
+            tree_map(settled, run_model(model, batch))
             count += 1
     if not count:
         raise DecompositionError(
@@ -355,8 +276,8 @@ def without_rounding(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name in _RANGES:
             module._modules.pop(name, None)
-        for hooks, ours in ((module._forward_pre_hooks, _round_input), (module._forward_hooks, _mark_output)):
-            for key in [key for key, hook in hooks.items() if hook is ours]:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if any(hook is each for each in _OUR_HOOKS)]:
                 del hooks[key]
         if parametrize.is_parametrized(module):
             remove_parametrizations(module)
