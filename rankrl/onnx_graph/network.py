@@ -104,7 +104,7 @@ class OnnxNetwork:
             raise OnnxGraphError(f"{path}: {error}") from error
         model = _inlined(model)
         _fix_constants(model)
-        _free_sizes(model.graph)
+        free_sizes(model.graph)
         converted = ""
         if opset < LEAST_OPSET:
             model = _converted(model, path, opset)
@@ -355,13 +355,14 @@ def _fix_constants(model: onnx.ModelProto) -> None:
         model.ir_version = max(model.ir_version, _CONSTANTS_APART)
 
 
-def _free_sizes(graph: onnx.GraphProto) -> None:
-    """Make sizes free that are written as -1 or 0, as Paddle's exporter does."""
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.HasField("tensor_type"):
-            for axis in value.type.tensor_type.shape.dim:
-                if axis.HasField("dim_value") and axis.dim_value < 1:
-                    axis.ClearField("dim_value")
+def free_sizes(graph: onnx.GraphProto) -> bool:
+    """Make sizes free that are written as -1 or 0, as Paddle's exporter does; tell whether there were any."""
+    values = [value.type for value in (*graph.input, *graph.output, *graph.value_info)]
+    axes = [axis for each in values if each.HasField("tensor_type") for axis in each.tensor_type.shape.dim]
+    unset = [axis for axis in axes if axis.HasField("dim_value") and axis.dim_value < 1]
+    for axis in unset:
+        axis.ClearField("dim_value")
+    return bool(unset)
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
