@@ -161,6 +161,12 @@ def test_integers_scaled_by_the_whole_batch_are_inputs_all_the_same(tmp_path: Pa
     assert find_batch_axes(network, {"x": x}).inputs == {"x": 0}
 
 
+def test_random_numbers_of_a_file_itself_are_no_influence(tmp_path: Path) -> None:
+    nodes = [node("RandomNormalLike", ["x"], ["noise"]), node("Add", ["x", "noise"], ["y"])]
+    network = network_of(model_of(nodes, {}, {"x": ["n", 4]}, {"y": ["n", 4]}), tmp_path)
+    assert find_batch_axes(network, {"x": drawn(9, 4)}).inputs == {"x": 0}
+
+
 def test_stated_axes_hold(tmp_path: Path) -> None:
     nodes = [node("Relu", ["x"], ["y"]), node("Relu", ["z"], ["v"])]
     shapes = {"x": ["a", "b", 4], "z": ["a"]}, {"y": ["a", "b", 4], "v": ["a"]}
