@@ -44,6 +44,7 @@ from rankrl.workflow.file_export import export_file
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_rows
 from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs, Sample
+from rankrl.workflow.rewritten import check_rewritten
 from rankrl.workflow.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.scoring import FunctionScoring
@@ -245,6 +246,7 @@ def compress(
     baseline = export_onnx(
         dense, run.state / "dense.onnx", shape, channel_block=timing.channel_block, progress=False
     ).path
+    check_rewritten(model, dense, baseline, held.inputs)
     device = model_device(dense)
     batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
     session = session_on_inputs(
