@@ -114,6 +114,12 @@ class OnnxNetwork:
         network = cls(model, str(path), converted=converted)
         if not network.inputs:
             raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
+        other = [entry.name for entry in model.graph.output if not entry.type.HasField("tensor_type")]
+        if other:
+            raise OnnxGraphError(
+                f"{path}: the output {other[0]!r} is a sequence or a map; only tensors can be compared. Cut "
+                "the network off before it: onnx.utils.extract_model(FILE, TARGET, INPUTS, OUTPUTS)"
+            )
         return network
 
     @cached_property
