@@ -115,7 +115,7 @@ def _with_twins(sites: Sequence[Site], shared: Mapping[str, int]) -> list[Site]:
         first, *others = (sites[place] for place in places)
         equal = all(torch.equal(first.weight, each.weight) for each in others)  # as used: one may be turned
         if len(places) < uses or len(alike) > 1 or not equal:
-            reason = "its weight belongs to another node too, which uses it in another way"
+            reason = "its weight is used in another way too, by another node or as an output"
             for place in places:
                 found[place] = replace(sites[place], spec=replace(sites[place].spec, refusal=reason))
             continue

@@ -101,7 +101,7 @@ def test_a_weight_that_is_used_turned_and_as_it_is_stays(tmp_path: Path, way: st
     output = (16, 16) if way == "output" else ("n", 16)
     _, sites = sites_of(saved(tmp_path / "tied.onnx", nodes, {"W": low(16, 16)}, output=output))
     for site in sites.values():
-        assert site.spec.refusal == "its weight belongs to another node too, which uses it in another way"
+        assert site.spec.refusal == "its weight is used in another way too, by another node or as an output"
 
 
 def test_constants_among_the_inputs_leave_the_file_with_their_nodes(tmp_path: Path) -> None:
