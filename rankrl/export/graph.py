@@ -85,7 +85,7 @@ def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
     """
     constants = {tensor.name: tensor for tensor in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
-    counts = uses(graph)
+    counts, taken = uses(graph), names_in(graph)
     for batchnorm in [node for node in graph.node if is_standard(node, "BatchNormalization")]:
         conv = producers.get(batchnorm.input[0])
         if conv is None or not is_standard(conv, "Conv") or counts[conv.output[0]] > 1:
@@ -102,18 +102,19 @@ def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
         scale = gamma / np.sqrt(variance + epsilon)
         old_bias = numpy_helper.to_array(constants[bias]).astype(np.float64) if bias else np.zeros_like(mean)
         name = batchnorm.output[0]
+        weight, factor, constant, node = (
+            new_name(f"{name}_{kind}", taken) for kind in ("weight", "scale", "bias", "scaled_weight")
+        )
         folded = {
-            f"{name}_scale": scale.reshape(-1, *[1] * (len(kernel) + 1)),
-            f"{name}_bias": (old_bias - mean) * scale + beta,
+            factor: scale.reshape(-1, *[1] * (len(kernel) + 1)),
+            constant: (old_bias - mean) * scale + beta,
         }
         graph.initializer.extend(
             numpy_helper.from_array(value.astype(np.float32), key) for key, value in folded.items()
         )
-        scaled = helper.make_node(
-            "Mul", [conv.input[1], f"{name}_scale"], [f"{name}_weight"], f"{name}_scaled_weight"
-        )
+        scaled = helper.make_node("Mul", [conv.input[1], factor], [weight], node)
         graph.node.insert(list(graph.node).index(conv), scaled)
-        conv.input[:] = [conv.input[0], f"{name}_weight", f"{name}_bias"]
+        conv.input[:] = [conv.input[0], weight, constant]
         conv.output[0] = name
         graph.node.remove(batchnorm)
     remove_unused_constants(graph)
@@ -167,7 +168,10 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
         preprocessing: What is done to the images.
     """
     entry = graph.input[0]
-    stages = [f"{entry.name}_{stage}" for stage in ("planes", "float", "scaled", "normalised")]
+    taken = names_in(graph)
+    stages = [
+        new_name(f"{entry.name}_{stage}", taken) for stage in ("planes", "float", "scaled", "normalised")
+    ]
     for each in with_subgraphs(graph):
         for node in each.node:
             for position, name in enumerate(node.input):
@@ -175,7 +179,7 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
                     node.input[position] = stages[-1]
     constants = {}
     for kind, values in zip(("scale", "offset"), preprocessing.scale_and_offset(), strict=True):
-        constants[kind] = f"{entry.name}_{kind}"
+        constants[kind] = new_name(f"{entry.name}_{kind}", taken)
         graph.initializer.append(numpy_helper.from_array(values.view(-1, 1, 1).numpy(), constants[kind]))
     nodes = [
         helper.make_node("Transpose", [entry.name], [stages[0]], perm=(0, 3, 1, 2)),

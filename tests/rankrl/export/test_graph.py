@@ -8,7 +8,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from rankrl.export.graph import fold_batchnorm_into_computed_weights
+from rankrl.data import Preprocessing
+from rankrl.export.graph import fold_batchnorm_into_computed_weights, take_bytes
 from rankrl.export.subsampling import convolve_subsampling
 
 X = np.random.default_rng(0).standard_normal((3, 4, 6, 6)).astype(np.float32)
@@ -51,12 +52,12 @@ def test_a_batch_norm_is_folded_where_nothing_else_reads_the_convolution(reader:
     random = np.random.default_rng(1)
     constants = {
         "core": random.standard_normal((5, 4, 3, 3)).astype(np.float32),
-        "two": np.array(2, np.float32),
+        "y_scale": np.array(2, np.float32),  # a name that a constant of ours would have
     }
     parts = ["gamma", "beta", "mean", "variance"]
     constants |= {name: random.uniform(0.5, 1.5, 5).astype(np.float32) for name in parts}
     nodes = [
-        helper.make_node("Mul", ["core", "two"], ["weight"], "weight"),
+        helper.make_node("Mul", ["core", "y_scale"], ["weight"], "weight"),
         helper.make_node("Conv", ["x", "weight"], ["a"], "conv", kernel_shape=[3, 3]),
         helper.make_node("BatchNormalization", ["a", *parts], ["y"], "norm"),
     ]
@@ -86,3 +87,20 @@ def test_slices_become_a_convolution_as_far_as_nothing_else_reads_between_them(r
     assert [node.op_type for node in model.graph.node].count("Slice") == bool(reader)
     for found, wanted in zip(run(model), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_images_are_taken_under_names_that_are_free() -> None:
+    constants = {"x_scale": np.array(2, np.float32), "x_float": np.array(3, np.float32)}
+    nodes = [
+        helper.make_node("Mul", ["x", "x_scale"], ["a"], "mul"),
+        helper.make_node("Add", ["a", "x_float"], ["y"], "add"),
+    ]
+    model = model_of(nodes, constants, "")
+    images = np.random.default_rng(0).integers(256, size=(2, 6, 6, 4), dtype=np.uint8)
+    preprocessing = Preprocessing(4, 6, 6, mean=(0.5,) * 4, std=(0.25,) * 4)
+    take_bytes(model.graph, preprocessing)
+    onnx.checker.check_model(model, full_check=True)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(["y"], {"x": images, "yes": np.array(True)})
+    planes = (images.transpose(0, 3, 1, 2) / np.float32(255) - 0.5) / 0.25
+    np.testing.assert_allclose(found, 2 * planes + 3, rtol=1e-5, atol=1e-5)
