@@ -65,12 +65,17 @@ def calling_frame() -> FrameType | None:
 
 def is_networks_own(frame: FrameType) -> bool:
     """Say whether a frame runs the code of a network: neither this package's nor torch's."""
-    return not frame.f_code.co_filename.startswith((_HERE, _TORCH))
+    return not (is_of_torch(frame) or frame.f_code.co_filename.startswith(_HERE))
+
+
+def is_of_torch(frame: FrameType) -> bool:
+    """Say whether a frame runs torch's own code, whose checks know nothing of the network."""
+    return frame.f_code.co_filename.startswith(_TORCH)
 
 
 def line_of(frame: FrameType | None) -> str:
     """Return the line of the network's own code that a frame runs or was called from, in brackets."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and is_of_torch(frame):
         frame = frame.f_back
     if frame is None or not is_networks_own(frame):
         return ""

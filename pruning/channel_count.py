@@ -41,18 +41,18 @@ class ChannelCount(int):
     def number(self) -> int:
         """Return the plain number, of channels that have to stay from now on."""
         self.fix(self.arrays)
-        return int(self)
+        return _plain(self)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ChannelCount) and self._counts_the_same(other):
-            return int(self) == int(other)
+            return _plain(self) == _plain(other)
         return self.number() == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(int(self))
+        return hash(_plain(self))
 
     def _counts_the_same(self, other: ChannelCount) -> bool:
         return len(self.arrays) == len(other.arrays) and all(
@@ -63,7 +63,14 @@ class ChannelCount(int):
 
 def after_removal(number: int, removal: Removal | None) -> int:
     """Return what becomes of a number after a removal of channels: itself, unless it counts them."""
-    return number.after(removal) if removal is not None and isinstance(number, ChannelCount) else int(number)
+    return (
+        number.after(removal) if removal is not None and isinstance(number, ChannelCount) else _plain(number)
+    )
+
+
+def _plain(number: int) -> int:
+    """Return a number without what it knows about channels."""
+    return int.__add__(number, 0)
 
 
 def _following(operation: Callable[[int, int], int], swapped: bool) -> Callable[[ChannelCount, Any], Any]:
@@ -76,7 +83,7 @@ def _following(operation: Callable[[int, int], int], swapped: bool) -> Callable[
         first, second = (other, self) if swapped else (self, other)
         arrays = [array for each in (first, second) for array in getattr(each, "arrays", ())]
         return ChannelCount.of(
-            operation(int(first), int(second)),
+            operation(_plain(first), _plain(second)),
             arrays,
             lambda removal: operation(after_removal(first, removal), after_removal(second, removal)),
             self.fix,
@@ -99,11 +106,17 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
     _operation = getattr(operator, _name)
     setattr(ChannelCount, f"__{_name}__", _following(_operation, swapped=False))
     setattr(ChannelCount, f"__r{_name}__", _following(_operation, swapped=True))
-for _name in ("truediv", "pow"):
-    _operation = getattr(operator, _name)
+for _name in ("truediv", "pow", "and_", "or_", "xor", "lshift", "rshift"):
+    _operation, _name = getattr(operator, _name), _name.rstrip("_")
     setattr(ChannelCount, f"__{_name}__", _fixing(_operation, swapped=False))
     setattr(ChannelCount, f"__r{_name}__", _fixing(_operation, swapped=True))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(ChannelCount, f"__{_name}__", _fixing(getattr(operator, _name), swapped=False))
-for _name, _type in (("float", float), ("neg", operator.neg)):
-    setattr(ChannelCount, f"__{_name}__", lambda self, make=_type: make(self.number()))
+for _name, _operation in (
+    ("lt", operator.lt),
+    ("le", operator.le),
+    ("gt", operator.gt),
+    ("ge", operator.ge),
+    ("divmod", divmod),
+):
+    setattr(ChannelCount, f"__{_name}__", _fixing(_operation, swapped=False))
+for _type in (int, float, abs, round, operator.neg):
+    setattr(ChannelCount, f"__{_type.__name__}__", lambda self, *_, make=_type: make(self.number()))

@@ -44,7 +44,7 @@ class FunctionLabels:
             return [joined]
         if name in MOVEMENTS:
             return self._moved(call, outputs)
-        self._fix_counts(call)
+        self.fix_counts(call)
         binary = name in ("max", "min") and len(call.args) > 1 and isinstance(call.args[1], Tensor)
         if name in POINTWISE or binary:
             array = self._pointwise(call, outputs[0])
@@ -109,7 +109,7 @@ class FunctionLabels:
             rows.append(array.expand(sizes))
         return torch.cat(rows, axis)
 
-    def _fix_counts(self, call: Call) -> None:
+    def fix_counts(self, call: Call) -> None:
         """Keep the channels whose number takes part in an operation."""
         for leaf in leaves((call.args, call.kwargs)):
             if isinstance(leaf, ChannelCount):

@@ -71,7 +71,9 @@ def moved(
 
     def run(removal: Removal | None) -> list[Tensor] | None:
         def change(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and id(leaf) in operands:
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in operands:
+                    return leaf.detach().cpu()  # indices, for labels, which are on the CPU
                 array, shape = operands[id(leaf)]
                 rest = array.expand(shape) if removal is None else removal.rest(array, shape)
                 if rest is None:

@@ -12,7 +12,6 @@ import functools
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pruning.call import CHANGING, Call, calling_frame, is_networks_own, line_of
+from pruning.call import CHANGING, Call, calling_frame, is_networks_own, is_of_torch, line_of
 from pruning.channel_count import ChannelCount
 from pruning.channel_walk import ChannelWalk
 from pruning.copies import copied, fresh_input, plain_network
@@ -32,8 +31,6 @@ from pruning.label_arrays import label_axes, label_row, labels_in, rooted
 from pruning.layer_labels import JOINT_NORMS, LAYERS, WEIGHTED, LayerLabels
 from pruning.movement import leaves
 from pruning.operations import FACTORIES, VALUE_READERS
-
-_TORCH_MODULES = str(Path(nn.__file__).parent / "modules")
 
 
 def walk_channels(model: nn.Module, example_input: torch.Tensor) -> ChannelWalk:
@@ -75,7 +72,8 @@ class _Walker(TorchFunctionMode):
         # Tensors that are in neither of the two are constants, made of nothing that the network was given.
         self._arrays: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._from_input: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._entering: set[int] = set()
+        # The tensors that enter the operation that is running, None while labels are worked on.
+        self._entering: set[int] | None = set()
         self._running: list[tuple[str, nn.Module]] = [("", network)]
         self._held: dict[int, list[tuple[str, str, nn.Module]]] = {}
         for name, module in network.named_modules():
@@ -104,8 +102,15 @@ class _Walker(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        call = Call(_name(func), func, args, dict(kwargs or {}), *self._running[-1])
-        entering = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outer, self._entering = self._entering, None
+        try:
+            return self._labelled(Call(_name(func), func, args, dict(kwargs or {}), *self._running[-1]))
+        finally:
+            self._entering = outer
+
+    def _labelled(self, call: Call) -> Any:
+        """Carry out an operation and label what it gives out."""
+        entering = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         from_input = any(tensor in self._from_input for tensor in entering)
         if call.name in VALUE_READERS and from_input:
             raise PruningError(
@@ -118,8 +123,10 @@ class _Walker(TorchFunctionMode):
             if array is not None:
                 call.arrays[id(tensor)] = array, tensor.shape
         self._entering = {id(tensor) for tensor in entering}
-        value = func(*args, **call.kwargs)
+        value = call.function(*call.args, **call.kwargs)
+        self._entering = None
         if not call.arrays or call.name in FACTORIES:
+            self._functions.fix_counts(call)
             return value
         if call.name in ("shape", "size", "numel"):
             return self._counts(call, value)
@@ -139,11 +146,13 @@ class _Walker(TorchFunctionMode):
             self._keep(tensor, array, from_input)
         return value
 
-    def unseen(self, tensor: Tensor, operation: str) -> None:
-        """Protect the channels of a tensor that reaches an operation in a way that was not seen."""
-        if tensor in self._from_input and id(tensor) not in self._entering:
-            reason = f"its output goes through {operation}, called in a way that cannot be followed"
-            self._protect([self._arrays[tensor]], reason)
+    def unseen(self, operation: object, operands: Iterable[Any]) -> None:
+        """Protect the channels of tensors that reach an operation in a way that was not seen."""
+        seen = self._entering
+        for tensor in operands if seen is not None else ():
+            if isinstance(tensor, Tensor) and id(tensor) not in (seen or ()) and tensor in self._from_input:
+                reason = f"its output goes through {operation}, called in a way that cannot be followed"
+                self._protect([self._arrays[tensor]], reason)
 
     def _enter(
         self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -215,29 +224,27 @@ class _Walker(TorchFunctionMode):
 
         def fix(arrays: Iterable[Tensor]) -> None:
             frame = calling_frame()
-            if frame is not None and not frame.f_code.co_filename.startswith(_TORCH_MODULES):
+            if frame is not None and not is_of_torch(frame):
                 self._protect(arrays, f"the number of its channels is used{line_of(frame)}")
 
         return ChannelCount.of(size, [array], lambda removal: removal.count(array, axis), fix)
 
 
 class _Unseen(TorchDispatchMode):
-    """Reports every tensor that an operation reaches, however it was called: by a transform, say.
+    """Reports every operation, however it was called: by a transform, say.
 
     Args:
-        report: is called with the tensor and the name of the operation.
+        report: is called with the operation and its arguments.
     """
 
-    def __init__(self, report: Callable[[Tensor, str], None]) -> None:
+    def __init__(self, report: Callable[[object, Iterable[Any]], None]) -> None:
         super().__init__()
         self._report = report
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for leaf in leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._report(leaf, str(func))
+        self._report(func, leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
 

@@ -123,6 +123,10 @@ REFUSED: dict[str, tuple[Function, int, str]] = {
     "a parameter of each place": (lambda m, y: y + m.map, 12, "combined with the tensor 'map'"),
     "a constant": (lambda m, y: y + torch.arange(12.0).view(-1, 1, 1), 12, "a tensor of fixed size by add"),
     "a scale by their number": (lambda m, y: y * y.shape[1] ** -0.5, 12, r"number of its channels is used"),
+    "a scale by half of it": (lambda m, y: y / int(y.shape[1] / 2), 12, "number of its channels is used"),
+    "a tensor of their number": (lambda m, y: y / torch.tensor(y.shape[1]), 12, "is used by tensor in"),
+    "a lookup of their number": (lambda m, y: y * {12: 2.0}[y.shape[1]], 12, "number of its channels"),
+    "the larger of two numbers": (lambda m, y: y * max(8, y.shape[1]), 12, "number of its channels"),
     "a check of their number": (lambda m, y: y if y.size(1) == 12 else -y, 12, "number of its channels"),
     "a weight of two uses": (
         lambda m, y: F.conv2d(m.tied(y), m.tied.weight.flip(0)),
@@ -131,7 +135,7 @@ REFUSED: dict[str, tuple[Function, int, str]] = {
     ),
     "a transform": (lambda m, y: torch.vmap(lambda z: z.cumsum(0))(y), 12, "cannot be followed"),
     "written into another tensor": (
-        lambda m, y: y.new_zeros(y.shape).index_copy_(1, torch.arange(12), y),
+        lambda m, y: torch.zeros_like(y).index_copy_(1, torch.arange(12), y),
         12,
         "index_copy",
     ),
