@@ -172,12 +172,24 @@ def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1)
     Returns:
         Zeros; in place of integers the value that stands for them (`TensorSpec`).
     """
-    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    reference = _reference(model)
     shape = input_shape_of(example)
     spec = shape if isinstance(shape, InputSpec) else InputSpec((TensorSpec(shape),))
     dtype, device = reference.dtype, reference.device
     tensors = [each.batch(batch_size, dtype=dtype, device=device) for each in spec.tensors]
     return _assembled(tensors, spec.names)
+
+
+def _reference(model: nn.Module) -> torch.Tensor:
+    """Return a tensor of the type and on the device of a model's inputs.
+
+    Of torch's own layers the first tells: they take what they are made of. Parameters of a user's modules,
+    positions that are added, say, may be of another type.
+    """
+    layers = [each for each in model.modules() if type(each).__module__.startswith("torch.nn.modules")]
+    owned = (each for layer in layers for each in layer._parameters.values() if each is not None)
+    floating = (each for each in (*owned, *model.parameters()) if each.is_floating_point())
+    return next(floating, torch.empty(0))
 
 
 def example_tensor(model: nn.Module, example: ExampleInputs, batch_size: int = 2) -> torch.Tensor:

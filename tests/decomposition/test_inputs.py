@@ -320,3 +320,22 @@ def test_batch_norms_are_reestimated_with_several_inputs(images: torch.Tensor, n
     decomposition.reestimate_batch_norm(model, (images, numbers))
     expected = model.conv(images).mean((0, 2, 3))
     assert torch.allclose(model.norm.running_mean, expected, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_examples_are_of_the_type_of_the_first_layer() -> None:
+    class Positions(nn.Module):
+        """Adds positions in float32 to what a layer in bfloat16 makes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.zeros(1, 8, 4, 4))
+            self.first = nn.Conv2d(3, 8, 3, padding=1, dtype=torch.bfloat16)
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last((self.first(x).float() + self.positions).mean((2, 3)))
+
+    model = Positions().eval()
+    assert example_batch(model, (3, 4, 4)).dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert [spec.name for spec in inspect_layers(model, (3, 4, 4))] == ["first", "last"]
+    assert example_batch(nn.ParameterList([torch.zeros(2, dtype=torch.float64)]), (3,)).dtype == torch.float64  # type: ignore[union-attr]

@@ -207,6 +207,44 @@ def test_attention_is_decomposed_and_heldout_inputs_may_be_given(tmp_path: Path)
     assert "linear2" in found.untouched
 
 
+SEEN: dict[str, torch.Tensor] = {}
+
+
+class Odd(torch.nn.Module):
+    """Takes any number of inputs, keeps features in places, and computes a weight at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 16, 3, padding=1))
+        self.up = nn.ConvTranspose2d(16, 16, 2, stride=2)
+        self.last = nn.Conv2d(16, 4, 3)
+        self.features: list[torch.Tensor] = []
+        self.up.register_forward_hook(lambda module, inputs, output: SEEN.update(up=output))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.features = [self.normed(inputs[0]).relu()]
+        return self.last(self.up(self.features[0]).relu()).mean((2, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrap", [lambda odd: odd, lambda odd: nn.DataParallel(torch.compile(odd, backend="eager"))]
+)
+def test_networks_of_odd_kinds_are_loaded_into_their_own_class(tmp_path: Path, wrap: Any) -> None:
+    torch.manual_seed(0)
+    odd = Odd()
+    odd(IMAGES)
+    wrapped = wrap(odd)
+    found = rankrl.compress(wrapped, IMAGES, tmp_path, params=0.6, **QUICK)
+    assert {"normed", "up.product"} & set(decomposition.factorised_layers(found.model))
+    assert {each.kind for each in found.plan.preparation} == {"plain_weights", "plain_transposed"}
+    assert found.verified < 1e-4
+    loaded, plan = rankrl.load_compressed(Odd(), tmp_path / "model.safetensors")
+    assert plan == found.plan
+    torch.testing.assert_close(loaded.eval()(IMAGES), found.model(IMAGES), rtol=0, atol=0)
+    torch.testing.assert_close(found.dense(IMAGES), odd(IMAGES))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "int7", "int8_weights", "int4_weights"])
 @pytest.mark.parametrize(("kind", "data"), [(TwoInputs, LOADER), (TextClassifier, TOKENS)])
