@@ -103,8 +103,9 @@ def refusal(
     few = rows(inputs, slice(2))
     where = _failing_layer(model, few) or _failing_layer(model, inputs)
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    remedy = _remedy(model, inputs)
     return DecompositionError(
-        f"{what}: the model fails on inputs of {described(inputs)}: {where}{reason}; {_remedy(model, inputs)}"
+        f"{what}: the model fails on inputs of {described(inputs)}{where}; {remedy} ({reason})"
     )
 
 
@@ -226,7 +227,7 @@ def _as_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
-    """Return the layer within which a model fails and what it takes, as the beginning of a message."""
+    """Return the layer within which a model fails and what it takes, for a message."""
     running: list[tuple[str, nn.Module, str]] = []
 
     def begin(name: str) -> Callable[..., None]:
@@ -251,7 +252,7 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
             name, layer, got = running[-1]
             takes = _taken(layer)
             told = f" takes {takes}, but gets {got}" if takes else f" gets {got}"
-            return f"layer {name!r} ({type(layer).__name__}){told}: "
+            return f": layer {name!r} ({type(layer).__name__}){told}"
     finally:
         for handle in handles:
             handle.remove()

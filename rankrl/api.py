@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from decomposition import apply_plan, load_compressed
-from decomposition.calibration_set import CalibrationInputs, calibration_batches
+from decomposition.calibration_set import CalibrationInputs
+from decomposition.input_check import checked_batches
 from decomposition.inputs import split
 from decomposition.wrappers import unwrapped
+from rankrl.argument_types import checked_arguments
 from rankrl.errors import ConfigError
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
@@ -28,6 +30,7 @@ from rankrl.workflow.session import session_on_inputs
 __all__ = ["apply_plan", "load_compressed", "search"]
 
 
+@checked_arguments(without=("model", "score", "calibration"))
 @alone_in_folder
 def search(
     model: nn.Module,
@@ -152,10 +155,8 @@ def search(
     )
     if options.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
-    given = calibration_batches(calibration, model)
-    batches = [part for batch in given for part in split(batch, CALIBRATION_BATCH)]
-    if not batches:
-        raise ConfigError("the calibration set is empty; pass a few hundred model inputs")
+    checked = checked_batches(calibration, model)
+    batches = [part for batch in checked for part in split(batch, CALIBRATION_BATCH)]
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
     chosen = CandidateOptions(
         formats,

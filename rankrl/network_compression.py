@@ -24,6 +24,7 @@ from decomposition.operations.base import FLOAT_BYTES
 from decomposition.surgery import copied
 from decomposition.wrappers import unwrapped
 from rankrl.agreement import agreement_score
+from rankrl.argument_types import checked_arguments
 from rankrl.compression import Compression, missed_latency, summary
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
@@ -43,10 +44,11 @@ from rankrl.workflow.call_record import call_record
 from rankrl.workflow.file_export import export_file
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_rows
-from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs, Sample
+from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs
 from rankrl.workflow.rewritten import check_rewritten
 from rankrl.workflow.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.workflow.run_lock import alone_in_folder
+from rankrl.workflow.sample import Sample, read_samples
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 from rankrl.workflow.session import session_on_inputs
@@ -89,6 +91,7 @@ class NetworkCompression(Compression):
     missed: str | None = None
 
 
+@checked_arguments(without=("model", "data", "heldout", "test", "finetune"))
 @alone_in_folder
 def compress(
     model: nn.Module,
@@ -235,7 +238,17 @@ def compress(
     if multiple is None and latency is not None:
         chosen = replace(chosen, multiple=fast_multiple(timing.folder))
     dense = plain_transposed(plain_attention(plain_weights(model))).eval()
-    fitted, held = _samples(data, heldout, dense, seed)
+    fitted, held, tested = read_samples(
+        data,
+        heldout,
+        test,
+        dense,
+        seed,
+        skip=chosen.skip,
+        only=chosen.only,
+        score_reads_classes=score is None,
+        loss_reads_classes=recipe is not None and loss is None,
+    )
     if recipe is not None:
         check_loss(fitted.labels, loss)
     measure = HeldoutScore(dense, held)
@@ -319,7 +332,7 @@ def compress(
         search=found,
         compressed_score=score_of[compressed],
         epochs=tuple(epochs),
-        test=None if test is None else _tested(dense, tuned, test),
+        test=None if tested is None else _tested(dense, tuned, tested),
         missed=missed,
         collapsed=measure.collapsed(tuned),
     )
@@ -366,18 +379,6 @@ def _checked_recipe(finetune: FineTuning | None, loss: Loss | None) -> TrainingR
     return None
 
 
-def _samples(
-    data: CalibrationInputs, heldout: float | CalibrationInputs, model: nn.Module, seed: int
-) -> tuple[Sample, Sample]:
-    """Return what is fitted to and what is held out."""
-    sample = Sample.read(data, model, "data")
-    if not isinstance(heldout, int | float):
-        return sample, Sample.read(heldout, model, "heldout")
-    if not 0 < heldout < 1:
-        raise ConfigError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or inputs")
-    return sample.parted(heldout, seed)
-
-
 def _tuned(
     network: nn.Module,
     dense: nn.Module,
@@ -390,6 +391,8 @@ def _tuned(
 ) -> tuple[nn.Module, Sequence[EpochRow]]:
     """Return the fine-tuned network, and the epochs of our own training."""
     types = own_types(network)
+    if loss is None:
+        fitted = fitted.labelled()
     if recipe is None:
         assert callable(finetune)
         returned = finetune(network.train())
@@ -417,9 +420,9 @@ def _tuned(
     return back_in(trained, types), result.history
 
 
-def _tested(dense: nn.Module, network: nn.Module, test: CalibrationInputs) -> dict[str, float]:
+def _tested(dense: nn.Module, network: nn.Module, test: Sample) -> dict[str, float]:
     """Return how good both networks are on the test inputs: accuracy, or agreement with the dense one."""
-    measure = HeldoutScore(dense, Sample.read(test, dense, "test"))
+    measure = HeldoutScore(dense, test, "test")
     return {"baseline": measure(dense), "compressed": measure(network)}
 
 

@@ -97,8 +97,12 @@ def scored(score: Score, network: nn.Module, what: str) -> float:
         NonFiniteError: It returned NaN or an infinity.
     """
     network.eval()  # a score may have left it in training mode
-    with torch.no_grad():
-        return checked_score(score(network), what)
+    handle = network.register_forward_pre_hook(_copied, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            return checked_score(score(network), what)
+    finally:
+        handle.remove()
 
 
 def checked_score(value: object, what: str) -> float:
@@ -122,6 +126,11 @@ def checked_score(value: object, what: str) -> float:
     if not math.isfinite(number):
         raise NonFiniteError(f"score returned {number} for {what}; it must return a finite number")
     return number
+
+
+def _copied(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Hand a network copies of a score's inputs, which it may change: the next plan gets the same ones."""
+    return tree_map_only(Tensor, torch.clone, (inputs, keywords))
 
 
 def _contiguous(_: nn.Module, __: object, output: object) -> object:

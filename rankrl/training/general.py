@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from decomposition import FactorisedLayer, Inputs
 from decomposition.inputs import count_inputs, mapped, rows
@@ -26,7 +28,7 @@ Loss = Callable[[Any, Any], Tensor]
 def train_on(
     model: nn.Module,
     inputs: Inputs,
-    labels: Tensor | None,
+    labels: Any,
     recipe: TrainingRecipe,
     *,
     score: Callable[[nn.Module], float],
@@ -39,8 +41,8 @@ def train_on(
     Args:
         model: The network; it is left in evaluation mode.
         inputs: All training inputs.
-        labels: Their labels, first axis like the inputs'; without them the network learns to give the
-            teacher's outputs.
+        labels: Their labels, a tensor or a nesting of tensors, first axis like the inputs'; without them
+            (None) the network learns to give the teacher's outputs.
         recipe: How to train; options for images and classes (augmentation, distillation, smoothing) do not
             apply.
         score: From a network to a number, higher is better, on what is held out; tells which epoch is kept.
@@ -67,7 +69,7 @@ def train_on(
     return result
 
 
-def check_loss(labels: Tensor | None, loss: Loss | None) -> None:
+def check_loss(labels: Any, loss: Loss | None) -> None:
     """Refuse labels that say nothing of the loss, and a loss without labels.
 
     Raises:
@@ -76,11 +78,16 @@ def check_loss(labels: Tensor | None, loss: Loss | None) -> None:
     if labels is None:
         if loss is not None:
             raise ConfigError("loss= needs labels; give data in pairs of inputs and labels, or leave it out")
-    elif loss is None and (labels.ndim != 1 or labels.is_floating_point()):
-        raise ConfigError(
-            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, which says nothing of the loss; give "
-            "loss=, a function from outputs and labels to a scalar"
-        )
+    elif loss is None:
+        tensor = isinstance(labels, Tensor)
+        if not tensor or labels.ndim != 1 or labels.is_floating_point():
+            kind = (
+                f"{labels.dtype} of shape {tuple(labels.shape)}" if tensor else f"a {type(labels).__name__}"
+            )
+            raise ConfigError(
+                f"labels are {kind}, which says nothing of the loss; give loss=, a function from outputs and "
+                "labels to a scalar"
+            )
 
 
 def imitation_loss(outputs: Any, taught: Any) -> Tensor:
@@ -116,7 +123,7 @@ class _GeneralEpochs(Epochs):
     def __init__(
         self,
         inputs: Inputs,
-        labels: Tensor | None,
+        labels: Any,
         recipe: TrainingRecipe,
         precision: Precision,
         score: Callable[[nn.Module], float],
@@ -144,7 +151,7 @@ class _GeneralEpochs(Epochs):
         order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
         device = self.precision.device
         for chosen in order.split(self.batch_size)[: self.steps]:
-            labels = None if self.labels is None else self.labels[chosen].to(device)
+            labels = tree_map_only(Tensor, partial(_rows_on, index=chosen, device=device), self.labels)
             yield mapped(lambda x: x.to(device), rows(self.inputs, chosen)), labels
 
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
@@ -167,3 +174,7 @@ class _GeneralEpochs(Epochs):
         if not math.isfinite(score):
             raise NonFiniteError(f"score returned {score}; it must return a finite number")
         return score
+
+
+def _rows_on(labels: Tensor, index: Tensor, device: torch.device) -> Tensor:
+    return labels[index].to(device)

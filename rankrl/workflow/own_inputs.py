@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import Inputs, run_model, without_rounding
-from decomposition.calibration_set import CalibrationInputs, labelled_batches
 from decomposition.cost import evaluation_mode
-from decomposition.inputs import count_inputs, input_shape_of, joined, mapped, rows, split
+from decomposition.inputs import input_shape_of, mapped, rows, split
 from decomposition.outputs import Place, leaves
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied
@@ -28,75 +27,11 @@ from rankrl.export.runtimes import Batch
 from rankrl.onnx_graph.network import Array, OnnxNetwork
 from rankrl.training.chance import guessing_share
 from rankrl.workflow.file_export import FileInputs
+from rankrl.workflow.sample import UNLABELLED, Sample, classes_of
 
 BATCH = 64
 _VERIFIED_INPUTS = 64
 _LARGEST_ERROR, _SLACK = 0.05, 0.02
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Inputs, with their labels if there are any.
-
-    Attributes:
-        inputs: One batch of all of them, on the CPU.
-        labels: First axis like the inputs'; or None.
-    """
-
-    inputs: Inputs
-    labels: Tensor | None = None
-
-    @classmethod
-    def read(cls, data: CalibrationInputs, model: nn.Module, what: str) -> Sample:
-        """Read inputs into memory: a tensor, a tuple or a dict of tensors, or batches of such.
-
-        Args:
-            data: The inputs; batches may come in pairs with labels.
-            model: What takes them.
-            what: What they are, for messages.
-
-        Raises:
-            DataError: There are none, or only some of them have labels.
-            DecompositionError: They are no inputs, or of different shapes.
-        """
-        batches = labelled_batches(data, model)
-        if not batches or sum(count_inputs(batch) for batch, _ in batches) == 0:
-            raise DataError(f"{what} holds no inputs; give a few hundred")
-        labels = [labels for _, labels in batches if labels is not None]
-        if labels and (len(labels) < len(batches) or not all(isinstance(y, Tensor) for y in labels)):
-            raise DataError(
-                f"{what}: labels must be one tensor for each batch, or be left out of all of them"
-            )
-        inputs = mapped(lambda x: x.detach().cpu(), joined([batch for batch, _ in batches]))
-        found = torch.cat([y.detach().cpu() for y in labels]) if labels else None
-        if found is not None and len(found) != count_inputs(inputs):
-            raise DataError(f"{what} holds {count_inputs(inputs)} inputs, but {len(found)} labels")
-        return cls(inputs, found)
-
-    def __len__(self) -> int:
-        return count_inputs(self.inputs)
-
-    def part(self, index: Tensor) -> Sample:
-        """Return some of them."""
-        return Sample(rows(self.inputs, index), None if self.labels is None else self.labels[index])
-
-    def parted(self, heldout: float, seed: int) -> tuple[Sample, Sample]:
-        """Return what is left and what is held out, drawn at random.
-
-        Raises:
-            DataError: There are fewer than two.
-        """
-        count = len(self)
-        if count < 2:
-            raise DataError(f"{count} inputs are too few to hold some out; give a few hundred")
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        held = min(max(1, round(heldout * count)), count - 1)
-        return self.part(order[held:].sort().values), self.part(order[:held].sort().values)
-
-    @property
-    def has_classes(self) -> bool:
-        """Whether the labels are numbers of classes."""
-        return self.labels is not None and self.labels.ndim == 1 and not self.labels.is_floating_point()
 
 
 class HeldoutScore:
@@ -105,22 +40,34 @@ class HeldoutScore:
     Args:
         dense: The dense network.
         sample: The held-out inputs.
+        what: What they are, for messages.
+
+    Raises:
+        DataError: The dense network's outputs for them are not finite.
     """
 
-    def __init__(self, dense: nn.Module, sample: Sample) -> None:
+    def __init__(self, dense: nn.Module, sample: Sample, what: str = "heldout") -> None:
         self.sample = sample
         self._batches = split(sample.inputs, BATCH)
         self._known = _Answers.of(dense, self._batches)
-        scores = self._known.answers[0][0] if self._known.answers[0] else np.zeros(0)
-        self.by_class = sample.has_classes and scores.ndim == 2 and len(self._known.answers[0]) == 1
+        for index, answers in enumerate(self._known.answers):
+            for name, values in zip(self._known.output_names, answers, strict=True):
+                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                    last = min(len(sample), (index + 1) * BATCH) - 1
+                    raise DataError(
+                        f"{what}: the network's own {name} is NaN or infinite for some of the inputs "
+                        f"{index * BATCH} to {last}; check its weights, and how inputs are normalised"
+                    )
+        self._labelled = sample.labelled()
+        self.by_class = sample.has_classes and classes_of(dense, sample.inputs) is not None
 
     def __call__(self, network: nn.Module) -> float:
         """Return the accuracy where there are labels of classes, else the agreement; 1 at most."""
-        if not self.by_class or self.sample.labels is None:
+        if not self.by_class:
             return agreement_score(self.agreement(network))
-        (classes,) = zip(*_Answers.of(network, self._batches).answers, strict=True)
-        found = np.concatenate(classes).argmax(1)
-        return float((found == self.sample.labels.numpy()).mean())
+        answers = _Answers.of(network, split(self._labelled.inputs, BATCH)).answers
+        found = np.concatenate([scores.argmax(1) for (scores,) in answers])
+        return float((found == self._labelled.labels.numpy()).mean())
 
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
         """Return how far each output agrees with the dense network's."""
@@ -129,11 +76,11 @@ class HeldoutScore:
 
     def collapsed(self, network: nn.Module) -> str | None:
         """Return what to tell a reader if a network answers no better than a constant, else None."""
-        if self.by_class and self.sample.labels is not None:
-            share, known = guessing_share(self.sample.labels), self._known.answers
+        if self.by_class:
+            share, known = guessing_share(self._labelled.labels), self._known.answers
             dense = np.concatenate([each[0].argmax(1) for each in known])
-            baseline = float((dense == self.sample.labels.numpy()).mean())
-            return accuracy_collapse(self(network), baseline, share, len(self.sample))
+            right = (dense == self.sample.labels.numpy())[(self.sample.labels != UNLABELLED).numpy()]
+            return accuracy_collapse(self(network), float(right.mean()), share, len(self._labelled))
         constant = constant_agreement(self._known, range(len(self._batches)))
         return collapse(self.agreement(network), constant, len(self.sample))
 

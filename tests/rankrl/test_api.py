@@ -277,7 +277,7 @@ def test_what_cannot_work_is_refused_before_layers_are_fitted(
         ({"score": 0.9}, "got a Sequential and a float"),
         ({"candidates": 0}, "candidates must be at least 1"),
         ({"calibration": [[[0.5], torch.zeros(4)]]}, "given as a list of float; pass a tensor"),
-        ({"calibration": torch.zeros(4, 3, 12, 12, dtype=torch.uint8)}, "not accept the inputs uint8"),
+        ({"calibration": torch.zeros(4, 3, 12, 12, dtype=torch.uint8)}, r"in uint8; give .*float\(\) / 255"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(

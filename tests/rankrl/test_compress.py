@@ -23,7 +23,8 @@ from rankrl.compression import Compression
 from rankrl.errors import ConfigError, DataError, NonFiniteError, StorageError
 from rankrl.export import ExportError
 from rankrl.workflow.form import FORM_FILE
-from rankrl.workflow.own_inputs import HeldoutScore, Sample
+from rankrl.workflow.own_inputs import HeldoutScore
+from rankrl.workflow.sample import Sample
 
 TOKENS = torch.randint(1, WORDS, (60, LENGTH), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(1))

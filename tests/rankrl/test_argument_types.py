@@ -1,0 +1,81 @@
+"""Arguments of the wrong type are refused with what to write, before anything else is looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rankrl
+from rankrl.argument_types import check_arguments
+from rankrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        (
+            "params",
+            "half",
+            "params must be a number or None, got 'half'; write a fraction, such as params=0.5.",
+        ),
+        ("params", True, "params must be a number or None, got True."),
+        ("macs", [0.5], r"macs must be a number or None, got \[0.5\]."),
+        (
+            "timing",
+            {},
+            r"timing must be a LatencyOptions or None, got {}; write timing=rankrl.LatencyOptions\(\).",
+        ),
+        ("timing", {"batch": 1}, r"got {'batch': 1}; write timing=rankrl.LatencyOptions\(batch=1\)."),
+        ("skip", "layer1", r"skip must be a list of names, got 'layer1'; write skip=\['layer1'\]."),
+        ("channels", 0.5, r"channels must be a list of numbers, got 0.5; write channels=\[0.5\]."),
+        ("precisions", "int8", r"got 'int8'; write precisions=\['int8'\]."),
+        ("decomposition", None, "decomposition must be text or a list of names, got None."),
+        ("blocks", "yes", "blocks must be True or False, got 'yes'."),
+        ("episodes", 10.5, "episodes must be a whole number, got 10.5."),
+        ("selector_options", ["a"], r"selector_options must be a dict or None, got \['a'\]."),
+        ("cluster", "rai", "cluster must be one of 'local', 'ray', got 'rai'. Did you mean 'ray'"),
+        ("cache", 3, "cache must be text or a path or None, got 3."),
+        ("progress", "bar", "progress must be .*a function.*, got 'bar'."),
+        ("seed", None, "seed must be a whole number, got None."),
+    ],
+)
+def test_other_types_are_refused_by_compress_and_search(argument: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rankrl.compress(nn.ReLU(), torch.zeros(4, 3), "never", **{"params": 0.5, argument: value})
+    if argument != "cache":
+        with pytest.raises(ConfigError, match=message):
+            rankrl.search(nn.ReLU(), score=len, calibration=None, **{"params": 0.5, argument: value})  # type: ignore[arg-type]
+    assert not Path("never").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("folder", 3), ("score", 0.5), ("loss", "mse"), ("multiple", 1.5)]
+)
+def test_other_types_are_refused_by_compress(argument: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"folder": "never", argument: value}
+    with pytest.raises(ConfigError, match=f"{argument} must be "):
+        rankrl.compress(nn.ReLU(), torch.zeros(4, 3), **arguments)
+
+
+def test_what_is_as_good_is_accepted() -> None:
+    def function(
+        number: float, count: int, names: list[str] | None, path: str | Path, **others: Any
+    ) -> None: ...
+
+    def values(**changed: Any) -> dict[str, Any]:
+        return {"number": 1, "count": 2, "names": None, "path": "a", "others": {}} | changed
+
+    for changed in (
+        {"number": np.float32(0.5)},
+        {"count": np.int64(3)},
+        {"path": Path("a")},
+        {"names": ["a"]},
+    ):
+        check_arguments(function, values(**changed), without=("others",))
+    with pytest.raises(ConfigError, match=r"count must be a whole number, got 2\.0"):
+        check_arguments(function, values(count=2.0), without=("others",))
