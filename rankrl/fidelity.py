@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+AnyArray = TypeVar("AnyArray", "np.ndarray[Any, np.dtype[Any]]", torch.Tensor)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 FLOOR = 1e-4
@@ -19,7 +21,7 @@ _TIMES_NOISE = 30.0
 def departure(
     names: Sequence[str],
     known: Sequence[Array],
-    again: Sequence[Array],
+    noisy: Sequence[Sequence[Array]],
     found: Sequence[Array],
     *,
     floor: float = FLOOR,
@@ -29,16 +31,23 @@ def departure(
     Args:
         names: Names of the outputs.
         known: What the original computes.
-        again: What it computes in another way, which tells its own rounding noise.
+        noisy: What it computes in other ways, or of inputs that are `nudged`, which tells how much rounding
+            changes.
         found: What the other network computes.
         floor: The relative error that is allowed whatever the noise.
     """
-    for name, expected, other, value in zip(names, known, again, found, strict=True):
-        allowed = max(floor, _TIMES_NOISE * relative_error(expected, other))
+    for name, expected, value, *others in zip(names, known, found, *noisy, strict=True):
+        allowed = max(floor, *(_TIMES_NOISE * relative_error(expected, other) for other in others))
         error = relative_error(expected, value)
         if not error <= allowed:  # also true of NaN
             return f"the output {name!r} differs by {error:.2e}, where rounding explains {allowed:.0e}"
     return None
+
+
+def nudged(x: AnyArray) -> AnyArray:
+    """Return an input that is different by a few roundings: numbers of 32 bits and more by a millionth."""
+    wide = x.dtype in (np.float32, np.float64, torch.float32, torch.float64)
+    return x * (1 + 1e-6) if wide else x
 
 
 def relative_error(expected: Array, found: Array) -> float:

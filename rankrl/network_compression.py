@@ -28,7 +28,8 @@ from rankrl.argument_types import checked_arguments
 from rankrl.compression import Compression, missed_latency, summary
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
-from rankrl.export import export_onnx, fast_multiple
+from rankrl.export import export_onnx, fast_multiple, verify_onnx
+from rankrl.export.verification import BATCH_SIZES
 from rankrl.files import write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
 from rankrl.plan_search.run import SearchResult, search_numbers
@@ -251,6 +252,7 @@ def compress(
     )
     if recipe is not None:
         check_loss(fitted.labels, loss)
+    check_rewritten(model, dense, held.inputs)
     measure = HeldoutScore(dense, held)
     judge: Score = measure if score is None else score
     run.prepare()
@@ -259,7 +261,7 @@ def compress(
     baseline = export_onnx(
         dense, run.state / "dense.onnx", shape, channel_block=timing.channel_block, progress=False
     ).path
-    check_rewritten(model, dense, baseline, held.inputs)
+    verify_onnx(dense, baseline, split(held.inputs, max(BATCH_SIZES))[0])
     device = model_device(dense)
     batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
     session = session_on_inputs(

@@ -1,10 +1,9 @@
-"""The proof that what was rewritten before a search, and written to a file, is still the user's network."""
+"""The proof that what was copied and rewritten before a search is still the user's network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,45 +13,44 @@ from torch import Tensor, nn
 from decomposition import DecompositionError, Inputs, run_model
 from decomposition.cost import evaluation_mode
 from decomposition.inputs import mapped, rows, split
-from decomposition.outputs import leaves
+from decomposition.outputs import Place, leaves
 from rankrl.device import model_device
-from rankrl.export import ExportError
-from rankrl.export.feeds import ONLY_INPUT, feed_of
 from rankrl.export.outputs import output_names
-from rankrl.fidelity import COARSE_FLOOR, FLOOR, Array, departure, relative_error
-from rankrl.onnx_graph.network import OnnxNetwork
+from rankrl.fidelity import COARSE_FLOOR, FLOOR, Array, departure, nudged, relative_error
 
 _INPUTS = 4
-_FILE_FLOOR = 1e-3
-"""The relative error of a file that is always allowed: other kernels, and batch normalisation folded."""
 
 
-def check_rewritten(model: nn.Module, dense: nn.Module, file: Path, inputs: Inputs) -> None:
+def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
     """Refuse a network that would be compressed as something else than it is.
 
-    Four inputs are sent through the user's network, through the copy that layers were rewritten in, and
-    through the file of that. How far they may differ is seen by running the first in smaller batches, too.
+    Four inputs are sent through the user's network and through the copy that layers were rewritten in. How
+    far they may differ is seen by sending them through the first in smaller batches, and nudged a little.
 
     Args:
         model: The user's network.
         dense: What is about to be compressed.
-        file: That as an ONNX file.
         inputs: Inputs of both, on the CPU.
 
     Raises:
         DecompositionError: The copy computes something else; the module is named whose output is the first to
             differ.
-        ExportError: Its file does.
     """
     some = rows(inputs, slice(_INPUTS))
     known = _outputs(model, some)
-    parts = [_outputs(model, each) for each in split(some, _INPUTS // 2)]
-    again = [_joined(each) for each in zip(*(part.values() for part in parts), strict=True)]
-    again = [each if each.shape == y.shape else y for each, y in zip(again, known.values(), strict=True)]
-    name, names, whole = type(model).__name__, output_names(list(known)), list(known.values())
+    halves = _joined(_outputs(model, each) for each in split(some, _INPUTS // 2))
+    noisy = [halves, _outputs(model, mapped(nudged, some))]
+    names, name = output_names(list(known)), type(model).__name__
     half = any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
     floor = COARSE_FLOOR if half else FLOOR
-    told = departure(names, whole, again, list(_outputs(dense, some).values()), floor=floor)
+    found = _outputs(dense, some)
+    told = departure(
+        names,
+        list(known.values()),
+        [[each.get(place, y) for place, y in known.items()] for each in noisy],
+        [found.get(place, np.empty(0)) for place in known],
+        floor=floor,
+    )
     if told is not None:
         layer = _first_departing(model, dense, some, floor)
         where = "" if layer is None else f", first of all that of the layer {layer!r}"
@@ -60,17 +58,9 @@ def check_rewritten(model: nn.Module, dense: nn.Module, file: Path, inputs: Inpu
             f"{name} would be compressed as another network than it is: with nothing compressed yet, "
             f"{told}{where}. Leave that layer as it is (skip), or write it with layers of torch"
         )
-    feed = feed_of(dense, some)
-    found = OnnxNetwork.load(file).session().run({ONLY_INPUT: feed} if isinstance(feed, np.ndarray) else feed)
-    told = departure(names, whole, again, found, floor=max(floor, _FILE_FLOOR))
-    if told is not None:
-        raise ExportError(
-            f"the ONNX file of {name} is another network, with nothing compressed yet: {told}. Write what "
-            "depends on values or sizes without Python's own control flow"
-        )
 
 
-def _outputs(network: nn.Module, inputs: Inputs) -> dict[Any, Array]:
+def _outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
     """Return all tensors that a network returns as arrays, by their places."""
     device = model_device(network)
     with evaluation_mode(network):
@@ -78,8 +68,13 @@ def _outputs(network: nn.Module, inputs: Inputs) -> dict[Any, Array]:
     return {place: _array(y) for place, y in leaves(output) if isinstance(y, Tensor)}
 
 
-def _joined(parts: Sequence[Array]) -> Array:
-    return np.concatenate(parts) if parts[0].ndim else parts[0]
+def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:
+    """Return the outputs of several batches as those of one; what has no first axis is that of the first."""
+    first, *others = parts
+    return {
+        place: np.concatenate([y, *(each[place] for each in others)]) if y.ndim else y
+        for place, y in first.items()
+    }
 
 
 def _array(x: Tensor) -> Array:

@@ -127,9 +127,9 @@ def test_departures() -> None:
     assert relative_error(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])) == 0.25
     y = np.array([3.0, 4.0])
     assert relative_error(y, 1.1 * y) == pytest.approx(0.1)
-    assert departure(["y"], [y], [y], [y * (1 + 1e-5)]) is None
-    told = departure(["y"], [y], [y], [y * 1.01])
+    assert departure(["y"], [y], [[y]], [y * (1 + 1e-5)]) is None
+    told = departure(["y"], [y], [[y]], [y * 1.01])
     assert told == "the output 'y' differs by 1.00e-02, where rounding explains 1e-04"
-    assert departure(["y"], [y], [y * 1.001], [y * 1.01]) is None
-    assert departure(["y"], [y], [y], [y * 1.01], floor=COARSE_FLOOR) is None
-    assert departure(["y"], [y], [y], [np.full(2, np.nan)]) is not None
+    assert departure(["y"], [y], [[y * 1.001]], [y * 1.01]) is None
+    assert departure(["y"], [y], [[y]], [y * 1.01], floor=COARSE_FLOOR) is None
+    assert departure(["y"], [y], [[y]], [np.full(2, np.nan)]) is not None
