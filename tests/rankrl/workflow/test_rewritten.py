@@ -16,6 +16,13 @@ IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 NUMBERS = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
 
 
+class Amplifier(nn.Module):
+    """What depends on digits far behind the point."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(1e5 * x)
+
+
 class Noisy(nn.Module):
     """A network whose outputs are different every time."""
 
@@ -33,6 +40,41 @@ def test_the_same_network_passes() -> None:
     model = TwoInputs().train()
     check_rewritten(model, copy.deepcopy(model), (IMAGES, NUMBERS))
     assert model.training
+
+
+class Turned(nn.Module):
+    """A network whose first axis counts no inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y.T, y.mean()
+
+
+def test_outputs_need_not_count_inputs_on_their_first_axis() -> None:
+    torch.manual_seed(0)
+    model = Turned()
+    check_rewritten(model, copy.deepcopy(model), NUMBERS)
+    wrong = copy.deepcopy(model)
+    with torch.no_grad():
+        wrong.layer.weight[0] *= 1.1
+    with pytest.raises(DecompositionError, match="'layer'"):
+        check_rewritten(model, wrong, NUMBERS)
+
+
+def test_what_amplifies_rounding_is_no_departure() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), Amplifier()).double()
+    nearly = copy.deepcopy(model)
+    with torch.no_grad():
+        nearly[0].weight *= 1 + 1e-7
+    inputs = NUMBERS.double()
+    change = model(inputs) - nearly(inputs)
+    assert change.norm() > 1e-3 * model(inputs).norm()
+    check_rewritten(model, nearly, inputs)
 
 
 def test_noise_of_its_own_is_no_departure() -> None:
