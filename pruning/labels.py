@@ -61,6 +61,10 @@ class ChannelLabels:
         """Return why `label` must stay, or None if it may go."""
         return self._obstacle.get(self.root(label))
 
+    def reword(self, old: str, new: str) -> None:
+        """Say `new` wherever the obstacle is `old`, now that more is known."""
+        self._obstacle = {root: new if said == old else said for root, said in self._obstacle.items()}
+
     def copy(self) -> Self:
         """Return a copy on which couplings can be tried."""
         other = type(self)()

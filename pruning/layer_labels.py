@@ -31,6 +31,9 @@ JOINT_NORMS = ("layer_norm", "rms_norm")
 """Operations that normalise all channels together, so that none can go without changing the others."""
 
 
+_SHARED = "{!r} is shared: it is called {} in one forward pass"
+
+
 class LayerLabels:
     """Labels the outputs of layers and notes their channels in a channel walk.
 
@@ -54,6 +57,14 @@ class LayerLabels:
             self._labels.protect(rows.get(name, ()), obstacle)
         for row in walk.grouped.get(name, ()):
             self._labels.protect(row, obstacle)
+
+    def count_calls(self) -> None:
+        """Say of shared layers how often they were called, at the end of the walk."""
+        for name, calls in self._calls.items():
+            if calls > 1:
+                self._labels.reword(
+                    _SHARED.format(name, "more than once"), _SHARED.format(name, f"{calls} times")
+                )
 
     def output(self, call: Call, name: str, layer: nn.Module) -> list[Tensor] | None:
         """Return the label array of a layer's output, None if its input's channels lie along unknown axes.
@@ -96,7 +107,7 @@ class LayerLabels:
         self._calls[name] += 1
         weight = layer._parameters.get("weight")
         if self._calls[name] > 1:
-            self.protect(name, f"{name!r} is shared: it is called more than once in one forward pass")
+            self.protect(name, _SHARED.format(name, "more than once"))
         elif name in self._shared:
             self.protect(name, f"{name!r} shares a parameter with {self._shared[name]!r}")
         elif weight is None and (parametrize.is_parametrized(layer) or operation in WEIGHTED):

@@ -91,6 +91,7 @@ class _Walker(TorchFunctionMode):
         self._keep(example_input, label_row(labels, axis, example_input.ndim), True)
         with torch.compiler.set_stance("force_eager"), _Unseen(self.unseen), self:
             output = self._network(example_input)
+        self._layers.count_calls()
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor in self._arrays:
                 self._protect([self._arrays[tensor]], "its channels are the network's output")
