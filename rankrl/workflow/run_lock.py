@@ -171,11 +171,13 @@ def _lock(descriptor: int) -> bool:
 
 
 def _write_words(descriptor: int) -> None:
+    path = Path(sys.argv[0])
+    program = path.parent.name if path.name == "__main__.py" else path.name  # python -m rankrl
     words = {
         "process": os.getpid(),
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:_LONGEST_COMMAND],
+        "command": shlex.join([program, *sys.argv[1:]])[:_LONGEST_COMMAND],
     }
     with suppress(OSError), os.fdopen(descriptor, "r+b", closefd=False) as file:  # a disk may be full
         file.truncate(0)

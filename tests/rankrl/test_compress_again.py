@@ -14,6 +14,7 @@ from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, LatencyTable
+from rankrl.config.resuming import resumed_arguments
 from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.onnx_graph import compress_onnx
 from rankrl.workflow.latency import LatencyBudget
@@ -120,6 +121,11 @@ def test_a_run_of_the_command_line_is_left_alone(folder: Path) -> None:
     record.write_text(json.dumps({"config": {"task": "pipeline", "seed": 0}, "overrides": []}))
     with pytest.raises(ConfigError, match="task was pipeline, is now rankrl"):
         rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+
+
+def test_the_command_line_does_not_take_a_call_for_a_run_of_its_own(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the folder of a call of rankrl\.compress; the same call goes on"):
+        resumed_arguments([f"resume={folder}", "seed=1"])
 
 
 def test_a_result_stays_until_the_next_one_is_there(folder: Path) -> None:

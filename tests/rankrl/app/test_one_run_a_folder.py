@@ -81,6 +81,7 @@ def test_a_run_goes_on_to_the_results_of_its_own_options_alone(
     message = refused("resume=runs/train", "dataset.heldout=20", "tracking=csv")
     assert "not with others (dataset.heldout was None, is now 20)" in message
     assert content(unfinished) == before
+    (unfinished / "run.lock").write_text('{"process": 1')  # what a killed run left
     rankrl("resume=runs/train", "tracking=csv")
     assert (unfinished / "metrics.json").exists()
     assert OmegaConf.load(unfinished / ".hydra" / "config.yaml").tracking.name == "csv"

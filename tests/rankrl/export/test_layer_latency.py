@@ -27,7 +27,7 @@ from decomposition import (
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
-from rankrl.export.layer_latency import _fitted
+from rankrl.export.layer_latency import _fitted, kept_table
 from rankrl.export.layer_timing import LayerTimer
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.history import make_row
@@ -98,6 +98,17 @@ def test_a_table_is_measured_once(
     fewer = library.all_candidates(limit=2)
     with pytest.raises(AssertionError, match="come from the file"):
         measure_layer_latencies(model, fewer, SHAPE, batch=4, runs=3, folder=folder)
+
+
+def test_of_two_runs_that_measure_at_once_both_search_with_the_first_table(tmp_path: Path) -> None:
+    first = LatencyTable({"layer": (1.0, 2.0)}, rest=0.5)
+
+    def measured() -> LatencyTable:
+        kept_table(tmp_path, "key", lambda: first)  # the other run, meanwhile
+        return LatencyTable({"layer": (3.0, 4.0)}, rest=0.5)
+
+    for _ in range(2):
+        assert kept_table(tmp_path, "key", measured).sites["layer"] == (1.0, 2.0)
 
 
 def test_what_layers_of_one_geometry_have_in_common_is_timed_once(
@@ -365,6 +376,22 @@ def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
     missed = another.holding(problem, result, 1).missed
     assert missed is not None
     assert missed.startswith("budget.latency=0.6 is missed: the only plan is not that fast")
+
+
+def test_a_resumed_search_comes_to_the_plan_that_kept_its_budget_before(
+    model: nn.Module, library: FitLibrary, tmp_path: Path
+) -> None:
+    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    problem = budget.problem(library)
+    choices = tuple(problem.preset.tolist())
+    row = make_row((), choices, "test", Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 1, 0.0), 1.0)
+    result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
+    assert budget.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
+    resumed = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    resumed.factor = 1.5  # timed again, the plan would miss the budget
+    assert resumed.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
+    other = replace(problem, budget=None)
+    assert resumed.holding(other, result, 1, folder=tmp_path).missed is not None, "times of another problem"
 
 
 @pytest.mark.parametrize(("factor", "refused"), [(1.02, False), (1.05, True)])
