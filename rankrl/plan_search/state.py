@@ -88,7 +88,8 @@ class SearchState:
             raise CheckpointError(
                 f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
                 f"{dict(identity).get(key)!r}. Use the same settings to resume, the number of threads too "
-                "(OMP_NUM_THREADS: sums, and so fits, differ in their last bits), or name another folder."
+                "(OMP_NUM_THREADS: sums, and so fits, differ in their last bits), with a budget in time the "
+                "machine and the cache too (RANKRL_CACHE: it keeps the times), or name another folder."
             )
 
     def differing(self, identity: Mapping[str, Any]) -> list[str]:

@@ -54,8 +54,8 @@ def locked(folder: Path) -> Iterator[None]:
         StorageError: The folder cannot be written.
     """
     path, process = folder / LOCK_FILE, os.getpid()
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
         descriptor = _acquired(path)
     except OSError as error:
         raise StorageError(

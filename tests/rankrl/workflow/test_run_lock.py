@@ -136,7 +136,8 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"), locked(tmp_path / "run"):
+@pytest.mark.parametrize("name", ["file", "file/run", "x" * 300])
+def test_what_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"), locked(tmp_path / name):
         pass
