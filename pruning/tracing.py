@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +91,13 @@ class _Walker(TorchFunctionMode):
         labels = self.walk.labels.new(channels, "it is the network's input")
         axis = min(1, example_input.ndim - 1)
         self._keep(example_input, label_row(labels, axis, example_input.ndim), True)
-        with torch.compiler.set_stance("force_eager"), _Unseen(self.unseen), self:
+        # Nothing is compiled unless that part of torch is loaded, which takes a second.
+        compiled = "torch._dynamo" in sys.modules
+        with (
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            _Unseen(self.unseen),
+            self,
+        ):
             output = self._network(example_input)
         self._layers.count_calls()
         for tensor in tree_leaves(output):
@@ -241,6 +249,10 @@ class _Unseen(TorchDispatchMode):
     def __init__(self, report: Callable[[object, Iterable[Any]], None]) -> None:
         super().__init__()
         self._report = report
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would load it, which takes a second
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
