@@ -111,7 +111,7 @@ def _described(wanted: Any) -> str:
         return "a function"
     if origin is Sequence:
         return f"a list of {'numbers' if arguments[0] is float else 'names'}"
-    return _WORDS.get(origin, "a dict" if origin is Mapping else f"a {getattr(origin, '__name__', origin)}")
+    return _WORDS.get(origin, "a dict" if origin is Mapping else getattr(origin, "__name__", str(origin)))
 
 
 def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
@@ -119,7 +119,8 @@ def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
     for each in wanted:
         if is_dataclass(each) and isinstance(value, Mapping):
             fields = ", ".join(f"{key}={entry!r}" for key, entry in value.items())
-            return f"; write {name}=rankrl.{each.__name__}({fields})"  # type: ignore[union-attr]
+            package, kind = each.__module__.split(".")[0], typing.cast(type, each).__name__
+            return f"; write {name}={package}.{kind}({fields})"
         if _origin(each) is Sequence and _fits(value, typing.get_args(each)[0]):
             return f"; write {name}=[{value!r}]"
         if each is float and isinstance(value, str):

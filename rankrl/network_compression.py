@@ -138,8 +138,9 @@ def compress(
             convolutions get 1x1 convolutions for their products (`decomposition.plain_transposed`), and
             weights computed at every call become parameters (`decomposition.plain_weights`).
         data: Inputs to fit to, a few hundred to some thousands, read into memory: one batch (a tensor, a
-            tuple of tensors that the forward takes in order, or a dict of those it takes by name), or batches
-            of such, such as a data loader. Batches may be pairs of inputs and labels.
+            tuple of tensors that the forward takes in order, or a dict of those it takes by name), batches of
+            such, such as a data loader, or a dataset. Inputs may come in pairs with labels, or in a dict that
+            holds `labels` or `targets` too: a tensor, or a nesting of tensors for a `loss` that takes it.
         folder: Where the network, its plan, its ONNX file, the numbers and the report are written. The same
             call again goes on with the search in it, also after it was killed, to the same plan; another
             network, budget or selector is refused. No two calls may work in it at once.
@@ -149,15 +150,15 @@ def compress(
         latency: Fraction of the dense network's time in onnxruntime to keep at most. Give one of the four, or
             two to be kept at once.
         score: Function from a network to a number, higher is better; it must not read test data. When
-            omitted, the accuracy on the held-out inputs if they have labels of classes, else the agreement of
-            the outputs with the dense network's there.
+            omitted, the accuracy on the held-out inputs if they have labels of classes (from 0; -100 for
+            inputs without one), else the agreement of the outputs with the dense network's there.
         finetune: Epochs or a `TrainingRecipe` for our own training, or a function that trains the network
             which it is given, in place or returning another of the same parameters; None leaves it as it was
             fitted. Our training minimises `loss` on the labels, cross-entropy without `loss`; without labels
             it lets the network imitate the dense one. The epoch with the best score is kept.
         loss: From the network's outputs and the labels of a batch to a scalar.
         heldout: Share of `data` that plans are scored on and nothing is fitted to, or other inputs for that.
-        test: Inputs like `data` that are read once, at the end, for the report.
+        test: Inputs like `data` that choose nothing: they are scored once, at the end, for the report.
         decomposition: Name of the tensor format, or names of several that every layer chooses from.
         precisions: What every layer may compute with or be stored in: `float32`, `int8`, `int8_weights`,
             `int4_weights`. `int8` becomes `int7` where weights have to have 7 bits (`LatencyOptions`).
@@ -190,7 +191,8 @@ def compress(
     Raises:
         ConfigError: No budget or more than two are given, an option is unknown, out of range or contradicts
             another, or the folder holds the results of another call.
-        DataError: There are too few inputs, or labels for some of them alone.
+        DataError: There are too few inputs, labels for some of them alone or out of range, or the network's
+            own outputs are not finite.
         DecompositionError: No layer can be decomposed, no plan reaches the budget, or the inputs cannot be
             used.
         ExportError: The network cannot be exported, or its file computes something else.

@@ -17,6 +17,7 @@ from decomposition.layer_plan import LayerPlan
 from decomposition.operations.base import FINAL
 from decomposition.plan import fingerprint
 from rankrl.agreement import agreement_score
+from rankrl.argument_types import checked_arguments
 from rankrl.collapse import collapse
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
@@ -100,6 +101,7 @@ class Finishing:
     seed: int = 0
 
 
+@checked_arguments(without=("inputs", "batch_axes"))
 @alone_in_folder
 def compress_onnx(
     path: str | Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rankrl.errors import ConfigError
         (
             "timing",
             {},
-            r"timing must be a LatencyOptions or None, got {}; write timing=rankrl.LatencyOptions\(\).",
+            r"timing must be LatencyOptions or None, got {}; write timing=rankrl.LatencyOptions\(\).",
         ),
         ("timing", {"batch": 1}, r"got {'batch': 1}; write timing=rankrl.LatencyOptions\(batch=1\)."),
         ("skip", "layer1", r"skip must be a list of names, got 'layer1'; write skip=\['layer1'\]."),
@@ -60,6 +61,19 @@ def test_other_types_are_refused_by_compress(argument: str, value: Any) -> None:
     arguments: dict[str, Any] = {"folder": "never", argument: value}
     with pytest.raises(ConfigError, match=f"{argument} must be "):
         rankrl.compress(nn.ReLU(), torch.zeros(4, 3), **arguments)
+
+
+def test_other_types_are_refused_by_compress_onnx() -> None:
+    written = re.escape(
+        "options must be FitOptions, got {'iterations': 3}; write options=decomposition.FitOptions("
+    )
+    for argument, value, message in (
+        ("options", {"iterations": 3}, written),
+        ("term", "agrement", "Did you mean 'agreement'"),
+        ("latency", "fast", "latency must be a number or None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            rankrl.compress_onnx("never.onnx", [], "small.onnx", **{"params": 0.5, argument: value})  # type: ignore[arg-type]
 
 
 def test_what_is_as_good_is_accepted() -> None:
