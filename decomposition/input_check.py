@@ -69,6 +69,9 @@ def accepted(
     if not batches or count_inputs(batches[0]) == 0:
         return list(batches)
 
+    if any(x.is_meta for x in tensors_of(batches[0])):
+        raise DecompositionError(f"{what}: inputs on the meta device hold no numbers; give real ones")
+
     def on_device(inputs: Inputs) -> Inputs:
         return inputs if device is None else mapped(lambda x: x.to(device), inputs)
 
@@ -207,7 +210,7 @@ def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
 def _remedy(model: nn.Module, inputs: Inputs) -> str:
     """Return what to do: what the model takes instead, found by trying."""
     few = rows(inputs, slice(2))
-    whole = [x for x in tensors_of(inputs) if not x.is_floating_point()]
+    whole = [x for x in tensors_of(inputs) if not (x.is_floating_point() or x.is_complex())]
 
     def runs(change: Callable[[torch.Tensor], torch.Tensor], of: Inputs) -> bool:
         return _failure(model, mapped(change, of)) is None

@@ -226,7 +226,7 @@ def as_inputs(given: Any) -> Inputs:
         DecompositionError: It is something else, or its tensors hold different numbers of inputs.
     """
     if isinstance(given, torch.Tensor):
-        return plain(given)
+        return plain(_batched(given, "an input"))
     named = isinstance(given, Mapping)
     tensors = list(given.values()) if named else list(given) if isinstance(given, list | tuple) else []
     if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):

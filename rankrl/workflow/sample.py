@@ -212,9 +212,7 @@ def _joined(labels: Sequence[Any], what: str) -> Any:
         raise DataError(f"{refusal} of all of them")
     for leaf in (leaf for leaves, _ in flat for leaf in leaves):
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-            kind = "a single number" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-            raise DataError(
-                f"{refusal}; got {kind} in them, which torch.tensor turns into one if it is a list"
-            )
+            kind = "a single number" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise DataError(f"{refusal}; they hold {kind}; torch.as_tensor reads lists of numbers and arrays")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return flat[0][1].unflatten([torch.cat([plain(y).cpu() for y in column]) for column in columns])

@@ -53,6 +53,7 @@ def classifier() -> nn.Sequential:
         (list(IMAGES), r"without a batch axis: give torch.stack\(inputs\)"),
         (IMAGES[0], r"without a batch axis: .*x\[None\] of a single one"),
         ([IMAGES[:, None]], "pass inputs that it takes"),
+        (IMAGES.to(torch.complex64), r"gets \(2, 3, 8, 8\) in complex64; pass inputs that it takes"),
     ],
 )
 def test_model_that_fails_on_inputs_is_explained(inputs: Any, message: str) -> None:
@@ -270,6 +271,13 @@ def test_loader_that_fills_its_memory_again_is_read_right() -> None:
     inputs, labels = zip(*labelled_batches(loader(), classifier()), strict=True)
     assert torch.equal(torch.cat(inputs), IMAGES)
     assert torch.equal(torch.cat(labels), CLASSES)
+
+
+def test_tensors_without_a_batch_or_without_numbers_are_refused() -> None:
+    with pytest.raises(DecompositionError, match="an input is a single number; give a batch"):
+        calibration_batches(torch.tensor(1.0))
+    with pytest.raises(DecompositionError, match="inputs on the meta device hold no numbers"):
+        checked_batches(IMAGES.to("meta"), classifier())
 
 
 @pytest.mark.parametrize("data", [None, 3, "images", nn.ReLU(), IMAGES.numpy()])

@@ -195,7 +195,11 @@ def with_nan(index: int) -> torch.Tensor:
         ),
         ({"data": labelled(CLASSES[:30])}, DataError, "60 inputs, but 30 labels"),
         ({"data": labelled({"y": CLASSES[:30]})}, DataError, "60 inputs, but 30 labels"),
-        ({"data": labelled(["a"] * 60)}, DataError, "data: labels must be one tensor .* got a str"),
+        (
+            {"data": labelled(["a"] * 60)},
+            DataError,
+            "data: labels must be one tensor .* they hold str; torch.as_tensor",
+        ),
         ({"data": labelled({"y": CLASSES}), "finetune": 1}, ConfigError, "labels are a dict, .*give loss="),
         (
             {"data": with_nan(7)},
