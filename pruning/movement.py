@@ -8,6 +8,7 @@ it takes for that, the coupling of the two halves of a split, say, is tried as w
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -92,15 +93,36 @@ def moved(
     outputs = [compressed(each) for each in whole]
     entering = dict.fromkeys(label for array, _ in operands.values() for label in labels_in(array))
     free = [label for label in entering if labels.obstacle(label) is None]
-    for coupled in _couplings(labels, outputs):
+    counted = [leaf.arrays for leaf in leaves((args, kwargs)) if isinstance(leaf, ChannelCount)]
+    entered = [*(array for array, _ in operands.values()), *(array for each in counted for array in each)]
+    for coupled in _couplings(labels, entered, outputs):
         if all(_comes_out_right(run, outputs, shapes, removal) for removal in _trials(coupled, free)):
             labels.adopt(coupled)
             return [rooted(array, labels) for array in outputs]
     return None
 
 
-def _couplings(labels: ChannelLabels, outputs: Sequence[Tensor]) -> Iterator[ChannelLabels]:
-    """Yield what might have to be coupled: nothing, or what stands at the same place along an axis."""
+def _couplings(
+    labels: ChannelLabels, entered: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Iterator[ChannelLabels]:
+    """Yield what might have to be coupled: nothing, or what stands at the same place along an axis.
+
+    Then the same with equally many channels coupled that enter as operands or as numbers: the view of what
+    one layer makes by the number of another's channels (a squeeze and excitation).
+    """
+    yield from _along_axes(labels, outputs)
+    coupled = labels.copy()
+    rows = [row for row in map(labels_in, entered) if len(row) > 1]
+    pairs = [
+        (first, second) for first, second in itertools.combinations(rows, 2) if len(first) == len(second)
+    ]
+    for first, second in pairs:
+        coupled.join(first, second)
+    if pairs:
+        yield from _along_axes(coupled, outputs)
+
+
+def _along_axes(labels: ChannelLabels, outputs: Sequence[Tensor]) -> Iterator[ChannelLabels]:
     yield labels
     axes = sorted({axis for array in outputs for axis in label_axes(array)}, reverse=True)
     if len(axes) == 1 and len(outputs) == 1:

@@ -40,6 +40,7 @@ class Between(nn.Module):
         self.one_group = nn.GroupNorm(1, 12)
         self.grouped = nn.Conv2d(12, 24, 3, padding=1, groups=3)
         self.tied = nn.Conv2d(12, 12, 1)
+        self.excite = nn.Linear(12, 12)
         self.scale = nn.Parameter(torch.rand(12) + 0.5)
         self.register_buffer("offset", torch.rand(1, 12, 1, 1))
         self.map = nn.Parameter(torch.rand(12, 16, 16))
@@ -79,6 +80,13 @@ def written_in_place(m: Between, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def excited(m: Between, y: torch.Tensor) -> torch.Tensor:
+    """The squeeze and excitation as it is mostly written."""
+    n, c, _, _ = y.size()
+    weights = m.excite(F.adaptive_avg_pool2d(y, 1).view(n, c)).sigmoid().view(n, c, 1, 1)
+    return y * weights.expand_as(y)
+
+
 FOLLOWED: dict[str, tuple[Function, int, int]] = {
     # What is done between the layers, the channels that the second one reads, the units that can go.
     "list of chunks": (lambda m, y: torch.cat(list(y.chunk(2, 1))[::-1], 1), 12, 6),
@@ -89,6 +97,7 @@ FOLLOWED: dict[str, tuple[Function, int, int]] = {
     "heads": (in_heads, 12, 3),
     "pixel shuffle": (lambda m, y: F.pixel_shuffle(y, 2), 3, 3),
     "pixel unshuffle": (lambda m, y: F.pixel_unshuffle(y, 2), 48, 12),
+    "squeeze and excitation": (excited, 12, 12),
     "reversed": (lambda m, y: y.flip(1), 12, 12),
     "rolled pixels": (lambda m, y: y.roll((1, 2), (2, 3))[..., ::2, None, :].squeeze(3), 12, 12),
     "transposed pixels": (lambda m, y: torch.stack(y.unbind(2), 3).mT, 12, 12),
