@@ -10,5 +10,9 @@ class DecompositionError(ValueError):
     """
 
 
+class StorageError(DecompositionError, OSError):
+    """A file that cannot be written: a full disk, a folder that is missing or may not be written."""
+
+
 class PlanError(DecompositionError):
     """A compression plan that is damaged or was made for another model."""

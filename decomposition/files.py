@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from decomposition.errors import StorageError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -21,6 +25,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Yields:
         The path to write to; it is removed when the block raises.
+
+    Raises:
+        StorageError: The system refused something in the block or afterwards (full disk, unwritable folder);
+            `path` is as it was before.
     """
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
@@ -30,8 +38,21 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.chmod(mode)
         os.replace(temporary, path)
+    except StorageError:  # of a file that was written in the block
+        raise
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for the system's
+        raise StorageError(cannot_write(path, error)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cannot_write(path: Path, error: Exception) -> str:
+    """Return what to tell a user whose file could not be written."""
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return (
+        f"cannot write {path}: {reason}. Check that the folder is writable and that the disk has room, or "
+        "choose another folder"
+    )
 
 
 def _mode_of_new_files(path: Path) -> int:

@@ -46,6 +46,7 @@ def save_compressed(
 
     Raises:
         PlanError: If `model` is not what the plan makes of its dense model, or a parameter is not finite.
+        StorageError: If the file cannot be written.
     """
     path, model = Path(path), unwrapped(model)
     for name, parameter in model.named_parameters():

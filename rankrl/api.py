@@ -15,6 +15,7 @@ from decomposition.inputs import split
 from decomposition.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.errors import ConfigError
+from rankrl.files import storage_errors
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
@@ -31,6 +32,7 @@ __all__ = ["apply_plan", "load_compressed", "search"]
 
 
 @checked_arguments(without=("model", "score", "calibration"))
+@storage_errors()
 @alone_in_folder
 def search(
     model: nn.Module,

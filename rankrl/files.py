@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from decomposition.files import replacing
+from safetensors import SafetensorError
+
+from decomposition import errors
+from decomposition.files import cannot_write, replacing
 from rankrl.errors import StorageError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -74,15 +81,33 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         The path to write to.
 
     Raises:
-        StorageError: An `OSError` occurred in the block or while renaming (full disk, unwritable folder).
+        StorageError: The system refused something in the block or while renaming (full disk, unwritable
+            folder).
     """
     target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with storage_errors():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(cannot_write(target, error)) from error
         with replacing(target) as temporary:
             yield temporary
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {target}: {error.strerror or error}. "
-            "Check that the folder is writable and that the disk has room, or choose another folder."
-        ) from error
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Turn what the system refuses while files are written into our error, as a block or as a decorator.
+
+    Raises:
+        StorageError: A library below could not write a file, or the disk is full.
+    """
+    try:
+        yield
+    except errors.StorageError as error:
+        raise StorageError(str(error)) from error
+    except (OSError, SafetensorError) as error:  # in a temporary folder, most likely
+        full = isinstance(error, OSError) and error.errno in _FULL
+        if not full and "No space left" not in str(error):
+            raise
+        where = getattr(error, "filename", None) or tempfile.gettempdir()
+        raise StorageError(cannot_write(Path(where), error)) from error

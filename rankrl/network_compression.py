@@ -30,7 +30,7 @@ from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.export import export_onnx, fast_multiple, verify_onnx
 from rankrl.export.verification import BATCH_SIZES
-from rankrl.files import write_json
+from rankrl.files import storage_errors, write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
@@ -93,6 +93,7 @@ class NetworkCompression(Compression):
 
 
 @checked_arguments(without=("model", "data", "heldout", "test", "finetune"))
+@storage_errors()
 @alone_in_folder
 def compress(
     model: nn.Module,
@@ -198,7 +199,8 @@ def compress(
         ExportError: The network cannot be exported, or its file computes something else.
         NonFiniteError: A score or a loss is NaN or infinite.
         KeyboardInterrupt: The search was interrupted; the same call goes on with it.
-        StorageError: The folder cannot be written, or another call works in it (`FolderInUseError`).
+        StorageError: The folder cannot be written, another call works in it (`FolderInUseError`), or the
+            disk is full.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"compress takes a torch.nn.Module, got a {type(model).__name__}")

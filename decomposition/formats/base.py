@@ -186,9 +186,10 @@ class TensorFormat(ABC):
                 f"1 to {max(largest)} or {len(largest)} of them"
             )
         if len(ranks) != len(largest):
+            bonds = "one rank" if len(largest) == 1 else f"{len(largest)} ranks, one a bond"
             raise DecompositionError(
-                f"layer {layer!r}: {self.name} takes 1 or {len(largest)} ranks, got {len(ranks)}: {ranks!r}; "
-                f"the largest ones are {largest}"
+                f"layer {layer!r}: {self.name} takes {bonds}, got {list(ranks)}; give "
+                f"[{', '.join(f'1..{most}' for most in largest)}]"
             )
         for rank, most in zip(ranks, largest, strict=True):
             if not 1 <= rank <= most:

@@ -22,6 +22,7 @@ from rankrl.collapse import collapse
 from rankrl.compression import Compression
 from rankrl.errors import ConfigError
 from rankrl.export import fast_multiple
+from rankrl.files import storage_errors
 from rankrl.onnx_graph.as_read import check_as_read
 from rankrl.onnx_graph.axis_suggestions import Axes
 from rankrl.onnx_graph.budget import compared_with_original, network_costs, plan_costs, time_beside
@@ -102,6 +103,7 @@ class Finishing:
 
 
 @checked_arguments(without=("inputs", "batch_axes"))
+@storage_errors()
 @alone_in_folder
 def compress_onnx(
     path: str | Path,
@@ -193,7 +195,7 @@ def compress_onnx(
         ExportError: onnxruntime cannot quantise or time the result.
         KeyboardInterrupt: The search was interrupted; with a folder the same call goes on with it.
         NonFiniteError: A score is NaN or infinite.
-        StorageError: The target cannot be written.
+        StorageError: The target cannot be written, or the disk is full.
     """
     timing = (LatencyOptions(batch=TIMED_BATCH) if timing is None else timing).kept_in(cache, folder)
     search = SearchOptions(
@@ -344,6 +346,7 @@ def compress_file(
     return _finished(given, found.plan, Path(target), library.sensitivities, finishing, feed, found)
 
 
+@storage_errors()
 def apply_onnx_plan(
     path: str | Path,
     inputs: Inputs,

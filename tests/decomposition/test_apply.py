@@ -182,7 +182,7 @@ def test_layer_that_would_grow_stays_dense_with_the_reason(model: nn.Module) -> 
         ({"shared": 0}, "outside 1"),
         ({"shared": 10_000}, "outside 1"),
         ({"shared": 2.5}, "must be integers"),
-        ({"shared": (2, 2)}, "takes 1 or 3 ranks"),
+        ({"shared": (2, 2)}, r"takes 3 ranks, one a bond, got \[2, 2\]"),
         ({"nowhere": 2}, "no compressible layer"),
     ],
 )

@@ -325,7 +325,14 @@ MISFITS: dict[str, tuple[Factorise, str]] = {
         Factorise("tucker", (13, 2)),
         r"layer '3': tucker ranks \(13, 2\).*outside 1\.\.\(12, 8\)",
     ),
-    "rank too many": (Factorise("cp", (2, 2)), r"layer '3': cp takes 1 or 1 ranks, got 2: \(2, 2\)"),
+    "rank too many": (
+        Factorise("cp", (2, 2)),
+        r"layer '3': cp takes one rank, got \[2, 2\]; give \[1\.\.\d+\]$",
+    ),
+    "rank too few": (
+        Factorise("tucker", (2,)),
+        r"layer '3': tucker takes 2 ranks, one a bond, got \[2\]; give \[1\.\.12, 1\.\.8\]",
+    ),
     "unknown format": (Factorise("svd", (2,)), "there is no format 'svd'; choose from .*tucker"),
     "factors of other channels": (
         Factorise("tensor_ring", (2,) * 5, ChannelFactors((4, 4), (4, 2))),

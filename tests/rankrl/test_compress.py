@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from safetensors import SafetensorError
 from several_inputs import LENGTH, WORDS, TextClassifier, TwoInputs
 from torch import nn
 from torch.nn import functional as F
@@ -328,6 +329,18 @@ def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         rankrl.compress(two(), LOADER, tmp_path / "file", params=0.6, **QUICK)
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("decomposition.saving.save_file", full)
+    with pytest.raises(StorageError, match=r"cannot write .*model\.safetensors: .*that the disk has room"):
+        rankrl.compress(two(), LOADER, tmp_path, params=0.6, **QUICK)
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_file_that_computes_something_else_does_not_take_its_name(

@@ -5,15 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
+from decomposition import apply_plan, errors, make_plan, save_compressed
 from decomposition.files import replacing
 from rankrl.errors import StorageError
-from rankrl.files import atomic_path, write_atomically, write_json
+from rankrl.files import atomic_path, storage_errors, write_atomically, write_json
+from rankrl.models import save_checkpoint
+from rankrl.state_file import write_state
+
+REFUSED = (StorageError, errors.StorageError)
 
 
 def test_text_and_bytes_arrive_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -53,6 +64,52 @@ def test_a_full_disk_is_a_storage_error_that_names_the_file(tmp_path: Path) -> N
         atomic_path(tmp_path / "a.bin"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the system refuse what makes a file larger than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_whoever_writes_a_file_says_what_to_do_where_the_system_refuses_it(tmp_path: Path) -> None:
+    """safetensors writes from Rust and has errors of its own."""
+    dense = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    plan = make_plan(dense, (64,), "tucker", ranks=16)
+    small = apply_plan(dense, plan)
+    writers: list[Callable[[Path], object]] = [
+        lambda path: save_compressed(small, plan, path),
+        lambda path: write_atomically(path, bytes(5000)),
+        lambda path: save_checkpoint(dense, path),
+        lambda path: write_state(path, dense.state_dict(), {}, version=1),
+    ]
+    path = tmp_path / "model.safetensors"
+    path.write_text("before")
+    for write in writers:
+        with largest_file(4096), pytest.raises(REFUSED, match=r"cannot write .*/model\.safetensors"):
+            write(path)
+        assert [each.name for each in tmp_path.iterdir()] == [path.name]
+        assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_temporary_folder_is_a_storage_error_too(number: int) -> None:
+    with (
+        pytest.raises(StorageError, match=r"cannot write /scratch/x\.onnx: .*that the disk has room"),
+        storage_errors(),
+    ):
+        raise OSError(number, os.strerror(number), "/scratch/x.onnx")
+    with pytest.raises(StorageError, match="No space left"), storage_errors():
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(FileNotFoundError), storage_errors():  # of something that was to be read
+        Path("nowhere").read_text()
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
