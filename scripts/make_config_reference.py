@@ -105,6 +105,11 @@ def choice_options(group: str, choice: str, values: Mapping[str, Any]) -> Iterat
     options = values["options"] if found.nested else values
     prefix = "tracking.options." if group == "tracking" else prefix
     for name, default in {**added, **{key: options[key] for key in options if key in types}}.items():
+        if name not in words:
+            sys.exit(
+                f"the {found.noun} {choice!r} does not explain its option {name!r}; add it to the section "
+                "Args of the docstring of the function or class that takes it"
+            )
         yield row(f"{prefix}{name}", types[name], default, words[name])
 
 

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import config_catalogue
 import hydra
 import make_config_reference
 import numpy as np
@@ -36,8 +37,10 @@ from decomposition.registry import Registry
 from rankrl.app import main
 from rankrl.config.docstrings import explanations, summary
 from rankrl.config.folder import config_folder
+from rankrl.config.groups import GROUPS
 from rankrl.config.overrides import check_overrides
 from rankrl.export import get_runtime, list_runtimes
+from rankrl.plan_search.rewards import register_reward
 from rankrl.selectors import list_selectors
 from rankrl.tasks import list_tasks
 
@@ -106,7 +109,7 @@ def made_small(arguments: list[str]) -> list[str]:
             continue
         swept = "-m" in arguments and "," in value and not value.startswith(("[", "{"))
         kept.append(f"{name}={value.split(',')[0]}" if swept else each)
-    network = [] if "model" in given else ["model=conv4"]
+    network = [] if {"model", "weights"} & set(given) else ["model=conv4"]
     if "model=onnx" in arguments:  # how fast a network of this size could be is not to be told
         kept = ["budget.params=0.7" if each.startswith("budget.latency=") else each for each in kept]
         if "selector" not in given:  # greedy's plan is taken without a search
@@ -258,6 +261,27 @@ def reference(made_once: Callable[[str, Callable[[Path], None]], Path]) -> str:
         (folder / "page.md").write_text(make_config_reference.reference(), encoding="utf-8")
 
     return (made_once("reference", fill) / "page.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["selector", "reward", "pruner", "optimizer", "tracker"])
+def test_what_the_page_on_adding_defines_is_explained_in_the_reference(
+    kind: str, workplace: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs" / "extending.md"
+    group = {"optimizer": "optim", "tracker": "tracking"}.get(kind, kind)
+    before = set(GROUPS[group].known())
+    code = next(text for _, text in blocks(page) if f"@register_{kind}" in text)
+    run_python(page, code, {"model": nn.Linear(2, 2), "torch": torch})
+    (name,) = set(GROUPS[group].known()) - before
+    rows = list(make_config_reference.choice_options(group, name, GROUPS[group].node(name)))
+    assert all(each.explanation and each.kind for each in rows)
+    assert f'"{name}": Choice(' in config_catalogue.catalogue()
+
+
+def test_an_option_that_nothing_explains_is_named_by_the_script(workplace: pytest.MonkeyPatch) -> None:
+    register_reward("thrifty", "the accuracy term per kept parameter")(lambda *, power=1.0: lambda _: power)
+    with pytest.raises(SystemExit, match=r"the reward 'thrifty' does not explain its option 'power'; add"):
+        list(make_config_reference.choice_options("reward", "thrifty", GROUPS["reward"].node("thrifty")))
 
 
 def test_configuration_reference_is_current(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
