@@ -18,6 +18,7 @@ from decomposition.errors import DecompositionError
 from rankrl.config.choices import check_catalogue, store_groups
 from rankrl.config.folder import config_folder
 from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
+from rankrl.config.input_files import check_input_files, network_of_weights
 from rankrl.config.overrides import check_overrides, composed
 from rankrl.config.quoting import readable_arguments
 from rankrl.config.resuming import check_resumed, finished_run, resumed_arguments
@@ -105,6 +106,8 @@ def _run_alone(
 
 def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     """Run the task, tracked; return what its steps noted."""
+    check_values(plain)  # what sweepers draw is known only now
+    check_input_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from rankrl.memory import reuse_memory
@@ -113,7 +116,6 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
 
     reuse_memory()
     check_catalogue()
-    check_values(plain)  # what sweepers draw is known only now
     run = get_task(settings.task).of(settings)
     kind, options = settings.tracking.name, settings.tracking.options
     with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
@@ -124,9 +126,11 @@ def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> 
 
 def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
     """Return the error that a user is shown in one paragraph, or None for a defect of ours."""
-    from pruning import PruningError
+    if isinstance(error, (RankrlError, DecompositionError)):
+        return error
+    from pruning import PruningError  # imports torch
 
-    if isinstance(error, (RankrlError, DecompositionError, PruningError)):
+    if isinstance(error, PruningError):
         return error
     if isinstance(error, (OSError, SafetensorError)):
         advice = "Check that the folder is writable and that the disk has room; then `rankrl resume=` goes on"
@@ -178,6 +182,10 @@ def main() -> None:
                 _show_finished(finished)
                 return
             sys.argv[1:] = resumed_arguments(sys.argv[1:])
+            known = network_of_weights(sys.argv[1:])
+            if known:
+                print(f"rankrl: {' '.join(known)}, as in the run of weights=")
+                sys.argv[1:] = [*known, *sys.argv[1:]]
             check_overrides(sys.argv[1:])
             if given & HELP_FLAGS:
                 _show(help_page(sys.argv[1:]))

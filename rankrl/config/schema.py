@@ -364,7 +364,8 @@ class AppConfig:
         resume: A run folder to go on with after it was interrupted; its own configuration is used.
         plan: The plan that task=apply applies: a plan.json.
         weights: The compressed network that finetune, evaluate and export work on: a model.safetensors with
-            its plan inside.
+            its plan inside. Without options of model and dataset, those of the run in whose folder it lies
+            are taken.
         runs: The folder whose runs task=report gathers in one page.
     """
 

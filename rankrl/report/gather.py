@@ -64,7 +64,7 @@ class GatheredRun:
     def method(self) -> str:
         """The tensor format, the pruner, or both."""
         names = [str(self.metrics[key]) for key in ("pruner", "decomposition") if self.metrics.get(key)]
-        if not names:
+        if not self.metrics:  # which say it once the run is finished
             pruned = self.config.get("task") == "prune"
             group, key = ("pruner", "name") if pruned else ("decomposition", "format")
             names = [str(self._configured(group, key) or "")]

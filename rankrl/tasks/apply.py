@@ -7,6 +7,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
+from rankrl.tasks.compressed import check_plan, method_of
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import cost_ratios, layer_rows, network_numbers, with_preprocessing
 from rankrl.workflow.run_folder import RunFolder
@@ -19,6 +20,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
     plan = CompressionPlan.load(config.plan)
     data = options.dataset(config)
+    check_plan(config, data, plan)
     plan = with_preprocessing(plan, data)
     dense = steps.dense_network(config, data, folder)
     compressed = steps.applied_plan(config, data, plan, dense, steps.calibration(config, data, dense))
@@ -27,7 +29,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
     ratios = cost_ratios(before, after)
     metrics = {
-        **steps.head(config, data, dense),
+        **steps.head(config, data, dense, method_of(plan)),
         "baseline": before,
         "compressed": after,
         "ratios": ratios,

@@ -42,7 +42,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     final = FinalTest(data, dense, session.apply, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)
     metrics = {
-        **steps.head(config, data, dense),
+        **steps.head(config, data, dense, steps.searched(config)),
         "selector": ",".join(config.compare.selectors),
         "baseline": network_numbers(dense, data),
         "search": {

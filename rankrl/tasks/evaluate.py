@@ -6,8 +6,9 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.tasks import steps
+from rankrl.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import network_numbers
+from rankrl.workflow.measure import cost_ratios, network_numbers
 from rankrl.workflow.network import build_network
 from rankrl.workflow.run_folder import RunFolder
 
@@ -21,11 +22,13 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
             "or both"
         )
     data = options.dataset(config)
-    dense = build_network(config.model, data, seed=config.seed)
-    metrics = steps.head(config, data, dense)
-    if config.model.get("checkpoint"):
-        metrics["baseline"] = network_numbers(dense, data)
     if config.weights:
-        network, _, _ = steps.compressed_from(config, data)
+        network, dense, plan = compressed_from(config, data)
+        metrics = steps.head(config, data, dense, method_of(plan))
+        metrics["baseline"] = dense_numbers(config, data, dense)
         metrics["compressed"] = network_numbers(network, data)
+        metrics["ratios"] = cost_ratios(metrics["baseline"], metrics["compressed"])
+    else:
+        dense = build_network(config.model, data, seed=config.seed)
+        metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
     steps.finish(folder, metrics, seed=config.seed)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.tasks import steps
+from rankrl.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.tasks.registry import register_task
-from rankrl.workflow.measure import export_dense, export_numbers, network_numbers
+from rankrl.workflow.measure import cost_ratios, export_dense, export_numbers, network_numbers
 from rankrl.workflow.run_folder import RunFolder
 from rankrl.workflow.runtimes import runtime_numbers
 
@@ -16,8 +17,12 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     """Write `model.onnx`, compare it with PyTorch and time it beside the dense network."""
     export_options = options.export_options(config)
     data = options.dataset(config)
-    network, dense, plan = steps.compressed_from(config, data)
-    metrics = {**steps.head(config, data, dense), "compressed": network_numbers(network, data)}
+    network, dense, plan = compressed_from(config, data)
+    metrics = {
+        **steps.head(config, data, dense, method_of(plan)),
+        "baseline": dense_numbers(config, data, dense),
+        "compressed": network_numbers(network, data),
+    }
     metadata = steps.file_metadata(plan, metrics)
     baseline = export_dense(dense, data, folder.state, export_options)
     metrics["onnx"], latency = export_numbers(
@@ -27,5 +32,5 @@ def export(config: AppConfig, folder: RunFolder) -> None:
         network, baseline, folder.onnx, data, export_options, known=metrics["onnx"], scratch=folder.state
     )
     steps.exported_step(config, network, folder)
-    metrics["ratios"] = {"latency": latency}
+    metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), "latency": latency}
     steps.finish(folder, metrics, seed=config.seed)

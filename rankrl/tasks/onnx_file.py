@@ -29,6 +29,7 @@ from rankrl.onnx_graph import (
 from rankrl.plan_search.run import search_numbers
 from rankrl.report import LayerRow
 from rankrl.tasks import steps
+from rankrl.tasks.compressed import method_of
 from rankrl.wording import counted
 from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_row
@@ -115,7 +116,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         cache=cache_folder(),
     )
     plan.save(folder.plan)
-    _report(config, folder, result, images, {"selector": plan.chosen_by})
+    _report(config, folder, result, images, method_of(plan))
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:

@@ -42,7 +42,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     save_compressed(finetuned, plan, folder.model, dense=dense)
 
     metrics = {
-        **steps.head(config, data, dense),
+        **steps.head(config, data, dense, steps.searched(config)),
         "baseline": network_numbers(dense, data),
         "compressed": network_numbers(compressed, data),
         "finetuned": {"accuracy": test_accuracy(finetuned, data)},

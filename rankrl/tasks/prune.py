@@ -19,6 +19,7 @@ from rankrl.errors import ConfigError
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.plan_search.run import search_numbers
 from rankrl.tasks import steps
+from rankrl.tasks.compressed import both_chose
 from rankrl.tasks.registry import register_task
 from rankrl.workflow.measure import (
     cost_ratios,
@@ -109,7 +110,7 @@ def _decomposed(
     network = steps.applied_plan(config, data, found, tuned, images)
     plan = dataclasses.replace(
         found.with_operations(dense, _removals(pruned.plan)),
-        chosen_by=f"{pruned.plan.chosen_by}, then {found.chosen_by}",
+        chosen_by=both_chose(pruned.plan.chosen_by, found.chosen_by),
     )
     plan.save(folder.plan)
     return network, plan, search_numbers(result)
@@ -124,8 +125,8 @@ def _head(
     config: AppConfig, data: ImageData, dense: nn.Module, decomposing: AppConfig | None
 ) -> dict[str, Any]:
     """Return what metrics.json says of the run itself; what took no part in it is null."""
-    found = {**steps.head(config, data, dense), "pruner": config.pruner["name"]}
-    return found if decomposing is not None else {**found, "decomposition": None, "selector": None}
+    method = None if decomposing is None else steps.searched(config)
+    return {**steps.head(config, data, dense, method), "pruner": config.pruner["name"]}
 
 
 def _pruning_numbers(

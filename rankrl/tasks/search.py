@@ -22,7 +22,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     problem, result = steps.chosen_plan(config, data, dense, images, folder)
     cost = problem.cost(result.chosen.key)
     metrics = {
-        **steps.head(config, data, dense),
+        **steps.head(config, data, dense, steps.searched(config)),
         "search": search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, FitLibrary, apply_plan, load_compressed
+from decomposition import CompressionPlan, FitLibrary, apply_plan
 from decomposition.fitting import FAST
 from decomposition.surgery import copied
 from rankrl.collapse import accuracy_collapse
@@ -21,7 +21,7 @@ from rankrl.config import options
 from rankrl.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.device import accepted_layout, in_layout
-from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.errors import RunStoppedError
 from rankrl.files import write_json
 from rankrl.models import checkpoint_heldout, save_checkpoint
 from rankrl.plan_search.problem import SearchProblem
@@ -287,41 +287,6 @@ def _trained(
     return result
 
 
-def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
-    """Return the compressed network that `weights` names, the dense architecture, and the plan.
-
-    Raises:
-        ConfigError: If `weights` is not given.
-    """
-    if not config.weights:
-        raise ConfigError(
-            f"task={config.task} needs weights=RUN/model.safetensors, the compressed network of an "
-            "earlier run"
-        )
-    dense = build_network(config.model, data, seed=config.seed)
-    network, plan = load_compressed(dense, Path(config.weights))
-    _warn_of_other_images(config.weights, plan, data)
-    return network.eval(), plan.prepared(dense), plan
-
-
-def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) -> None:
-    """Warn when a network gets images that are normalised in another way than those it was made with."""
-    known, given = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
-    if not isinstance(known, dict):
-        return
-    for name in ("mean", "std"):
-        if name in known and known[name] != given[name]:
-            log.warning(
-                "%s was made with images of %s %s, those of dataset=%s have %s; dataset.%s sets it",
-                weights,
-                name,
-                known[name],
-                data.name,
-                given[name],
-                name,
-            )
-
-
 def check_collapse(
     folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
 ) -> None:
@@ -351,19 +316,34 @@ def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> N
         write_training_step(network, recipe, folder.optimizer_step)
 
 
-def head(config: AppConfig, data: ImageData, network: nn.Module) -> dict[str, Any]:
-    """Return what metrics.json says of the run itself; `network` is the dense one, as it was built."""
+def head(
+    config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
+    """Return what metrics.json says of the run itself.
+
+    Args:
+        config: The configuration.
+        data: The dataset.
+        network: The dense network, as it was built.
+        method: What a network was compressed with (`searched`, `compressed.method_of`); None for nothing.
+    """
     checkpoint = config.model.get("checkpoint")
     return {
         "task": config.task,
         "model": model_title(config.model, network),
         "checkpoint": Path(checkpoint).name if checkpoint else None,
         "dataset": data.name,
-        "decomposition": options.decomposition_name(config),
-        "selector": config.selector["name"],
+        "decomposition": None,
+        "selector": None,
+        **(method or {}),
         "seed": config.seed,
         "preprocessing": data.preprocessing.to_dict(),
     }
+
+
+def searched(config: AppConfig) -> dict[str, str | None]:
+    """Return what a search of this run compresses a network with: the format and the selector."""
+    return {"decomposition": options.decomposition_name(config), "selector": config.selector["name"]}
 
 
 def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:

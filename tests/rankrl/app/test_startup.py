@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,29 @@ def test_the_command_line_answers_without_torch(arguments: tuple[str, ...], code
     assert said in done.stdout + done.stderr
     assert "rankrl.app" in loaded
     assert not loaded.intersection(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("task=evaluate", "weights={}"), "weights={0} is a folder; give weights={0}/model.safetensors"),
+        (("task=apply", "plan={}"), "plan={} is a folder; give a file, such as plan.json"),
+        (
+            ("task=evaluate", "model.checkpoint={}/none.th"),
+            "cannot be read: there is no checkpoint file {}/none.th; check the path",
+        ),
+    ],
+)
+def test_files_that_are_not_there_are_refused_without_torch(
+    tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    run = tmp_path / "run"
+    loaded, done = modules(MAIN, *(each.format(tmp_path) for each in options), f"hydra.run.dir={run}")
+    assert said.format(tmp_path) in done.stderr
+    assert done.returncode == 2
+    assert not loaded.intersection(HEAVY)
+    assert not run.exists()
 
 
 @pytest.mark.parametrize(
