@@ -32,6 +32,7 @@ import torch
 from fuzz_cases import KINDS, Case, make_case, make_good
 from hydra.core.global_hydra import GlobalHydra
 
+from rankrl.app import COLLAPSED
 from rankrl.app import main as rankrl_main
 
 LONGEST_SECONDS = 20.0
@@ -76,7 +77,8 @@ def run_case(case: Case, *, alone: bool = False) -> Outcome:
     problems = []
     paragraphs = [line for line in message.splitlines() if line.startswith("rankrl: ")]
     swept = "-m" in case.arguments  # a job that fails is listed, and the others go on
-    if code not in ((0, 1, 2) if swept else (0, 2)):
+    finished = code in (0, COLLAPSED)  # a network of a few steps may end at chance, which is told
+    if not finished and code not in ((1, 2) if swept else (2,)):
         problems.append(f"exit code {code}")
     if "Traceback" in message or "HYDRA_FULL_ERROR" in message:
         problems.append("traceback")
@@ -84,14 +86,14 @@ def run_case(case: Case, *, alone: bool = False) -> Outcome:
         problems.append(f"{len(paragraphs)} paragraphs")
     if case.marker.exists():
         problems.append("CODE WAS RUN")
-    if code != 0 and not swept and any(case.folder.rglob("metrics.json")):
+    if not finished and not swept and any(case.folder.rglob("metrics.json")):
         problems.append("looks finished")
     if seconds > LONGEST_SECONDS:
         problems.append(f"took {seconds:.0f} s")
     growth = _most_memory(alone) - most
     if growth > LARGEST_GROWTH and not alone:
         problems.append(f"took {growth / 2**20:.0f} MB")
-    return Outcome(case, code != 0, tuple(problems), message.strip(), seconds)
+    return Outcome(case, not finished, tuple(problems), message.strip(), seconds)
 
 
 def _run_here(case: Case) -> tuple[int, str]:

@@ -28,6 +28,7 @@ import torch
 import yaml
 from result_rows import ResultRows, epochs_of
 
+from rankrl.app import BUDGET_MISSED, COLLAPSED
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 
@@ -176,8 +177,8 @@ def run_cells(cells: Sequence[Cell], folder: Path, *, jobs: int, seconds: float)
             for name, process in list(running.items()):
                 if process.poll() is not None:
                     del running[name]
-                    # 3: everything was written, but a budget in time was missed by a little.
-                    if process.returncode not in (0, 3) or not finished(folder / name):
+                    # Everything was written, but a budget in time was missed by a little, or nothing is left.
+                    if process.returncode not in (0, BUDGET_MISSED, COLLAPSED) or not finished(folder / name):
                         failed.append(name)
                     print(f"{name} ends with exit code {process.returncode}", file=sys.stderr, flush=True)
             time.sleep(0.2)
