@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decomposition import CompressionPlan, FitOptions, PlanError, Quantise, list_heuristics
+from decomposition import CompressionPlan, FitOptions, list_heuristics
 from decomposition.fitting import CHOOSING
 from decomposition.layer_plan import LayerPlan
 from decomposition.operations.base import FINAL
@@ -28,6 +28,7 @@ from rankrl.onnx_graph.axis_suggestions import Axes
 from rankrl.onnx_graph.budget import compared_with_original, network_costs, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
+from rankrl.onnx_graph.half import check_without_integers, without_integers
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT
 from rankrl.onnx_graph.network import Feed, OnnxNetwork, open_session
@@ -54,10 +55,6 @@ log = logging.getLogger(__name__)
 
 TIMED_BATCH = 16
 """Inputs of a timed pass, unless another number is given."""
-_IN_HALF = (
-    "a file in half precision is handed back in half precision, which integers do not go with; export it in "
-    "float32 for them"
-)
 
 
 @dataclass(frozen=True)
@@ -300,7 +297,10 @@ def compress_file(
         seed=seed,
     )
     check_as_read(given)
-    candidates = _in_precision(given, candidates)
+    if given.network.half:
+        candidates = replace(
+            candidates, precisions=without_integers(candidates.precisions, given.network.source)
+        )
     check_reachable(given, candidates, search)
     split, feed, finishing = given.split, *_timed(given, finishing)
     beside, timing = 1.0, finishing.timing
@@ -392,9 +392,8 @@ def apply_onnx_plan(
     several = plan.metadata.get(METADATA, {})
     given = given.with_several_positions(from_metadata(several, given.network, given.sites))
     check_plan(plan, given.sites, given.network.source)
-    rounded = [layer.name for layer in plan if layer.operation(Quantise) is not None]
-    if given.network.half and rounded:
-        raise PlanError(f"the plan rounds {rounded[0]!r} of {path} to integers; {_IN_HALF}")
+    if given.network.half:
+        check_without_integers(plan, given.network.source)
     check_as_read(given)
     timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
     finishing = Finishing(score, timing, weigh_outputs, final_options, seed)
@@ -432,21 +431,6 @@ def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
     """Return the batch that is timed, and its size where times are asked for."""
     feed = given.feed(finishing.timing.batch)
     return feed, replace(finishing, timing=replace(finishing.timing, batch=given.network.axes.size(feed)))
-
-
-def _in_precision(given: GivenFile, candidates: CandidateOptions) -> CandidateOptions:
-    """Return what may become of nodes in the precision of the file.
-
-    Raises:
-        ConfigError: Nothing but integers is wanted of a file in half precision.
-    """
-    if not given.network.half or tuple(candidates.precisions) == ("float32",):
-        return candidates
-    told = f"{given.network.source}: {_IN_HALF}"
-    if "float32" not in candidates.precisions:
-        raise ConfigError(told)
-    log.warning("%s; precisions=float32 alone is taken", told)
-    return replace(candidates, precisions=("float32",))
 
 
 def _as_it_is(given: GivenFile) -> CompressionPlan:

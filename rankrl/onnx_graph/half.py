@@ -7,20 +7,29 @@ values which it is computed from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
+from decomposition import CompressionPlan, PlanError, Quantise
+from rankrl.errors import ConfigError
 from rankrl.export.operators import is_standard
 from rankrl.export.values import with_subgraphs
 from rankrl.onnx_graph.errors import OnnxGraphError
 
+log = logging.getLogger(__name__)
+
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _TYPES = frozenset(("to", "dtype", "output_dtype", "stash_type", "softmax_precision"))
 """Attributes that name a type."""
+_NO_INTEGERS = (
+    "a file in half precision is handed back in half precision, which integers do not go with; export it in "
+    "float32 for them"
+)
 _WIDENED = "rankrl_float32_"
 _MEAN, _VARIANCE = 3, 4
 
@@ -143,6 +152,30 @@ def in_half(model: onnx.ModelProto, half: HalfValues, source: str) -> onnx.Model
                 elif key in half.attributes:
                     attribute.i = half.attributes[key]
     return narrow
+
+
+def without_integers(precisions: Sequence[str], source: str) -> tuple[str, ...]:
+    """Return the precisions that nodes of a file in half precision may choose from, with a warning if fewer.
+
+    Raises:
+        ConfigError: Nothing but integers is wanted.
+    """
+    if "float32" not in precisions:
+        raise ConfigError(f"{source}: {_NO_INTEGERS}")
+    if len(precisions) > 1:
+        log.warning("%s: %s; precisions=float32 alone is taken", source, _NO_INTEGERS)
+    return ("float32",)
+
+
+def check_without_integers(plan: CompressionPlan, source: str) -> None:
+    """Refuse a plan that rounds nodes of a file in half precision.
+
+    Raises:
+        PlanError: It does.
+    """
+    rounded = [layer.name for layer in plan if layer.operation(Quantise) is not None]
+    if rounded:
+        raise PlanError(f"the plan rounds {rounded[0]!r} of {source} to integers; {_NO_INTEGERS}")
 
 
 def _types_of_new(graph: onnx.GraphProto, half: HalfValues) -> dict[str, int]:
