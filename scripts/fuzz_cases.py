@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from fuzz_onnx import onnx_case, onnx_problems
 from omegaconf import OmegaConf
 
 from decomposition import build_structure, make_plan, save_compressed
@@ -25,7 +26,7 @@ from rankrl.config.folder import config_folder
 from rankrl.data import load_dataset
 from rankrl.models import create_model
 
-KINDS = ("overrides", "plans", "checkpoints", "data", "weights")
+KINDS = ("overrides", "plans", "checkpoints", "data", "weights", "onnx")
 _SHAPE = (1, 8, 8)
 
 
@@ -79,6 +80,10 @@ class Case:
     what: str
     arguments: tuple[str, ...]
     folder: Path
+
+    def wrong_results(self) -> list[str]:
+        """Return what is wrong with the files of a command that was accepted, as far as the kind can tell."""
+        return onnx_problems(self.folder) if self.kind == "onnx" else []
 
     @property
     def marker(self) -> Path:
@@ -232,7 +237,7 @@ def _places(value: Any, name: str = "") -> Iterator[tuple[Any, Any, str]]:
             yield from _places(inner, f"{name}/{key}")
 
 
-# The five kinds.
+# The six kinds.
 
 
 def _evaluate(good: Good, *more: str) -> tuple[str, ...]:
@@ -519,4 +524,5 @@ _MAKERS: dict[str, Callable[[random.Random, Good, Path], tuple[str, tuple[str, .
     "checkpoints": _checkpoint_case,
     "data": _data_case,
     "weights": _weights_case,
+    "onnx": lambda draw, good, folder: onnx_case(draw, folder),
 }

@@ -1,8 +1,9 @@
 """Feed the command line damaged, hostile and senseless input; count what is not refused as it should be.
 
-Five kinds of input, in turn: overrides, plans, checkpoints, data files, and compressed weights. Whatever the
-input, a command must succeed or leave with exit code 2 and one paragraph; no traceback, no code run from a
-file, no folder that looks finished after a refusal, and neither time nor memory without bound.
+Six kinds of input, in turn: overrides, plans, checkpoints, data files, compressed weights, and ONNX files.
+Whatever the input, a command must succeed or leave with exit code 2 and one paragraph; no traceback, no code
+run from a file, no folder that looks finished after a refusal, and neither time nor memory without bound.
+What it makes of an ONNX file that it accepts must compute the same, or it must say that it does not.
 
     python scripts/fuzz_inputs.py --cases 500 --seed 0
 
@@ -32,13 +33,15 @@ import torch
 from fuzz_cases import KINDS, Case, make_case, make_good
 from hydra.core.global_hydra import GlobalHydra
 
-from rankrl.app import COLLAPSED
+from rankrl.app import BUDGET_MISSED, COLLAPSED
 from rankrl.app import main as rankrl_main
 
 LONGEST_SECONDS = 20.0
 """Processor time that a case may take."""
 LARGEST_GROWTH = 600 * 2**20
 """Bytes of memory that a case may add to the most that was ever in use."""
+WITH_A_WORD = (BUDGET_MISSED, COLLAPSED)
+"""Exit codes of runs that are finished, but whose results say aloud what is wrong with them."""
 _HANGS_AFTER = 180
 _SUBPROCESS_EVERY = 25
 
@@ -77,8 +80,8 @@ def run_case(case: Case, *, alone: bool = False) -> Outcome:
     problems = []
     paragraphs = [line for line in message.splitlines() if line.startswith("rankrl: ")]
     swept = "-m" in case.arguments  # a job that fails is listed, and the others go on
-    finished = code in (0, COLLAPSED)  # a network of a few steps may end at chance, which is told
-    if not finished and code not in ((1, 2) if swept else (2,)):
+    finished = any(case.folder.rglob("metrics.json"))
+    if code not in ((0, 1, 2) if swept else (0, 2)) and not (code in WITH_A_WORD and finished):
         problems.append(f"exit code {code}")
     if "Traceback" in message or "HYDRA_FULL_ERROR" in message:
         problems.append("traceback")
@@ -86,14 +89,16 @@ def run_case(case: Case, *, alone: bool = False) -> Outcome:
         problems.append(f"{len(paragraphs)} paragraphs")
     if case.marker.exists():
         problems.append("CODE WAS RUN")
-    if not finished and not swept and any(case.folder.rglob("metrics.json")):
+    if code == 0:
+        problems += case.wrong_results()
+    if code not in (0, *WITH_A_WORD) and not swept and finished:
         problems.append("looks finished")
     if seconds > LONGEST_SECONDS:
         problems.append(f"took {seconds:.0f} s")
     growth = _most_memory(alone) - most
     if growth > LARGEST_GROWTH and not alone:
         problems.append(f"took {growth / 2**20:.0f} MB")
-    return Outcome(case, not finished, tuple(problems), message.strip(), seconds)
+    return Outcome(case, code != 0, tuple(problems), message.strip(), seconds)
 
 
 def _run_here(case: Case) -> tuple[int, str]:

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_inputs
+import fuzz_onnx
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 SEED = 13
 EACH = 12
@@ -50,6 +54,30 @@ def test_the_script_sees_what_it_looks_for(
     monkeypatch.setattr(fuzz_inputs, "rankrl_main", lambda: exec(command))
     outcome = fuzz_inputs.run_case(fuzz_inputs.make_case("plans", 0, 0, good, tmp_path / "case"))
     assert problem in outcome.problems
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda graph: None, ""),
+        (lambda graph: graph.initializer[0].CopyFrom(_turned(graph.initializer[0])), "SILENTLY WRONG"),
+        (lambda graph: setattr(graph.node[0], "op_type", "Nothing"), "does not load"),
+        (lambda graph: fuzz_onnx.rename(graph, "y", "output"), "instead of"),
+    ],
+)
+def test_the_script_sees_files_that_compute_something_else(change: Any, problem: str, tmp_path: Path) -> None:
+    model = fuzz_onnx.right_model()
+    onnx.save(model, tmp_path / "net.onnx")
+    np.savez(tmp_path / "inputs.npz", x=fuzz_onnx.right_inputs())
+    change(model.graph)
+    (tmp_path / "run").mkdir()
+    onnx.save(model, tmp_path / "run" / "model.onnx")
+    problems = fuzz_onnx.onnx_problems(tmp_path)
+    assert problem in problems[0] if problem else problems == []
+
+
+def _turned(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.flip(numpy_helper.to_array(tensor), 0).copy(), tensor.name)
 
 
 def test_the_table_counts_by_kind(good: Any, tmp_path: Path) -> None:
