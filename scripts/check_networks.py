@@ -2,13 +2,15 @@
 
     OMP_NUM_THREADS=1 python scripts/check_networks.py --rows networks.csv --output docs/benchmarks.md
     python scripts/check_networks.py --rows networks.csv --networks resnet18 transformer_encoder
+    python scripts/check_networks.py --odd --output docs/benchmarks.md
 
 Each family of torchvision's classifiers at its smallest member, some of timm's networks where timm is
-installed, and a classifier with an `nn.TransformerEncoder`: random weights with batch-norm statistics of real
-passes, a plan by the uniform heuristic, `apply_plan`, `save_compressed`, `load_compressed`, `export_onnx`,
-`verify_onnx` on images that were not calibrated on. Each runs in a process of its own; with `--rows` a killed
-run goes on where it was. The aim is right or refused, not accuracy: fits take few iterations and the images
-are noise.
+installed, and a classifier with an `nn.TransformerEncoder`; or, with `--odd`, those of `odd_networks.py`
+(wrapped, in half precision, keeping features on themselves): random weights with batch-norm statistics of
+real passes, a plan by the uniform heuristic, `apply_plan`, `save_compressed`, `load_compressed` into a new
+network, `export_onnx`, `verify_onnx` on images that were not calibrated on. Each runs in a process of its
+own; with `--rows` a killed run goes on where it was. The aim is right or refused, not accuracy: fits take few
+iterations and the images are noise.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from odd_networks import ODD
 from result_rows import ResultRows
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from decomposition import (
     Budget,
@@ -41,10 +45,12 @@ from decomposition import (
     get_heuristic,
     inspect_layers,
     load_compressed,
+    plain_weights,
     plan_from_choices,
     reestimate_batch_norm,
     save_compressed,
 )
+from decomposition.rewriting import rewrites_of
 from rankrl.export import ExportError, export_onnx, verify_onnx
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
@@ -142,6 +148,8 @@ NETWORKS: dict[str, Network] = {
     "timm/convnext_atto": Network(_timm("convnext_atto"), 64, "tucker"),
     "timm/vit_tiny_patch16_224": Network(_timm("vit_tiny_patch16_224", img_size=64), 64, "tucker"),
 }
+ODD_NETWORKS = {f"odd/{name}": Network(build, 32, "tucker") for name, build in ODD.items()}
+NETWORKS |= ODD_NETWORKS
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,8 @@ def uniform_plan(model: nn.Module, chosen: Network) -> CompressionPlan:
     sites = [library.unfitted(name, limit=_CANDIDATES) for name in library.specs]
     budget = Budget.of_model(model, sites, shape, "params", chosen.kept)
     choices = get_heuristic("uniform").choose(library, sites, budget)
-    return plan_from_choices(sites, choices, inspect_layers(model, shape), shape, "uniform")
+    layers = inspect_layers(model, shape)
+    return plan_from_choices(sites, choices, layers, shape, "uniform", preparation=rewrites_of(model))
 
 
 def check(name: str, folder: Path) -> Outcome:
@@ -196,7 +205,7 @@ def check(name: str, folder: Path) -> Outcome:
     """
     chosen = NETWORKS[name]
     torch.manual_seed(0)
-    model = chosen.build().eval()
+    model = plain_weights(chosen.build()).eval()
     for module in model.modules():  # torchvision's ViT begins with a last layer of zeros, which shows nothing
         if isinstance(module, nn.Linear) and not module.weight.any():
             module.reset_parameters()
@@ -213,10 +222,10 @@ def check(name: str, folder: Path) -> Outcome:
             sequential=chosen.sequential,
         )
         save_compressed(small, plan, folder / "small.safetensors")
-        loaded, _ = load_compressed(model, folder / "small.safetensors")
-        images = smooth_images(CALIBRATION, chosen.size, seed=3)
+        loaded, _ = load_compressed(chosen.build().eval(), folder / "small.safetensors")
+        images = smooth_images(CALIBRATION, chosen.size, seed=3).to(next(model.parameters()).dtype)
         with torch.no_grad():
-            expected, found = small(images), loaded(images)
+            expected, found = (_tensors(network(images.clone())) for network in (small, loaded))
         export_onnx(small, folder / "small.onnx", (3, chosen.size, chosen.size))
         # The difference itself is the result, so none is refused here.
         difference = verify_onnx(small, folder / "small.onnx", images, tolerance=float("inf"))
@@ -227,9 +236,14 @@ def check(name: str, folder: Path) -> Outcome:
         kept=count_parameters(small) / params,
         seconds=time.perf_counter() - start,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        loaded=float((expected - found).abs().max()),
-        onnx=difference / max(1.0, float(expected.abs().max())),
+        loaded=max(float((one - other).abs().max()) for one, other in zip(expected, found, strict=True)),
+        onnx=difference / max(1.0, *(float(each.abs().max()) for each in expected)),
     )
+
+
+def _tensors(outputs: object) -> list[torch.Tensor]:
+    """Return the tensors among a network's outputs."""
+    return [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
 
 
 def check_apart(name: str, limit: float) -> Outcome:
@@ -288,7 +302,8 @@ def report(rows: list[dict[str, str]]) -> str:
 def main() -> None:
     """Check all networks, or those that were named, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--networks", nargs="+", choices=sorted(NETWORKS), help="all when omitted")
+    parser.add_argument("--networks", nargs="+", choices=sorted(NETWORKS), help="all others when omitted")
+    parser.add_argument("--odd", action="store_true", help="those of odd_networks.py")
     parser.add_argument("--rows", type=Path, help="CSV file of finished networks, which a later run reuses")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each network")
@@ -301,7 +316,8 @@ def main() -> None:
         path = options.rows or Path(folder) / "networks.csv"
         values = list(Outcome.__dataclass_fields__)
         rows = ResultRows(path, ["network"], values)
-        for name in options.networks or NETWORKS:
+        others = [name for name in NETWORKS if name not in ODD_NETWORKS]
+        for name in options.networks or (ODD_NETWORKS if options.odd else others):
             if name.startswith("timm/") and find_spec("timm") is None:
                 print(f"{name}: left out, timm is not installed", file=sys.stderr)
                 continue
@@ -311,7 +327,12 @@ def main() -> None:
         text = report(rows.rows)
         print(text)
         if options.output:
-            write_section(options.output, "check_networks", "Networks of others", text)
+            section = (
+                ("check_odd_networks", "Odd networks")
+                if options.odd
+                else ("check_networks", "Networks of others")
+            )
+            write_section(options.output, *section, text)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ from decomposition import CompressionPlan, apply_plan, factorised_layers, make_p
     "name",
     [
         "transformer_encoder",
+        *(
+            pytest.param(name, marks=() if name == "odd/bfloat16" else pytest.mark.slow)
+            for name in check_networks.ODD_NETWORKS
+        ),
         pytest.param("squeezenet1_1", marks=pytest.mark.slow),
         pytest.param("shufflenet_v2_x0_5", marks=pytest.mark.slow),
         pytest.param("mnasnet0_5", marks=pytest.mark.slow),
