@@ -61,7 +61,8 @@ def accepted(
         device: Where the model is run; None for the inputs' own device.
 
     Returns:
-        The batches; in the floating-point type of the model's parameters where it takes no other.
+        The batches; in the floating-point type of the model's parameters, and in the usual order of memory,
+        where it takes no other.
 
     Raises:
         DecompositionError: The model fails on them. The message names the layer at fault and what it takes.
@@ -84,8 +85,9 @@ def accepted(
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x.to(own) if x.is_floating_point() else x
 
-    if _failure(model, mapped(cast, few)) is None:
-        return [mapped(cast, batch) for batch in batches]
+    for change in (cast, _in_order, lambda x: cast(_in_order(x))):
+        if _failure(model, mapped(change, few)) is None:
+            return [mapped(change, batch) for batch in batches]
     whole = on_device(batches[0])
     if _failure(model, whole) is None:  # it takes batches of this size alone
         return list(batches)
@@ -223,6 +225,11 @@ def _remedy(model: nn.Module, inputs: Inputs) -> str:
     if all(x.ndim > 2 for x in tensors_of(few)) and runs(lambda x: x.movedim(-1, 1), few):
         return "their channels are on the last axis: give x.movedim(-1, 1)"
     return "pass inputs that it takes"
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the usual order of memory, also where one channel lets strides pass for either."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
 def _as_float(x: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,21 @@ def test_type_that_a_model_takes_stays() -> None:
     assert accepted(Casts(), [x])[0] is x
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_last_becomes_the_usual_order_where_a_model_asks_for_it(channels: int) -> None:
+    class Viewing(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](self[0](x).view(len(x), -1))
+
+    torch.manual_seed(0)
+    model = Viewing(nn.Conv2d(channels, 4, 3), nn.Linear(144, 2)).eval()
+    usual = IMAGES[:, :channels].contiguous()
+    x = torch.empty_like(usual, memory_format=torch.channels_last).copy_(usual)
+    (batch,) = accepted(model, [x])
+    torch.testing.assert_close(model(batch), model(usual), rtol=0, atol=0)
+    assert accepted(classifier(), [IMAGES.contiguous(memory_format=torch.channels_last)])[0].stride(1) == 1
+
+
 def test_float64_is_fitted_like_float32() -> None:
     model = classifier()
     specs, double = inspect_layers(model, IMAGES), IMAGES.double()
