@@ -20,7 +20,7 @@ from pruning.hard_concrete import HardConcreteMask
 from pruning.masked_network import MaskedNetwork
 from pruning.masks import ChannelMask
 from pruning.registry import Pruner, get_pruner, list_pruners, register_pruner
-from pruning.removal import kept_inputs, remove_channels
+from pruning.removal import kept_inputs, kept_norms, remove_channels
 from pruning.schedule import PushPull, StrengthController
 from pruning.selection import keep_share, keep_within
 from pruning.training import train_masks
@@ -50,6 +50,7 @@ __all__ = [
     "keep_share",
     "keep_within",
     "kept_inputs",
+    "kept_norms",
     "list_pruners",
     "reconstruction",
     "register_pruner",

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from pruning.call import Call
 from pruning.channel_count import ChannelCount
 from pruning.channel_walk import ChannelPad, ChannelWalk
+from pruning.gated_norms import JOINT_NORMS
 from pruning.label_arrays import label_axes, label_row, labels_in
-from pruning.layer_labels import JOINT_NORMS
 from pruning.movement import leaves, moved
 from pruning.operations import (
     LIKE_THE_FIRST,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ class ChannelGroup:
         layers: for each producing layer, the unit of each of its output channels.
         readers: for each layer that reads the group, the unit of each of its input channels (or input
             features), -1 where the channel belongs to another group.
+        norms: for each layer or RMS norm that normalises channels of the group together, the unit of each of
+            them, as for readers.
         obstacle: why no unit of the group may be removed, or None.
     """
 
@@ -39,6 +41,7 @@ class ChannelGroup:
     layers: Mapping[str, tuple[int, ...]]
     readers: Mapping[str, tuple[int, ...]]
     obstacle: str | None = None
+    norms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def kept(self, units: torch.Tensor) -> KeptChannels:
         """Translate kept units into kept output channels.
@@ -104,26 +107,39 @@ def groups_of_walk(walk: ChannelWalk) -> list[ChannelGroup]:
     """Collect the channel groups that a channel walk has found."""
     roots = {name: walk.labels.roots(labels) for name, labels in walk.producers.items()}
     readers = {name: walk.labels.roots(labels) for name, labels in walk.readers.items()}
+    norms = {name: walk.labels.roots(labels) for name, labels in walk.joint_norms.items()}
     groups = []
     for layers in _coupled_layers(roots):
         units = {
             root: unit for unit, root in enumerate(dict.fromkeys(r for name in layers for r in roots[name]))
         }
         obstacles = [walk.labels.obstacle(root) for root in units]
+        normalised = _rows_of(units, norms)
+        obstacles += [
+            f"{name!r} normalises its channels together with those of others"
+            for name, row in normalised.items()
+            if -1 in row
+        ]
         groups.append(
             ChannelGroup(
                 name=layers[0],
                 units=len(units),
                 layers={name: tuple(units[root] for root in roots[name]) for name in layers},
-                readers={
-                    name: tuple(units.get(root, -1) for root in row)
-                    for name, row in readers.items()
-                    if any(root in units for root in row)
-                },
+                readers=_rows_of(units, readers),
+                norms=normalised,
                 obstacle=next((obstacle for obstacle in obstacles if obstacle), None),
             )
         )
     return groups
+
+
+def _rows_of(units: Mapping[int, int], roots: Mapping[str, Labels]) -> dict[str, tuple[int, ...]]:
+    """Return the unit of each channel, -1 if it is another group's, of the layers that have any."""
+    return {
+        name: tuple(units.get(root, -1) for root in row)
+        for name, row in roots.items()
+        if any(root in units for root in row)
+    }
 
 
 def removable_groups(

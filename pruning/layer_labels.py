@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from pruning.call import Call
 from pruning.channel_walk import ChannelWalk
+from pruning.gated_norms import JOINT_NORMS, norm_arguments
 from pruning.label_arrays import label_axes, label_row, labels_in, slices
 from pruning.labels import Labels
 from pruning.operations import CONVOLUTIONS, channel_axis
@@ -21,14 +22,13 @@ LAYERS: dict[str, type[nn.Module]] = {
     "instance_norm": _NormBase,
     "group_norm": nn.GroupNorm,
     "prelu": nn.PReLU,
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
 }
 """By the operation that they call, the layers whose parameters can be cut."""
 
 WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Those of them that mix channels."""
-
-JOINT_NORMS = ("layer_norm", "rms_norm")
-"""Operations that normalise all channels together, so that none can go without changing the others."""
 
 
 _SHARED = "{!r} is shared: it is called {} in one forward pass"
@@ -53,7 +53,7 @@ class LayerLabels:
         """Protect everything that a layer makes and reads, whenever it is called."""
         self._obstacles.setdefault(name, obstacle)
         walk = self.walk
-        for rows in (walk.producers, walk.readers, walk.norms):
+        for rows in (walk.producers, walk.readers, walk.norms, walk.joint_norms):
             self._labels.protect(rows.get(name, ()), obstacle)
         for row in walk.grouped.get(name, ()):
             self._labels.protect(row, obstacle)
@@ -77,11 +77,12 @@ class LayerLabels:
         (array, shape), *_ = call.arrays.values()
         operation, ndim = call.name, len(shape)
         axis = ndim + channel_axis(layer) if operation in WEIGHTED else 1
+        axis = ndim - 1 if operation in JOINT_NORMS else axis
         if not 0 <= axis < ndim:
             return None
         self._notice(name, layer, operation, axis)
         if any(each != axis for each in label_axes(array)) and self._any_free(array):
-            if array.shape[axis] > 1 or operation not in ("linear", "batch_norm", "prelu"):
+            if array.shape[axis] > 1 or operation not in ("linear", "batch_norm", "prelu", *JOINT_NORMS):
                 return None
             # The layer works along another axis, on every channel alone.
             self.protect(name, f"{name!r} works along another axis than the channels before it")
@@ -94,7 +95,9 @@ class LayerLabels:
         if operation not in WEIGHTED:
             if operation == "group_norm":
                 self._join_groups(row, call.args[1], f"{name!r} normalises all of its channels together")
-            if operation != "prelu" or layer.num_parameters != 1:
+            if operation in JOINT_NORMS:
+                self.walk.joint_norms.setdefault(name, row)
+            elif operation != "prelu" or layer.num_parameters != 1:
                 self.walk.norms.setdefault(name, row)
         elif operation == "linear" or layer.groups == 1:
             row = self._connect(name, layer, row)
@@ -144,6 +147,18 @@ class LayerLabels:
 
     def _any_free(self, array: Tensor) -> bool:
         return any(self._labels.obstacle(label) is None for label in labels_in(array))
+
+
+def calls_with_its_own(call: Call) -> bool:
+    """Say whether a layer's call takes the parameters that a removal cuts."""
+    held = call.module._parameters
+    arguments = norm_arguments(call.function, call.args, call.kwargs)
+    if arguments is not None:  # over several axes there is no row of channels to cut
+        shape = call.module.normalized_shape
+        own = arguments.get("normalized_shape") is shape and len(shape) == 1
+        return own and all(arguments.get(key) is held.get(key) for key in ("weight", "bias"))
+    weight = held.get("weight")
+    return call.name not in WEIGHTED or weight is None or (len(call.args) > 1 and call.args[1] is weight)
 
 
 def _row(array: Tensor, axis: int, count: int) -> Labels:

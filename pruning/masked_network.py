@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
+from pruning.gated_norms import GatedForward
 from pruning.groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
 from pruning.hard_concrete import HardConcreteMask
 from pruning.masks import ChannelMask, scale_channels
@@ -26,6 +27,8 @@ class MaskedNetwork(nn.Module):
     concatenations, so that a zero gate silences the channel for good; and a gate that is not zero can be
     folded into the reading weights exactly, whatever lies between. A residual stream has one mask, applied at
     each of its readers and not to the stream itself, where the factors of successive blocks would multiply.
+    Layer and RMS norms over the channels of a group take the statistics of what is open
+    (`ChannelMask.presence`), so that closing a channel is the same as removing it.
 
     Args:
         model: a network of one tensor input; it is copied.
@@ -60,16 +63,22 @@ class MaskedNetwork(nn.Module):
         self.example_input = example_input
         self.radii: torch.Tensor | None = None
         self._readers: dict[str, _ReaderGate] = {}
-        for number, (name, index) in enumerate(self._gate_indices().items()):
+        for number, (name, index) in enumerate(self._gate_indices("readers").items()):
             self.register_buffer(f"_index_{number}", index.to(example_input.device), persistent=False)
             gate = _ReaderGate()
             self.network.get_submodule(name).register_forward_pre_hook(gate)
             self._readers[name] = gate
+        self._norms: dict[str, GatedForward] = {}
+        for number, (name, index) in enumerate(self._gate_indices("norms").items()):
+            self.register_buffer(f"_norm_index_{number}", index.to(example_input.device), persistent=False)
+            self._norms[name] = GatedForward(self.network.get_submodule(name))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Run the network with the gates of this pass, one draw for all readers of a group."""
-        gates = self._row([mask.gates() for mask in self._masks()])
+        drawn = [mask.gates() for mask in self._masks()]
+        gates = self._row(drawn)
         try:
+            self._set_presence(drawn)
             for gate, index in zip(self._readers.values(), self._indices(), strict=True):
                 gate.scale = gates[index]
             output: torch.Tensor = self.network(fresh_input(inputs))
@@ -77,6 +86,8 @@ class MaskedNetwork(nn.Module):
         finally:
             for gate in self._readers.values():
                 gate.scale = None
+            for norm in self._norms.values():
+                norm.presence = None
 
     def network_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the network, without those of the masks."""
@@ -234,18 +245,27 @@ class MaskedNetwork(nn.Module):
         return kept
 
     def folded(self) -> nn.Module:
-        """Return a plain copy of the network with the deterministic gates folded into the reading weights."""
+        """Return a plain copy of the network with the deterministic gates folded into the reading weights.
+
+        Layer and RMS norms count all channels again, closed ones too, until these are `removed`.
+        """
         plain = copied(self.network)
         for name in self._readers:
             hooks = plain.get_submodule(name)._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _ReaderGate)]:
                 del hooks[key]
+        for name in self._norms:
+            GatedForward.remove_from(plain.get_submodule(name))
         gates = self._row([mask.deterministic_gates().detach() for mask in self._masks()])
         self._scale_readers(plain, gates)
         return plain
 
     def removed(self) -> nn.Module:
-        """Return the plain network with the gates folded in and the closed channels cut out."""
+        """Return the plain network with the gates folded in and the closed channels cut out.
+
+        It computes what the masked network computes at evaluation; behind layer and RMS norms, hard-concrete
+        gates must be 0 or 1 for that, as they are once frozen.
+        """
         return remove_channels(self.folded(), self.kept_channels(), self.example_input)
 
     def _masks(self) -> list[ChannelMask]:
@@ -258,13 +278,23 @@ class MaskedNetwork(nn.Module):
         """Concatenate one value per unit over all groups, and a one for the channels that have no mask."""
         return torch.cat([*values, values[0].new_ones(1)])
 
-    def _gate_indices(self) -> dict[str, torch.Tensor]:
-        """Return, for each reader, the position of each input channel's gate in a row of all gates."""
+    def _set_presence(self, gates: list[torch.Tensor]) -> None:
+        """Tell the norms how much each of their channels counts in this pass."""
+        if not self._norms:
+            return
+        presence = self._row([mask.presence(each) for mask, each in zip(self._masks(), gates, strict=True)])
+        if not presence.requires_grad and bool((presence == 1).all()):
+            return  # the norms' own kernels are faster
+        for number, norm in enumerate(self._norms.values()):
+            norm.presence = presence[self.get_buffer(f"_norm_index_{number}")]
+
+    def _gate_indices(self, kind: Literal["readers", "norms"]) -> dict[str, torch.Tensor]:
+        """Return, for each reader or norm, the position of each channel's gate in a row of all gates."""
         total = sum(group.units for group in self.groups)
         indices: dict[str, torch.Tensor] = {}
         offset = 0
         for group in self.groups:
-            for name, row in group.readers.items():
+            for name, row in getattr(group, kind).items():
                 units = torch.tensor(row)
                 index = indices.setdefault(name, torch.full((len(row),), total))
                 index[units >= 0] = units[units >= 0] + offset

@@ -68,6 +68,17 @@ class ChannelMask(nn.Module, abc.ABC):
         """Return the gates of this forward pass, shape (units,)."""
         return self.deterministic_gates()
 
+    def presence(self, gates: torch.Tensor) -> torch.Tensor:
+        """Return how much each unit counts in the statistics of norms over channels, shape (units,).
+
+        A gate from 0 to 1 counts as far as it is open. One of any scale is folded into the reading weights in
+        the end, which lie behind the norms: its unit counts in full until it is closed.
+
+        Args:
+            gates: of the running pass.
+        """
+        return (gates != 0).to(gates.dtype) if self.absorbs_scale else gates
+
     def open_units(self) -> torch.Tensor:
         """Return which units the deterministic gates let through, boolean, shape (units,).
 

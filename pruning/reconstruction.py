@@ -5,7 +5,8 @@ stay. What is left of it, e, changes the network's output by J e, and to second 
 E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions; activations and gradients are taken as
 independent, as in K-FAC (Martens & Grosse, ICML 2015). Channels go one by one, the cheapest first, and the
 others take over: the optimal brain surgeon (Hassibi & Stork, NIPS 1992, eq. 5) with a channel in place of a
-weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed.
+weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed. What layer and RMS norms
+make of the other channels without one is left out.
 """
 
 from __future__ import annotations

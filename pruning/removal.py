@@ -11,6 +11,7 @@ from torch import fx, nn
 from pruning.channel_walk import ChannelWalk
 from pruning.copies import copied, plain_network
 from pruning.errors import PruningError
+from pruning.gated_norms import GatedForward
 from pruning.groups import ChannelGroup, KeptChannels, find_group, groups_of_walk
 from pruning.labels import Labels
 from pruning.operations import pad_arguments
@@ -23,7 +24,8 @@ def remove_channels(
     """Return a smaller copy of a network that holds only the kept channels.
 
     The copy computes what the network computes when every layer that reads a removed channel receives zero in
-    its place. Convolutions, linear layers, norms and parameters with one value per channel are cut in
+    its place and every layer or RMS norm that normalises it takes the statistics of the channels that stay
+    (`kept_norms`). Convolutions, linear layers, norms and parameters with one value per channel are cut in
     place and keep their names; of grouped convolutions and group norms whole groups go. A module that pads
     channels (an option-A shortcut) is replaced by one with the new widths. The model is
     left as it is.
@@ -62,6 +64,35 @@ def kept_inputs(
         for name, labels in walk.readers.items()
     }
     return {name: mask for name, mask in staying.items() if not mask.all()}
+
+
+def kept_norms(
+    model: nn.Module, kept: Mapping[str, Sequence[int]], example_input: torch.Tensor
+) -> dict[str, nn.Module]:
+    """Return copies of the layer and RMS norms that lose channels, with the statistics of those that stay.
+
+    They have all their channels still: in a network that is not cut yet they stand in for what is left of
+    them.
+
+    Args:
+        model: see `remove_channels`.
+        kept: see there.
+        example_input: see there.
+
+    Raises:
+        PruningError: see there.
+    """
+    if not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in model.modules()):
+        return {}
+    walk = walk_channels(model, example_input)
+    gone = _removed_roots(walk, validate_kept(kept, groups_of_walk(walk)))
+    norms = {}
+    for name, labels in walk.joint_norms.items():
+        staying = torch.tensor([walk.labels.root(label) not in gone for label in labels])
+        if not staying.all():
+            norms[name] = copied(plain_network(model).get_submodule(name))
+            GatedForward(norms[name]).presence = staying.to(example_input.device)
+    return norms
 
 
 def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGroup]) -> KeptChannels:
@@ -108,7 +139,7 @@ def cut(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> nn.Module:
         inputs = walk.readers[name]
         if len(staying(inputs)) < len(inputs) or len(kept[name]) < len(outputs):
             _cut_layer(smaller.get_submodule(name), kept[name], staying(inputs))
-    for name, labels in walk.norms.items():
+    for name, labels in (*walk.norms.items(), *walk.joint_norms.items()):
         _cut_norm(smaller.get_submodule(name), staying(labels), len(labels))
     for name, (entering, leaving) in walk.grouped.items():
         _cut_grouped(smaller.get_submodule(name), staying(leaving), len(staying(entering)))
@@ -165,6 +196,8 @@ def _cut_norm(layer: nn.Module, channels: list[int], before: int) -> None:
     if isinstance(layer, nn.GroupNorm):
         layer.num_groups = layer.num_groups * len(channels) // before
         layer.num_channels = len(channels)
+    elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        layer.normalized_shape = (len(channels),)
     elif isinstance(layer, nn.PReLU):
         layer.num_parameters = len(channels)
     else:

@@ -29,8 +29,9 @@ from pruning.channel_walk import ChannelWalk
 from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.function_labels import FunctionLabels
+from pruning.gated_norms import JOINT_NORMS
 from pruning.label_arrays import label_axes, label_row, labels_in, rooted
-from pruning.layer_labels import JOINT_NORMS, LAYERS, WEIGHTED, LayerLabels
+from pruning.layer_labels import LAYERS, LayerLabels, calls_with_its_own
 from pruning.movement import leaves
 from pruning.operations import FACTORIES, VALUE_READERS
 
@@ -192,10 +193,7 @@ class _Walker(TorchFunctionMode):
         """Return the name and module of the layer that makes this call with its own weight."""
         if not isinstance(call.module, LAYERS.get(call.name, ())) or not call.args:
             return None
-        own = call.module._parameters.get("weight")
-        if call.name in WEIGHTED and own is not None and (len(call.args) < 2 or call.args[1] is not own):
-            return None
-        return call.owner, call.module
+        return (call.owner, call.module) if calls_with_its_own(call) else None
 
     def _array(self, tensor: Tensor, call: Call) -> Tensor | None:
         """Return the label array of a tensor; parameters and buffers get theirs when they are first used."""

@@ -20,7 +20,8 @@ def channel_narrowings(
 
     Channels between two layers can be removed with nothing else in the network noticing where one layer makes
     them, one reads them, and the two follow each other: inside a residual block, or along a plain chain.
-    Channels that several layers share, a residual stream say, are what `task=prune` removes.
+    Channels that several layers share, a residual stream say, or that a layer norm normalises together, are
+    what `task=prune` removes.
 
     Args:
         model: The dense network.
@@ -46,7 +47,7 @@ def channel_narrowings(
     order = [spec.name for spec in compressible_layers(model, input_shape)]
     found: dict[str, Narrowing] = {}
     for group in groups:
-        if group.obstacle is not None or len(group.layers) != 1 or len(group.readers) != 1:
+        if group.obstacle is not None or group.norms or len(group.layers) != 1 or len(group.readers) != 1:
             continue
         ((producer, made),), ((reader, read),) = group.layers.items(), group.readers.items()
         # Channels that go in pairs or groups only (of a group norm, say) are left to task=prune.

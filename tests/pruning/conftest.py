@@ -174,6 +174,37 @@ class InvertedBottleneck(nn.Module):
         return x + self.scale * y.permute(0, 3, 1, 2)
 
 
+class ChannelNorm(nn.LayerNorm):
+    """A layer norm over axis 1, as torchvision's ConvNeXt has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(x.movedim(1, -1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.movedim(-1, 1)
+
+
+class Tokens(nn.Module):
+    """Tokens in a residual stream with norms over the channels: of the stream, and of an MLP's inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.stem_norm = ChannelNorm(8)
+        self.norm = nn.LayerNorm(8, eps=0.1)
+        self.expand = nn.Linear(8, 12)
+        self.inner = nn.RMSNorm(12)
+        self.contract = nn.Linear(12, 8)
+        self.last = nn.LayerNorm(8, elementwise_affine=False)
+        self.head = nn.Linear(8, 5)
+        for norm in (self.stem_norm, self.norm, self.inner):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem_norm(self.stem(x)).flatten(2).transpose(1, 2)
+        x = x + self.contract(F.gelu(self.inner(self.expand(self.norm(x)))))
+        return self.head(self.last(x).mean(1))
+
+
 def classifier(channels: int, block: nn.Module) -> nn.Module:
     return nn.Sequential(
         OrderedDict(
@@ -245,6 +276,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "shuffle": lambda: classifier(12, ShuffleBlock(12)),
     "group_norm": lambda: classifier(8, NormedBlock(8)),
     "unet": UNet,
+    "tokens": Tokens,
     "inverted_bottleneck": lambda: classifier(6, InvertedBottleneck(6)),
 }
 

@@ -31,9 +31,13 @@ def test_masked_folded_and_removed_networks_agree(
     network: nn.Module, images: torch.Tensor, mask: type[ChannelMask]
 ) -> None:
     masked = with_random_gates(network, images, mask)
+    joint_norms = any(group.norms for group in masked.groups)
+    if joint_norms:  # a half open channel counts half in them
+        masked.freeze()
     with torch.no_grad():
         expected = masked(images)
-        torch.testing.assert_close(masked.folded()(images), expected, atol=1e-5, rtol=1e-5)
+        if not joint_norms:  # a closed channel counts in them until it is gone
+            torch.testing.assert_close(masked.folded()(images), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(masked.removed()(images), expected, atol=1e-5, rtol=1e-5)
     assert masked.open_fraction() < 1
 
@@ -119,6 +123,62 @@ def test_state_survives_saving(build: Build, images: torch.Tensor) -> None:
     other = MaskedNetwork(build("resnet_option_b"), images, GroupLassoMask).eval()
     other.load_state_dict(masked.state_dict())
     assert torch.equal(masked(images), other(images))
+
+
+def test_norms_take_the_statistics_of_open_channels_and_are_themselves_again_in_the_end(
+    build: Build, images: torch.Tensor
+) -> None:
+    masked = MaskedNetwork(build("tokens"), images, GroupLassoMask).eval()
+    names = ["stem_norm", "norm", "inner", "last"]
+    received: dict[str, torch.Tensor] = {}
+    for name in ("expand", "head"):
+        masked.network.get_submodule(name).register_forward_pre_hook(
+            lambda module, inputs, name=name: received.update({name: inputs[0]})
+        )
+    masked.keep({group.name: torch.arange(group.units) % 2 == 0 for group in masked.groups})
+    masked.network.norm.weight.data.fill_(1.0)
+    masked.network.norm.bias.data.zero_()
+    masked(images)
+    opened = received["expand"][..., masked.open_units()["stem"]]
+    torch.testing.assert_close(opened.mean(-1), torch.zeros(3, 16), atol=1e-5, rtol=0)
+    for plain in (masked.folded(), masked.removed()):
+        assert all("forward" not in vars(plain.get_submodule(name)) for name in names)
+    assert [masked.removed().get_submodule(name).normalized_shape for name in names] == [
+        (4,),
+        (4,),
+        (6,),
+        (4,),
+    ]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_convnext_under_masks_is_the_one_that_is_removed(
+    mask: type[ChannelMask], images: torch.Tensor
+) -> None:
+    convnext = pytest.importorskip("torchvision.models.convnext")
+    torch.manual_seed(0)
+    sizes = [convnext.CNBlockConfig(8, 16, 2), convnext.CNBlockConfig(16, None, 1)]
+    network = convnext.ConvNeXt(sizes, layer_scale=1.0, num_classes=5).eval()
+    masked = with_random_gates(network, images, mask)
+    assert [group.name for group in masked.groups if group.norms] == ["features.0.0", "features.2.1"]
+    masked.freeze()
+    with torch.no_grad():
+        expected = masked(images)
+        torch.testing.assert_close(masked.removed()(images), expected, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(masked.folded()(images), expected, atol=1e-2)
+
+
+def test_soft_gates_learn_through_the_statistics(build: Build, images: torch.Tensor) -> None:
+    """The derivative by a location is that of finite differences, with gates between 0 and 1."""
+    masked = MaskedNetwork(build("tokens"), images, HardConcreteMask, ["stem"]).eval().double()
+    location = masked.masks[0].location
+    location.data.copy_(torch.linspace(-1.5, 1.5, 8))
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        output = torch.func.functional_call(masked, {"masks.0.location": values}, images.double())
+        return output.square().sum()
+
+    assert torch.autograd.gradcheck(loss, location.detach().requires_grad_())
 
 
 def test_the_inner_network_cannot_be_called_by_mistake(build: Build, images: torch.Tensor) -> None:

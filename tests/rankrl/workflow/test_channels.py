@@ -72,6 +72,18 @@ def test_pairs_of_layers_are_found(network: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
+    ("norms", "sites"), [([], ["1", "2"]), ([nn.LayerNorm(12)], ["2"]), ([nn.RMSNorm(12), nn.GELU()], ["2"])]
+)
+def test_channels_that_a_norm_takes_together_are_left_to_pruning(
+    norms: list[nn.Module], sites: list[str]
+) -> None:
+    """Without some of them, the others change: more than one layer reads less."""
+    first = nn.Sequential(nn.Linear(8, 12), *norms)
+    network = nn.Sequential(first, nn.Linear(12, 10), nn.Linear(10, 4))
+    assert list(channel_narrowings(network, SHAPE, [0.5])) == sites
+
+
+@pytest.mark.parametrize(
     ("model", "fractions", "message"),
     [
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)), [1.5], r"1\.5 is outside \(0, 1\)"),

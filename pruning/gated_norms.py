@@ -1,0 +1,118 @@
+"""Layer and RMS norms whose statistics leave channels out, or count them in part.
+
+A channel that is removed no longer counts in the mean and the variance of those beside it. A mask that is to
+say what a removal does has to leave it out of them as well, and not only silence it where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+def gated_norm(
+    x: Tensor,
+    presence: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    centred: bool,
+) -> Tensor:
+    """Normalise the last axis by the statistics of the channels that are present.
+
+    Args:
+        x: shape (..., C).
+        presence: how much each channel counts, at least 0, shape (C,); if all are 0, all count the same.
+        weight: factor of each channel, shape (C,).
+        bias: summand of each channel, shape (C,).
+        eps: added to the variance; None for the spacing of the type that is computed in.
+        centred: subtract the mean (a layer norm); otherwise the variance is the mean square (an RMS norm).
+    """
+    values = x.float() if x.element_size() < 4 else x  # torch's own norms compute in no less either
+    presence = presence.to(values.dtype)
+    share = torch.where(presence.sum() > 0, presence, torch.ones_like(presence))
+    share = share / share.sum()
+    if centred:
+        values = values - (values * share).sum(-1, keepdim=True)
+    variance = (values.square() * share).sum(-1, keepdim=True)
+    values = values * torch.rsqrt(variance + (torch.finfo(values.dtype).eps if eps is None else eps))
+    if weight is not None:
+        values = values * weight
+    if bias is not None:
+        values = values + bias
+    return values.to(x.dtype)
+
+
+class GatedForward:
+    """Takes the place of a norm's `forward`; what that calls normalises by what is present.
+
+    Args:
+        module: the norm.
+
+    Attributes:
+        presence: see `gated_norm`; None for the statistics of all channels.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self.presence: Tensor | None = None
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the norm's own `forward`."""
+        if self.presence is None:
+            return self._forward(*args, **kwargs)
+        with _PresentChannels(self.presence):
+            return self._forward(*args, **kwargs)
+
+    @staticmethod
+    def remove_from(module: nn.Module) -> None:
+        """Give a norm its own `forward` back."""
+        gated = module.__dict__.pop("forward")
+        if module.forward != gated._forward:  # the class's own, unless it had been replaced before
+            module.forward = gated._forward
+
+
+class _PresentChannels(TorchFunctionMode):
+    """Carries out layer and RMS norms as `gated_norm`: a norm may permute its input before it calls one."""
+
+    def __init__(self, presence: Tensor) -> None:
+        super().__init__()
+        self._presence = presence
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        call = norm_arguments(func, args, kwargs or {})
+        if call is None:
+            return func(*args, **(kwargs or {}))
+        centred = func.__name__ == "layer_norm"
+        eps = call.get("eps", 1e-5 if centred else None)
+        return gated_norm(
+            call["input"], self._presence, call.get("weight"), call.get("bias"), eps, centred=centred
+        )
+
+
+_ARGUMENTS = {
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}
+JOINT_NORMS = frozenset(_ARGUMENTS)
+"""Operations that normalise all channels together."""
+
+
+def norm_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the arguments of a call of `layer_norm` or `rms_norm` by name, None if it is no such call."""
+    names = _ARGUMENTS.get(getattr(function, "__name__", ""))
+    return None if names is None else {**dict(zip(names, args, strict=False)), **kwargs}
