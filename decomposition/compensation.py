@@ -23,6 +23,7 @@ def compensate(
     images: Inputs,
     *,
     removed: Collection[str] = (),
+    substitutes: Mapping[str, nn.Module] | None = None,
     correct_batch_norm: bool = True,
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
@@ -40,14 +41,16 @@ def compensate(
             weights on the others are left in place, to be cut.
         images: Model inputs, one batch of a few hundred to a few thousand.
         removed: Modules, residual blocks say, that are gone in the copy: an identity stands in their place.
+        substitutes: What takes the place of some modules behind what is removed, by their names: norms that
+            leave out channels that are going to be cut, say. The copy has its own modules again.
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
         max_patches: Input patches that each layer is fitted on at most. A layer for which they are fewer than
             four for each weight of an output channel keeps its weights.
         seed: Seed of the patch positions.
 
     Raises:
-        DecompositionError: If a layer is unknown or no plain convolution or linear layer, a mask does not fit
-            its inputs, the images are unusable, or the model cannot be refitted in one pass.
+        DecompositionError: If a module is unknown, a layer is no plain convolution or linear layer, a mask
+            does not fit its inputs, the images are unusable, or the model cannot be refitted in one pass.
     """
     model = unwrapped(model)
     (images,) = checked_batches(images, model, present)
@@ -59,6 +62,12 @@ def compensate(
         for spec in inspect_layers(model, images)
         if spec.refusal is None and not spec.name.startswith(gone)
     }
+    for name in substitutes or {}:
+        if name not in modules:
+            raise DecompositionError(
+                f"there is a substitute for {name!r}, which is no module of the model; take names from "
+                "named_modules()"
+            )
     for name, mask in present.items():
         if name not in specs:
             raise DecompositionError(
@@ -81,6 +90,7 @@ def compensate(
         images,
         present=present,
         removed=removed,
+        substitutes=substitutes,
         mean_absorbed={name for name, spec in specs.items() if absorbs_mean(spec, correct_batch_norm)},
         correct_batch_norm=correct_batch_norm,
         max_patches=max_patches,

@@ -156,6 +156,7 @@ def refit_in_lockstep(
     *,
     present: Mapping[str, torch.Tensor] | None = None,
     removed: Iterable[str] = (),
+    substitutes: Mapping[str, nn.Module] | None = None,
     mean_absorbed: set[str],
     correct_batch_norm: bool,
     max_patches: int,
@@ -171,6 +172,7 @@ def refit_in_lockstep(
         present: For some layers, which of their input channels there still are (boolean, shape (in,)); the
             others arrive as zero.
         removed: Modules that hand their input on instead; what is in them takes no part.
+        substitutes: What takes the place of some modules for the compressed half, by their names.
         mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
             `correct_batch_norm`, by the batch norm behind them. They are fitted around the mean.
         correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
@@ -210,6 +212,9 @@ def refit_in_lockstep(
     blocks = [_RemovedBlock(modules[name]) for name in removed]
     for block in blocks:
         replace_module(model, block.dense[0], block)
+    substituted = [_Substituted(modules[name], other) for name, other in (substitutes or {}).items()]
+    for each in substituted:
+        replace_module(model, each.dense, each)
     if correct_batch_norm:
         for norm in tracked_batch_norms(model):
             norms.append(_NormPair(norm))
@@ -224,6 +229,8 @@ def refit_in_lockstep(
             replace_module(model, norm_pair, norm_pair.finish())
         for block in blocks:
             replace_module(model, block, nn.Identity())
+        for each in substituted:
+            replace_module(model, each, each.dense)
     for before, after in zip(tensors_in(expected), tensors_in(result), strict=True):
         if not _begins_with(after, before):
             raise DecompositionError(
@@ -454,6 +461,18 @@ class _RemovedBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dense_input, arriving = x.chunk(2)
         return torch.cat([self.dense[0](dense_input), arriving])
+
+
+class _Substituted(_StandIn[nn.Module]):
+    """A module for the first half of the batch, another one for the second."""
+
+    def __init__(self, dense: nn.Module, substitute: nn.Module) -> None:
+        super().__init__(dense)
+        self.substitute = substitute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense, arriving = x.chunk(2)
+        return torch.cat([self.dense(dense), self.substitute(arriving)])
 
 
 class _NormPair(_StandIn[BatchNorm]):

@@ -19,7 +19,7 @@ from decomposition import (
     register_operation,
 )
 from decomposition.inputs import Inputs, InputShape, example_tensor
-from pruning import KeptChannels, PruningError, kept_inputs, remove_channels
+from pruning import KeptChannels, PruningError, kept_inputs, kept_norms, remove_channels
 
 _Result = TypeVar("_Result")
 
@@ -111,7 +111,15 @@ class KeepChannels(GroupOperation):
         correct_mean = options.batch_norm == "mean"
         if images is not None and options.sequential:
             present = _of_kept_channels(kept_inputs, model, chosen, input_shape)
-            model = compensate(model, present, images, correct_batch_norm=correct_mean, seed=options.seed)
+            norms = _of_kept_channels(kept_norms, model, chosen, input_shape)
+            model = compensate(
+                model,
+                present,
+                images,
+                substitutes=norms,
+                correct_batch_norm=correct_mean,
+                seed=options.seed,
+            )
         pruned = cls.group_structure(model, chosen, input_shape)
         if options.batch_norm == "reestimate" or (correct_mean and not options.sequential):
             options.reestimate(pruned)

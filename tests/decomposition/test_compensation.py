@@ -65,6 +65,41 @@ def test_a_channel_that_the_others_carry_is_not_missed() -> None:
     assert (found - expected).norm() < 0.02 * (lost - expected).norm()
 
 
+class NormOfSome(nn.Module):
+    """The first layer norm of a network, of the present channels alone."""
+
+    def __init__(self, norm: nn.Module, present: torch.Tensor) -> None:
+        super().__init__()
+        self.norm, self.present = norm, present
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        some, weight = x[..., self.present], self.norm.weight[self.present]
+        y = torch.zeros_like(x)
+        y[..., self.present] = F.layer_norm(some, weight.shape, weight, self.norm.bias[self.present])
+        return y
+
+
+def test_layers_are_fitted_behind_a_norm_that_will_have_fewer_channels() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    x, present = 2 * torch.randn(500, 6) + 1, torch.arange(8) > 3
+    substitute = NormOfSome(copy.deepcopy(network[1]), present)
+    fitted = compensate(network, {"2": present}, x, substitutes={"1": substitute})
+    assert type(fitted[1]) is nn.LayerNorm
+    assert torch.equal(fitted[1](x @ torch.eye(6, 8)), network[1](x @ torch.eye(6, 8)))
+    with torch.no_grad():
+        wanted = network(x)
+        arriving = torch.cat([substitute(fitted[0](x))[:, present], torch.ones(500, 1)], 1)
+        best = arriving @ torch.linalg.lstsq(arriving, wanted).solution
+        errors = {
+            name: (each[2](silence(present, substitute(each[0](x)))) - wanted).square().sum()
+            for name, each in (("fitted", fitted), ("without", compensate(network, {"2": present}, x)))
+        }
+    with pytest.raises(DecompositionError, match="substitute for '9', which is no module"):
+        compensate(network, {"2": present}, x, substitutes={"9": substitute})
+    assert errors["fitted"] < 1.01 * (best - wanted).square().sum() < 0.9 * errors["without"]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     channels=st.integers(2, 6),

@@ -54,6 +54,11 @@ def images() -> torch.Tensor:
     return torch.randn(64, *SHAPE, generator=torch.Generator().manual_seed(0))
 
 
+class Transposed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
+
+
 def pruning_plan(model: nn.Module, images: torch.Tensor, share: float = 0.5) -> CompressionPlan:
     """Half of the channels of every group, by magnitude."""
     every = channel_groups(model, images[:2])
@@ -80,6 +85,34 @@ def test_channels_are_removed_and_nothing_else_changes(name: str, images: torch.
     assert [spec.out_channels for spec in plan.specs(model)] == [
         spec.out_channels for spec in inspect_layers(pruned, SHAPE)
     ]
+
+
+def test_networks_with_layer_norms_are_pruned_made_up_for_saved_and_loaded(
+    images: torch.Tensor, tmp_path: Path
+) -> None:
+    def stream(norm: type[nn.Module]) -> nn.Module:
+        mlp = nn.Sequential(norm(16), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16), norm(16))
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 2, 2), nn.Flatten(2), Transposed(), mlp, nn.Linear(16, 5)
+        ).eval()
+
+    for norm in (nn.LayerNorm, nn.RMSNorm):
+        torch.manual_seed(0)
+        model = stream(norm)
+        plan = pruning_plan(model, images, 0.5)
+        assert {name: len(kept) for name, kept in kept_channels(plan).items()} == {
+            "0": 8,
+            "3.1": 12,
+            "3.3": 8,
+        }
+        with torch.no_grad():
+            wanted, cut = model(images), rankrl.apply_plan(model, plan)(images)
+            made_up = rankrl.apply_plan(model, plan, images)
+            assert torch.equal(cut, remove_channels(model, kept_channels(plan), images[:2])(images))
+            assert (made_up(images) - wanted).norm() < 0.9 * (cut - wanted).norm()
+            save_compressed(made_up, plan, tmp_path / "small.safetensors", dense=model)
+            loaded, _ = load_compressed(stream(norm), tmp_path / "small.safetensors")
+            assert torch.equal(loaded(images), made_up(images))
 
 
 @pytest.mark.parametrize("how", [{"batch_norm": "reestimate"}, {"sequential": False}])
