@@ -328,7 +328,7 @@ def main() -> None:
         print(text)
         if options.output:
             section = (
-                ("check_odd_networks", "Odd networks")
+                ("check_odd_networks", "Networks as people have them")
                 if options.odd
                 else ("check_networks", "Networks of others")
             )
