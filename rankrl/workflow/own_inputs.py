@@ -8,18 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from decomposition import Inputs, run_model, without_rounding
-from decomposition.cost import evaluation_mode
+from decomposition import Inputs, without_rounding
 from decomposition.inputs import input_shape_of, mapped, rows, split
-from decomposition.outputs import Place, leaves
 from decomposition.rounding import is_rounded
 from decomposition.surgery import copied
 from rankrl.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
 from rankrl.collapse import accuracy_collapse, collapse
 from rankrl.device import model_device
-from rankrl.errors import ConfigError, DataError
+from rankrl.errors import DataError
 from rankrl.export import ExportError, export_onnx, verify_onnx
 from rankrl.export.feeds import ONLY_INPUT, feed_of
 from rankrl.export.outputs import output_names
@@ -27,6 +25,7 @@ from rankrl.export.runtimes import Batch
 from rankrl.onnx_graph.network import Array, OnnxNetwork
 from rankrl.training.chance import guessing_share
 from rankrl.workflow.file_export import FileInputs
+from rankrl.workflow.network_outputs import network_outputs
 from rankrl.workflow.sample import UNLABELLED, Sample, classes_of
 
 BATCH = 64
@@ -168,20 +167,9 @@ class _Answers:
     @classmethod
     def of(cls, network: nn.Module, batches: Iterable[Inputs]) -> _Answers:
         """Return what a network answers to batches of inputs."""
-        found = [_outputs(network, each) for each in batches]
+        found = [network_outputs(network, each) for each in batches]
         return cls(output_names(list(found[0])), [list(each.values()) for each in found])
 
     def run(self, feed: int) -> list[Array]:
         """Return the outputs of a batch."""
         return self.answers[feed]
-
-
-def _outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
-    """Return all tensors that a network returns, in order, as arrays, by their places."""
-    device = model_device(network)
-    with evaluation_mode(network):
-        output = run_model(network, mapped(lambda x: x.to(device), inputs))
-    tensors = {place: y for place, y in leaves(output) if isinstance(y, Tensor)}
-    if not tensors:
-        raise ConfigError("the network returns no tensor, so that nothing can be compared; give score=")
-    return {p: (y.float() if y.is_floating_point() else y).cpu().numpy() for p, y in tensors.items()}

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decomposition import DecompositionError, Inputs, run_model
-from decomposition.cost import evaluation_mode
+from decomposition import DecompositionError, Inputs
 from decomposition.inputs import mapped, rows, split
-from decomposition.outputs import Place, leaves
-from rankrl.device import model_device
+from decomposition.outputs import Place
 from rankrl.export.outputs import output_names
 from rankrl.fidelity import COARSE_FLOOR, FLOOR, Array, departure, nudged, relative_error
+from rankrl.workflow.network_outputs import as_array, network_outputs
 
 _INPUTS = 4
 
@@ -37,13 +36,13 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
             differ.
     """
     some = rows(inputs, slice(_INPUTS))
-    known = _outputs(model, some)
-    halves = _joined(_outputs(model, each) for each in split(some, _INPUTS // 2))
-    noisy = [halves, _outputs(model, mapped(nudged, some))]
+    known = network_outputs(model, some)
+    halves = _joined(network_outputs(model, each) for each in split(some, _INPUTS // 2))
+    noisy = [halves, network_outputs(model, mapped(nudged, some))]
     names, name = output_names(list(known)), type(model).__name__
     half = any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
     floor = COARSE_FLOOR if half else FLOOR
-    found = _outputs(dense, some)
+    found = network_outputs(dense, some)
     told = departure(
         names,
         list(known.values()),
@@ -60,14 +59,6 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
         )
 
 
-def _outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
-    """Return all tensors that a network returns as arrays, by their places."""
-    device = model_device(network)
-    with evaluation_mode(network):
-        output = run_model(network, mapped(lambda x: x.to(device), inputs))
-    return {place: _array(y) for place, y in leaves(output) if isinstance(y, Tensor)}
-
-
 def _like(expected: Array, found: Array) -> Array:
     """Return what is found; what is expected where it has another shape, as halves of (layers, N, size)."""
     return found if found.shape == expected.shape else expected
@@ -82,16 +73,11 @@ def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:
     }
 
 
-def _array(x: Tensor) -> Array:
-    array: Array = (x.float() if x.is_floating_point() else x).detach().cpu().numpy()
-    return array
-
-
 def _first_departing(model: nn.Module, dense: nn.Module, inputs: Inputs, floor: float) -> str | None:
     """Return the name of the module of both networks whose first output is the first to differ."""
     with _watched(model) as before, _watched(dense) as after:
         for network in (model, dense):
-            _outputs(network, inputs)
+            network_outputs(network, inputs)
     shared = [name for name in before if name in after]
     return next((name for name in shared if not relative_error(before[name], after[name]) <= floor), None)
 
@@ -104,7 +90,7 @@ def _watched(network: nn.Module) -> Iterator[dict[str, Array]]:
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: object, output: object) -> None:
             if isinstance(output, Tensor):
-                seen.setdefault(name, _array(output))
+                seen.setdefault(name, as_array(output))
 
         return note
 

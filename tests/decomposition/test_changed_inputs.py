@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from centring import Centre
 from torch import nn
 from torchvision import tv_tensors
 
@@ -24,21 +25,6 @@ from decomposition import (
 from decomposition.inputs import as_inputs, plain, run_model
 
 QUICK = FitOptions(iterations=10)
-
-
-class Centre(nn.Module):
-    """Normalises images, in place or not."""
-
-    def __init__(self, *, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.in_place:
-            return (x - 0.5) / 2
-        x -= 0.5
-        x /= 2
-        return x
 
 
 def centred(*, in_place: bool) -> nn.Sequential:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import onnx
 import pytest
 import torch
+from centring import Centre
 from torch import nn
 from torchvision import tv_tensors
 
@@ -26,21 +27,6 @@ QUICK: dict[str, Any] = {
     "candidates": 4,
     "progress": False,
 }
-
-
-class Centre(nn.Module):
-    """Normalises images, in place or not."""
-
-    def __init__(self, *, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.in_place:
-            return (x - 0.5) / 2
-        x -= 0.5
-        x /= 2
-        return x
 
 
 def classifier(*first: nn.Module) -> nn.Sequential:
