@@ -10,10 +10,10 @@ run: $(INSTALLED)  ## a first run on the embedded digits: train, search, rewrite
 	$(BIN)/rankrl
 
 test: $(INSTALLED)  ## all tests but the slow ones, one thread in each of two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow"
 
-test-all: $(INSTALLED)  ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+test-all: $(INSTALLED)  ## the whole test suite with more examples of each property, and its slowest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --hypothesis-profile=thorough --durations=20
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -25,13 +25,14 @@ from hypothesis import HealthCheck, settings
 from rankrl.config.folder import config_folder
 
 settings.register_profile(
-    "rankrl",
+    "quick",
     deadline=None,
     derandomize=True,
-    max_examples=25,
+    max_examples=8,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("rankrl")
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=25)  # `make test-all`
+settings.load_profile("quick")
 
 
 # TensorBoard brings absl, whose handler closes the stream that was sys.stderr when it was imported as soon as

@@ -11,6 +11,8 @@ import torch
 from decomposition.formats import get_format
 from decomposition.modes import WeightModes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "rival",
@@ -73,7 +75,6 @@ def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
         bench.write_part(page, "fits", "text")
 
 
-@pytest.mark.slow
 def test_weights_of_large_networks_are_random_with_a_falling_spectrum() -> None:
     weight = next(bench.spectral_network("resnet18", 32).parameters()).detach().flatten(1)
     values = torch.linalg.svdvals(weight)

@@ -13,8 +13,9 @@ from torch import nn
 
 from rankrl.data import load_dataset
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_formats_stand_beside_their_mixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = load_dataset("digits", seed=0)
     torch.manual_seed(0)

@@ -6,6 +6,8 @@ import bench_optim as bench
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_models_have_the_sizes_of_their_papers() -> None:
     def size(shapes: list[tuple[int, ...]]) -> int:

@@ -16,6 +16,8 @@ from rankrl.export import compare_latency
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
 
+pytestmark = pytest.mark.slow
+
 
 def test_curves_are_written_point_by_point_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,7 +92,6 @@ def test_projected_shortcuts_compute_the_zero_padding() -> None:
         assert torch.isfinite(one).all()
 
 
-@pytest.mark.slow
 def test_the_benchmark_brings_every_pruner_to_the_same_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

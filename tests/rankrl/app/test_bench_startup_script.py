@@ -5,6 +5,8 @@ from __future__ import annotations
 import bench_startup as bench
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def test_both_tables_have_a_row_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "IMPORTS", ("json",))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bench_forms
 import pytest
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_row_a_network_and_one_a_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ from torch import nn
 from rankrl.data import ImageData, load_dataset
 from rankrl.workflow.measure import ExportOptions
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def digits(monkeypatch: pytest.MonkeyPatch) -> ImageData:

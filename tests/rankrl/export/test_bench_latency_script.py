@@ -12,6 +12,8 @@ from torch import nn
 from rankrl.data import Images
 from rankrl.workflow.latency import LatencyBudget
 
+pytestmark = pytest.mark.slow
+
 QUICK = [
     "--dataset",
     "digits",
@@ -51,7 +53,6 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatencyBudget, "measured", lambda budget, plan: 0.9)
 
 
-@pytest.mark.slow
 def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     bench_latency.main([*QUICK, "--latency", "0.95", "--predictions", "2", "--output", str(page)])

@@ -13,6 +13,8 @@ import torch
 
 from decomposition import CompressionPlan, apply_plan, factorised_layers, make_plan
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "name",

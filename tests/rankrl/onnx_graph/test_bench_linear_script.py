@@ -14,6 +14,8 @@ from small_graphs import Array, convolutions, images
 from rankrl.onnx_graph import GivenFile
 from rankrl.onnx_graph.capture import Captured
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def given(tmp_path: Path) -> GivenFile:

@@ -10,6 +10,8 @@ import onnx
 import pytest
 from small_graphs import convolutions, images
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mixed_only", [False, True])
 def test_every_way_has_a_row(mixed_only: bool, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from rankrl.plan_search.run import run_search
 from rankrl.plan_search.state import STATE_FILE, SearchState
 from rankrl.selectors import create_selector
 
+pytestmark = pytest.mark.slow
+
 
 def search(problem, evaluator, folder: Path) -> None:
     evaluator.restore({}, {})
@@ -49,7 +51,6 @@ def test_every_kind_of_difference_is_named(small_problem, synthetic_evaluator, t
     assert script.differences(first, second) == ["plan.json", EPISODES_FILE, "array rewards", "state: rows"]
 
 
-@pytest.mark.slow
 def test_a_search_is_killed_resumed_and_compared(tmp_path, monkeypatch) -> None:
     """With a stand-in for the command line, which needs seconds to start."""
     worker = Path(__file__).with_name("resume_worker.py")

@@ -14,6 +14,8 @@ from rankrl.data import Augmentation, ImageData, TestImages, batches
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 
+pytestmark = pytest.mark.slow
+
 
 def test_plans_differ_keep_the_budget_and_begin_with_greedys(small_problem: SearchProblem) -> None:
     plans = script.draw_plans(small_problem, 8, seed=1)

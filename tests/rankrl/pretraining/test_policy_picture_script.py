@@ -16,6 +16,8 @@ from rankrl.envs.descriptors import DESCRIPTOR_NAMES, OF_THE_TASK
 from rankrl.envs.features import DESCRIBING
 from rankrl.pretraining.episodes import TaskEpisodes
 
+pytestmark = pytest.mark.slow
+
 TASK = PolicyTask("net", "a", "cifar10", ("tucker",), {"params": 0.25})
 LAYERS, OBSERVED = 9, 12 + len(DESCRIPTOR_NAMES)
 

@@ -19,6 +19,8 @@ from rankrl.errors import ConfigError
 from rankrl.models import create_model, save_checkpoint
 from rankrl.workflow.search_options import CandidateOptions
 
+pytestmark = pytest.mark.slow
+
 KNOWN = PolicyTask("resnet20", "a", "cifar10", ("tucker",), {"params": 0.25})
 OBSERVED = 8 + 1 + CURVE_POINTS + len(DESCRIPTOR_NAMES) + 1
 
@@ -83,7 +85,6 @@ def test_the_table_names_what_the_policy_was_trained_on(policy) -> None:
     assert "trained on 1 tasks: resnet20 on cifar10, tucker, 0.25 of params" in text
 
 
-@pytest.mark.slow
 def test_a_whole_task_is_measured(policy, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RANKRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(script, "CALIBRATION_IMAGES", 64)

@@ -13,6 +13,8 @@ import torch
 from rankrl.data import load_dataset
 from rankrl.models import create_model, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 GREEDY = script.entry("greedy")
 
 
@@ -66,7 +68,6 @@ def test_the_table_tells_what_became_of_the_last_plans() -> None:
     assert lines[2].endswith("| 0.750 ± 0.635 | 0.900 ± 0.000 |")
 
 
-@pytest.mark.slow
 def test_plans_are_applied_and_fine_tuned_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RANKRL_CACHE", str(tmp_path / "cache"))
     data = load_dataset("digits", seed=0)

@@ -15,6 +15,8 @@ from rankrl.data import load_dataset
 from rankrl.models import save_checkpoint
 from rankrl.training import TrainingRecipe
 
+pytestmark = pytest.mark.slow
+
 
 def checkpoint(folder: Path, heldout: str | None) -> tuple[Path, nn.Module]:
     data = load_dataset("digits", seed=0)

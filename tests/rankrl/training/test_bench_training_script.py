@@ -10,6 +10,8 @@ from rankrl.data import batches, load_dataset
 from rankrl.device import inference_precision
 from rankrl.training import TrainingRecipe
 
+pytestmark = pytest.mark.slow
+
 
 def test_all_sides_have_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "LOADER_WORKERS", 0)

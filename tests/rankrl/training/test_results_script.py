@@ -16,6 +16,8 @@ from command_line import QUICK, small_network, workplace
 
 from rankrl.config.overrides import check_overrides
 
+pytestmark = pytest.mark.slow
+
 GRID = {
     "recipe": ["selector=greedy", "search.episodes=1", "finetune=full", "tracking=none"],
     "networks": {"small, digits": {"options": [], "checkpoint": "small.safetensors"}},
@@ -96,7 +98,6 @@ def test_what_a_grid_cannot_mean_is_refused(tmp_path: Path) -> None:
         results.read_grid(written(tmp_path, twice), tmp_path, 1)
 
 
-@pytest.mark.slow
 def test_cells_are_run_once_and_stand_beside_what_was_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
