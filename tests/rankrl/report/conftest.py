@@ -151,6 +151,12 @@ def whole_run() -> RunReport:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures of pages empty: where words alone are looked at, drawing takes most of the time."""
+    monkeypatch.setattr("rankrl.report.html_page.inline_svg", lambda *_: "<svg></svg>")
+
+
+@pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """A run folder with metrics and episodes."""
     return fill_run_folder(tmp_path)

@@ -37,6 +37,11 @@ FRACTIONS = st.lists(
 def shown(axes: Axes, which: str) -> tuple[list[float], list[str]]:
     """Positions and labels of the ticks within an axis's limits."""
     axes.figure.draw_without_rendering()
+    return ticks_of(axes, which)
+
+
+def ticks_of(axes: Axes, which: str) -> tuple[list[float], list[str]]:
+    """The same of a figure that is drawn already."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
     room = 1e-9 * (high - low)
@@ -51,7 +56,7 @@ def shown(axes: Axes, which: str) -> tuple[list[float], list[str]]:
 
 
 def assert_true_labels(axes: Axes, which: str) -> None:
-    places, labels = shown(axes, which)
+    places, labels = ticks_of(axes, which)
     assert len(set(labels)) == len(labels), labels
     if not any(label.endswith("%") for label in labels):
         return
@@ -64,6 +69,7 @@ def assert_true_labels(axes: Axes, which: str) -> None:
 
 def assert_true_figure(figure: Figure) -> None:
     assert figure.axes
+    figure.draw_without_rendering()
     for axes in figure.axes:
         for which in ("x", "y"):
             assert_true_labels(axes, which)
@@ -79,8 +85,8 @@ def on_panel(values: Sequence[float]) -> Axes:
 def test_labels_of_a_percent_axis_are_distinct_and_within_its_limits(values: list[float]) -> None:
     axes = on_panel(values)
     percent_axis(axes)
-    assert_true_labels(axes, "y")
     assert shown(axes, "y")[1]
+    assert_true_labels(axes, "y")
     low, high = axes.get_ylim()
     assert low <= min(values)
     assert max(values) <= high

@@ -115,6 +115,7 @@ def test_every_layer_has_its_row(document: str, layers: Sequence[LayerRow]) -> N
         assert cells[start + 9] == layer.reason
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("missing", "gone"),
     [
@@ -132,6 +133,7 @@ def test_what_a_run_has_not_is_left_out(
     assert set(outline(document).headings) - set(without) >= gone
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[str, Any]) -> None:
     row = LayerRow("conv", (8, 3, 3, 3), (), 216, 108, 9000, 4500)
     cells = outline(run_page(RunReport(metrics, [row]))).cells
@@ -139,6 +141,7 @@ def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[
     assert not {"Ranks", "Relative error", "Left dense because"} & set(cells)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_layers_of_several_formats_name_theirs(metrics: Mapping[str, Any]) -> None:
     rows = [
         LayerRow(name, (8, 3, 3, 3), (2,), 216, 108, 9000, 4500, format=name) for name in ("cp", "tucker")
@@ -149,6 +152,7 @@ def test_layers_of_several_formats_name_theirs(metrics: Mapping[str, Any]) -> No
     assert {"Ranks", "2"} <= set(alone.cells)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str, Any]) -> None:
     stays = "all its output channels stay"
     rows = [
@@ -161,6 +165,7 @@ def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str,
     assert {"Outputs stay because", stays} <= set(outline(page).cells)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_dense_layers_in_integers_are_counted_apart(metrics: Mapping[str, Any]) -> None:
     rows = [
         LayerRow("first", (8, 3, 3, 3), (), 216, 216, 9000, 9000, precision="int8"),
@@ -176,6 +181,7 @@ def test_warnings_stand_above_the_numbers(metrics: dict[str, Any]) -> None:
     assert 'class="warnings"' not in run_page(RunReport({**metrics, "warnings": []}))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_held_out_accuracies_of_a_checkpoint_have_their_note(
     metrics: dict[str, Any], episodes: Sequence[EpisodeRow], epochs: Sequence[EpochRow]
 ) -> None:
@@ -186,6 +192,7 @@ def test_held_out_accuracies_of_a_checkpoint_have_their_note(
     assert noted.count(note) == 2  # below the search and below the fine-tuning
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_thing_is_not_called_several(
     count: int, metrics: dict[str, Any], episodes: Sequence[EpisodeRow]
@@ -238,6 +245,7 @@ def test_text_from_the_run_is_never_markup(text: str) -> None:
     assert outline(document).headings == ["Before and after", "Setup"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_names_of_layers_and_attributes_are_never_markup(metrics: dict[str, Any]) -> None:
     hostile = "\"><img src=x onerror='alert(1)'>"
     row = LayerRow(hostile, (8, 3, 3, 3), (), 216, 216, 9000, 9000, reason=hostile)
@@ -256,6 +264,7 @@ def test_any_number_of_rows_can_be_drawn(
     outline(run_page(RunReport(metrics, layers, episodes[:count], epochs[:count])))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_layers_in_integers_say_so(metrics: Mapping[str, Any], layers: Sequence[LayerRow]) -> None:
     assert "Precision" not in outline(run_page(RunReport(metrics, layers))).cells
     mixed = [dataclasses.replace(layers[0], precision="int8"), *layers[1:]]
@@ -322,6 +331,7 @@ def test_a_removed_layer_is_an_empty_outline(layers: list[LayerRow]) -> None:
     assert drawn.wide.blocks[0].title.endswith("removed with block layer1.0")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_when_it_was_written_and_leads_to_the_files(whole_run: RunReport) -> None:
     files = [("metrics.json", "numbers"), ("model.onnx", "the network")]
     report = dataclasses.replace(whole_run, files=files, setup={"Date": "2026-11-22 14:40 UTC"})

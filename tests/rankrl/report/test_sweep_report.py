@@ -94,6 +94,7 @@ def test_the_share_of_a_latency_is_that_of_the_turns(tmp_path: Path) -> None:
     assert value == pytest.approx(1 / 1.25)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_times_within_the_noise_are_called_unchanged(sweep: Path, tmp_path: Path) -> None:
     page = write_sweep_report(sweep).read_text()
     assert page.count(">unchanged</td>") == 3  # the budgets of 0.5
@@ -108,6 +109,7 @@ def test_times_within_the_noise_are_called_unchanged(sweep: Path, tmp_path: Path
         assert f'<dd class="value">{text}</dd>' in write_sweep_report(tmp_path / name).read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_csv_holds_plain_numbers(sweep: Path) -> None:
     write_sweep_report(sweep)
     found = {row["folder"]: row for row in rows(sweep)}
@@ -143,6 +145,7 @@ def test_page_shows_front_table_and_failures_and_needs_nothing_from_outside(swee
     assert len(identifiers) == len(set(identifiers))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_rows_carry_the_numbers_that_they_are_sorted_by(sweep: Path) -> None:
     page = write_sweep_report(sweep).read_text()
     body = page.partition('<table class="sortable">')[2].partition("</table>")[0]
@@ -152,6 +155,7 @@ def test_rows_carry_the_numbers_that_they_are_sorted_by(sweep: Path) -> None:
     assert "Seed" not in body  # the same in all runs
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_differs_gets_a_column(sweep: Path) -> None:
     make_run(sweep / "other", {**metrics("cp", 0.5, seed=1), "model": "<b>resnet56</b>"})
     page = write_sweep_report(sweep).read_text()
@@ -161,6 +165,7 @@ def test_what_differs_gets_a_column(sweep: Path) -> None:
     assert "<b>resnet56" not in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_text_from_runs_is_never_markup(tmp_path: Path) -> None:
     hostile = "\"'><script>alert(1)"
     for seed in (0, 1):
@@ -255,6 +260,7 @@ def test_a_run_that_another_beats_in_everything_is_best_in_nothing(sweep: Path) 
     assert set(best.values()) == {()}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_when_it_was_written(sweep: Path) -> None:
     page = write_sweep_report(sweep).read_text()
     assert re.search(r'<p class="eyebrow">.*\d{4}-\d\d-\d\d \d\d:\d\d [^<]+</p>', page)

@@ -114,7 +114,7 @@ def test_costs_are_those_of_the_networks_that_plans_become(
     network: nn.Module, problem: SearchProblem
 ) -> None:
     generator, counts = np.random.default_rng(0), set()
-    for _ in range(30):
+    for _ in range(8):
         choices = tuple(random_choices(problem, generator).tolist())
         plan = CompressionPlan.from_json(problem.plan(choices, "a test").to_json())
         counts.add(len(removed_blocks(plan.chosen(RemoveBlock))))

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from decomposition import (
+    LayerSpec,
     Quantise,
     build_structure,
     contracted,
     factorised_layers,
-    inspect_layers,
     make_plan,
 )
 from rankrl.export.latency import Latency, TimedTurns
@@ -49,9 +49,17 @@ class Made:
     def __init__(self, times: dict[str, float], slow: Sequence[str]) -> None:
         self.times, self.slow, self.timed = times, list(slow), list[list[str]]()
 
+    def export(self, network: nn.Module, path: Path, *_: Any, **__: Any) -> None:
+        """Write how a network's layers are computed, and with what, where ONNX would take its time."""
+        weights = [value.tolist() for value in network.state_dict().values()]
+        path.write_text(json.dumps([executions(network), weights]))
+
     def turns(self, files: Sequence[tuple[str, Path]], **_: Any) -> TimedTurns:
         self.timed.append([path.stem for _, path in files])
-        assert all(path.exists() for _, path in files)
+        slow = {"staged": [], "mixed": self.slow, "contracted": NAMES}
+        for _, path in files:
+            written = [each == "dense" for each in json.loads(path.read_text())[0]]
+            assert written == [name in slow[path.stem] for name in NAMES]
         each = [self.times[path.stem] for _, path in files]
         latencies = [Latency(value, value, value, 2, 1, 3, "processor") for value in each]
         return TimedTurns(latencies, np.tile(np.array(each), (3, 1)), None)
@@ -64,6 +72,7 @@ class Made:
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def patch(slow: Sequence[str] = ("2",), **times: float) -> Made:
         made = Made(times, slow)
+        monkeypatch.setattr(form, "export_onnx", made.export)
         monkeypatch.setattr(form, "time_in_turns", made.turns)
         monkeypatch.setattr(form, "faster_contracted", made.layers)
         return made
@@ -143,13 +152,24 @@ def test_named_layers_alone_are_contracted(network: nn.Module) -> None:
     torch.testing.assert_close(part(x), network(x), rtol=1e-4, atol=1e-4)
 
 
-def test_layers_are_timed_in_both_forms_and_stay_as_they_are(network: nn.Module, tmp_path: Path) -> None:
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    assert set(faster_contracted(network, SHAPE, TIMING, 16)) <= set(NAMES)
-    spec = inspect_layers(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)), (8, 8, 8))[0]
-    timer = LayerTimer(batch=2, threads=1, runs=2, folder=tmp_path, channel_block=16)
-    times = timer.forms(spec, [network[2], contracted(network)[2]])
-    assert times.shape == (2,)
-    assert (times > 0).all()
-    for name, value in network.state_dict().items():
+def test_layers_are_timed_in_both_forms_and_stay_as_they_are(
+    network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, forms = [], LayerTimer.forms
+
+    def noted(timer: LayerTimer, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
+        timed.append((spec.name, [layer.execution for layer in layers], forms(timer, spec, layers)))
+        return timed[-1][-1]
+
+    monkeypatch.setattr(LayerTimer, "forms", noted)
+    model = nn.Sequential(*network[:4])  # the other layer is like the second
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = faster_contracted(model, SHAPE, TIMING, 16)
+    assert [name for name, *_ in timed] == NAMES[:2]
+    for _, executed, times in timed:
+        assert (executed[0] != "dense", executed[1:]) == (True, ["dense"])
+        assert times.shape == (2,)
+        assert (times > 0).all()
+    assert found == [name for name, _, (staged, one) in timed if one < 0.95 * staged]
+    for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
