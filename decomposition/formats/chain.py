@@ -58,9 +58,7 @@ class ChainFormat(TensorFormat):
         Returns:
             Cores (a, out, b), (b, in, c) and (c, kernel, a); without a kernel the last is an identity.
         """
-        split = len(modes.out)
-        output = contract_chain(cores[:split])
-        inner = contract_chain(cores[split : split + len(modes.inp)])
+        output, inner = _channels(cores, modes)
         if modes.kernel > 1:
             return output, inner, cores[-1]
         identity = torch.eye(output.shape[0], dtype=output.dtype, device=output.device)
@@ -68,8 +66,11 @@ class ChainFormat(TensorFormat):
 
     def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output core as a matrix and the contraction of input and kernel cores."""
-        output, inner, kernel = self.merged(cores, modes)
-        features = torch.einsum("bic,cka->abik", inner, kernel)
+        output, inner = _channels(cores, modes)
+        # Without a kernel no identity is made: of a meta tensor's size torch imports its compiler for one.
+        features = (
+            torch.einsum("bic,cka->abik", inner, cores[-1]) if modes.kernel > 1 else inner.movedim(2, 0)
+        )
         return (
             output.permute(1, 0, 2).reshape(modes.out_channels, -1),
             features.reshape(-1, modes.columns),
@@ -187,6 +188,12 @@ def _modes_for(sizes: tuple[int, ...], channels: int) -> int:
         if product == channels:
             return count
     return 0
+
+
+def _channels(cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contract the cores of the outputs to one (a, out, b), those of the inputs to one (b, in, c)."""
+    split = len(modes.out)
+    return contract_chain(cores[:split]), contract_chain(cores[split : split + len(modes.inp)])
 
 
 class _ChainLayer(StagedLayer):

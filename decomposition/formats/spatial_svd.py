@@ -41,6 +41,8 @@ class SpatialSVD(TensorFormat):
     def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A as a matrix (out, r * width) and B at every horizontal offset, zero elsewhere."""
         output, inner = cores
+        if output.shape[2] == 1:
+            return output.flatten(1), inner.reshape(-1, modes.columns)
         offsets = torch.eye(output.shape[2], dtype=inner.dtype, device=inner.device)
         features = torch.einsum("riy,wx->rwiyx", inner, offsets)
         return output.flatten(1), features.reshape(-1, modes.columns)
