@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ class FitOptions:
     Attributes:
         iterations: L-BFGS iterations from the best start, 0 or more; it stops earlier when converged. With
             `stability` half as many again.
-        starts: Starting points, 1 or more: the algebraic solution, then random ones. Worth more than 1 for
-            tensor rings and CP, whose problems have several minima.
+        starts: Starting points at most, 1 or more: the algebraic solution, then random ones, until one ends
+            where nothing is left to gain. Worth more than 1 for tensor rings and CP, whose problems have
+            several minima.
         tolerance: Stop when an iteration lowers the squared relative error by less than this fraction of it.
         patience: Number of iterations over which that gain is averaged, 1 or more.
         seed: Seed of the random starting points.
@@ -320,15 +322,24 @@ def _race(
 ) -> Cores:
     """Minimise from all starts, of several only from those that a short run finds worth it."""
     if len(starts) > 1:
-        short = min(iterations, 30)
-        raced = sorted(
-            (problem.minimise(cores, short, stop, penalty) for cores in starts),
-            key=problem.squared_error,
-        )
-        starts = raced[: max(2, len(starts) // 4)]
-    ends = [problem.minimise(cores, iterations, stop, penalty) for cores in starts]
-    # Of a large weight the error takes as long as a step.
-    return ends[0] if len(ends) == 1 else min(ends, key=problem.squared_error)
+        count = max(2, len(starts) // 4)
+        starts = _ends(problem, starts, min(iterations, 30), stop, penalty)[:count]
+    return _ends(problem, starts, iterations, stop, penalty)[0]
+
+
+def _ends(
+    problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
+) -> list[Cores]:
+    """Minimise from the starts in turn, up to one that leaves nothing to gain; the best end comes first."""
+    if len(starts) == 1:  # of a large weight the error takes as long as a step
+        return [problem.minimise(starts[0], iterations, stop, penalty)]
+    ends: list[tuple[float, Cores]] = []
+    for start in starts:
+        end = problem.minimise(start, iterations, stop, penalty)
+        ends.append((float(problem.squared_error(end)), end))
+        if stop.reached(ends[-1][0]):
+            break
+    return [end for _, end in sorted(ends, key=itemgetter(0))]
 
 
 def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions, stop: Stop) -> Cores:

@@ -52,6 +52,10 @@ class Stop:
     patience: int
     squared_error: float = 0.0
 
+    def reached(self, squared_error: float) -> bool:
+        """Tell whether a squared error is small enough, or nothing but rounding."""
+        return squared_error < max(self.squared_error, _NOTHING_LEFT)
+
 
 class LeastSquares:
     """The least-squares problem of one weight, scaled so that weight and output have norm one.
@@ -327,7 +331,7 @@ class _StopWhenFlat:
     """Stops the minimiser; at once when the squared error, that of its last step, is small enough."""
 
     def __init__(self, stop: Stop) -> None:
-        self.enough, self.patience = max(stop.squared_error, _NOTHING_LEFT), stop.patience
+        self.stop, self.patience = stop, stop.patience
         self.least_gain = stop.patience * stop.tolerance
         self.squared_error = math.inf
         self.values: list[float] = []
@@ -335,7 +339,7 @@ class _StopWhenFlat:
     def __call__(self, intermediate_result: object) -> None:
         value = float(intermediate_result.fun)  # type: ignore[attr-defined]
         self.values.append(value)
-        if self.squared_error < self.enough:
+        if self.stop.reached(self.squared_error):
             raise StopIteration
         if len(self.values) > self.patience:
             gained = self.values[-1 - self.patience] - value
