@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,22 @@ from hypothesis import strategies as st
 from decomposition.errors import DecompositionError
 from decomposition.fitting import CHOOSING, FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
+from decomposition.least_squares import LeastSquares
 from decomposition.metric import Metric, RowFactor, times, whole
 from decomposition.modes import WeightModes
 
 SMALL = WeightModes((8,), (6,), 9)
 TENSORISED = WeightModes((4, 2), (3, 2), 9)
+OBLONG = WeightModes((8,), (6,), 6, (2, 3))  # for all but the spatial SVD a kernel like any other
 CASES = [
-    pytest.param(name, modes, id=f"{name}-{'x'.join(map(str, (*modes.out, *modes.inp, *modes.kernel_size)))}")
+    pytest.param(
+        name,
+        modes,
+        id=f"{name}-{'x'.join(map(str, (*modes.out, *modes.inp, *modes.kernel_size)))}",
+        marks=pytest.mark.slow if modes is OBLONG and name != "spatial_svd" else (),
+    )
     for name in list_formats()
-    for modes in (SMALL, WeightModes((8,), (6,), 1), WeightModes((8,), (6,), 6, (2, 3)), TENSORISED)
+    for modes in (SMALL, WeightModes((8,), (6,), 1), OBLONG, TENSORISED)
     if modes.plain or get_format(name).tensorisable
 ]
 
@@ -67,7 +75,6 @@ def test_the_reported_error_is_the_error(name: str, modes: WeightModes, with_dat
 
 
 @pytest.mark.parametrize(("name", "modes"), CASES)
-@settings(max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 100), with_data=st.booleans())
 def test_a_fit_is_never_worse_than_the_algebraic_solution(
     name: str, modes: WeightModes, data: st.DataObject, seed: int, with_data: bool
@@ -76,18 +83,16 @@ def test_a_fit_is_never_worse_than_the_algebraic_solution(
     ranks = tuple(data.draw(st.integers(1, min(largest, 4))) for largest in tensor_format.max_ranks(modes))
     metric = second_moment(modes.columns, seed) if with_data else None
     start = tensor_format.reconstruct(tensor_format.start(weight, modes, ranks), modes)
-    fit = fit_weight(tensor_format, weight, modes, ranks, metric, FitOptions(iterations=20))
+    fit = fit_weight(tensor_format, weight, modes, ranks, metric, FitOptions(iterations=10))
     assert fit.error <= output_error(weight, start, metric) * (1 + 1e-4) + 1e-7
     assert [tuple(core.shape) for core in fit.cores] == tensor_format.core_shapes(modes, ranks)
 
 
-# The ring's problem has poor minima that catch most starts: these seeds need several of them.
+# The ring's problem has poor minima that catch most starts: seeds 0, 9 and 6 need several of them ...
 RECOVERED: list[tuple[str, WeightModes, Ranks, int]] = [
-    ("tensor_ring", WeightModes((8,), (8,), 9), (3, 3, 3), 4),
-    ("tensor_ring", WeightModes((8,), (8,), 9), (3, 3, 3), 14),
-    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 4), 6),
-    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 4), 36),
-    ("tensor_ring", WeightModes((12,), (10,), 9), (3, 2, 4), 13),
+    ("tensor_ring", WeightModes((6,), (6,), 9), (2, 2, 3), 0),
+    ("tensor_ring", WeightModes((6,), (6,), 9), (2, 2, 3), 9),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 3), 6),
     ("tensor_ring", WeightModes((16,), (16,), 9), (4, 4, 4), 0),
     ("tensor_ring", WeightModes((8,), (6,), 1), (2, 3), 0),
     ("tensor_ring", WeightModes((4, 4), (4, 4), 9), (2, 3, 4, 3, 2), 0),
@@ -97,28 +102,57 @@ RECOVERED: list[tuple[str, WeightModes, Ranks, int]] = [
     ("tucker", WeightModes((12,), (10,), 9), (3, 5), 0),
     ("tucker", WeightModes((12,), (10,), 1), (4,), 0),
     ("cp", WeightModes((8,), (8,), 9), (4,), 0),
-    ("cp", WeightModes((12,), (10,), 9), (12,), 0),
     ("cp", WeightModes((8,), (8,), 1), (3,), 0),
     ("spatial_svd", WeightModes((8,), (8,), 9, (3, 3)), (4,), 0),
     ("spatial_svd", WeightModes((12,), (10,), 6, (2, 3)), (20,), 0),
     ("spatial_svd", WeightModes((8,), (8,), 5), (3,), 0),
     ("spatial_svd", WeightModes((8,), (8,), 1), (3,), 0),
 ]
+# ... and these need many.
+POOR_MINIMA: list[tuple[str, WeightModes, Ranks, int]] = [
+    ("tensor_ring", WeightModes((8,), (8,), 9), (3, 3, 3), 4),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (3, 3, 3), 14),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 4), 6),
+    ("tensor_ring", WeightModes((8,), (8,), 9), (2, 3, 4), 36),
+    ("tensor_ring", WeightModes((12,), (10,), 9), (3, 2, 4), 13),
+    ("cp", WeightModes((12,), (10,), 9), (12,), 0),
+]
 
 
-@pytest.mark.parametrize(("name", "modes", "ranks", "seed"), RECOVERED)
+@pytest.mark.parametrize(
+    ("name", "modes", "ranks", "seed", "starts"),
+    [
+        *((*each, 4) for each in RECOVERED),
+        *(pytest.param(*each, THOROUGH.starts, marks=pytest.mark.slow) for each in POOR_MINIMA),
+    ],
+)
 def test_a_tensor_of_known_ranks_is_recovered(
-    name: str,
-    modes: WeightModes,
-    ranks: Ranks,
-    seed: int,
-    random_weight: object,
+    name: str, modes: WeightModes, ranks: Ranks, seed: int, starts: int, random_weight: object
 ) -> None:
     tensor_format = get_format(name)
     weight = random_weight(tensor_format, modes, ranks, seed)  # type: ignore[operator]
-    fit = fit_weight(tensor_format, weight, modes, ranks, options=THOROUGH)
+    fit = fit_weight(tensor_format, weight, modes, ranks, options=replace(THOROUGH, starts=starts))
     assert fit.error < 1e-6
     assert output_error(weight, tensor_format.reconstruct(fit.cores, modes), None) < 1e-6
+
+
+def test_no_further_start_follows_one_that_leaves_nothing_to_gain(
+    random_weight: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tucker = get_format("tucker")
+    weight = random_weight(tucker, SMALL, (2, 3), 0)  # type: ignore[operator]
+    minimise, runs = LeastSquares.minimise, list[int]()
+
+    def counted(self: LeastSquares, cores: Cores, iterations: int, *arguments: Any) -> Cores:
+        runs.append(iterations)
+        return minimise(self, cores, iterations, *arguments)
+
+    monkeypatch.setattr(LeastSquares, "minimise", counted)
+    fit_weight(tucker, weight, SMALL, (2, 3), options=THOROUGH)
+    assert runs == [30, THOROUGH.iterations]
+    runs.clear()
+    fit_weight(tucker, weight, SMALL, (2, 2), options=FitOptions(iterations=50, starts=8))
+    assert runs == [30] * 8 + [50] * 2
 
 
 @pytest.mark.parametrize("rank", [1, 4, 9])
@@ -148,7 +182,7 @@ def tensorly_error(name: str, weight: torch.Tensor, ranks: Ranks) -> float:
     return output_error(weight, torch.from_numpy(full), None)
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -173,7 +207,10 @@ def test_a_fit_is_never_worse_than_tensorly(name: str, ranks: Ranks, seed: int) 
 def test_fitting_to_the_data_beats_fitting_to_the_weights_on_the_data(name: str, modes: WeightModes) -> None:
     tensor_format, weight = get_format(name), normal_weight(modes)
     ranks, metric = middle_ranks(tensor_format, modes), second_moment(modes.columns)
-    by_weights, by_data = (fit_weight(tensor_format, weight, modes, ranks, m) for m in (None, metric))
+    options = FitOptions(iterations=20)
+    by_weights, by_data = (
+        fit_weight(tensor_format, weight, modes, ranks, m, options) for m in (None, metric)
+    )
     plain = output_error(weight, tensor_format.reconstruct(by_weights.cores, modes), metric)
     assert by_data.error < 0.95 * plain
 
@@ -208,7 +245,7 @@ def test_the_unit_of_the_weight_does_not_matter(name: str, modes: WeightModes, s
 @pytest.mark.parametrize(("name", "modes"), CASES)
 def test_the_same_options_give_the_same_fit(name: str, modes: WeightModes) -> None:
     tensor_format, weight = get_format(name), normal_weight(modes)
-    ranks, options = middle_ranks(tensor_format, modes), FitOptions(iterations=10, starts=2, seed=3)
+    ranks, options = middle_ranks(tensor_format, modes), FitOptions(iterations=5, starts=2, seed=3)
     first, again = (fit_weight(tensor_format, weight, modes, ranks, None, options) for _ in range(2))
     assert first.error == again.error
     assert all(torch.equal(a, b) for a, b in zip(first.cores, again.cores, strict=True))
@@ -263,7 +300,7 @@ def border_rank_tensor() -> torch.Tensor:
     return outer(a, a, b) + outer(a, b, a) + outer(b, a, a)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_cp_terms_stay_bounded_on_a_degenerate_tensor(seed: int) -> None:
     weight, modes, cp = border_rank_tensor(), WeightModes((6,), (5,), 9), get_format("cp")
     options = FitOptions(iterations=1000, starts=3, tolerance=1e-9, seed=seed)
@@ -277,7 +314,6 @@ def test_cp_terms_stay_bounded_on_a_degenerate_tensor(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "modes"), CASES)
-@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10_000), seen=st.integers(1, 60), decay=st.floats(0, 6), sensed=st.integers(0, 6))
 def test_the_terms_of_a_fit_never_cancel(
     name: str, modes: WeightModes, seed: int, seen: int, decay: float, sensed: int
@@ -312,10 +348,11 @@ def test_a_layer_that_no_bounded_fit_is_found_for_gets_the_algebraic_solution(
     tensor_format, weight = get_format(name), normal_weight(SMALL)
     ranks = middle_ranks(tensor_format, SMALL)
     monkeypatch.setattr("decomposition.fitting.LARGEST_AMPLIFICATION", 0.0)
-    fit = fit_weight(tensor_format, weight, SMALL, ranks, second_moment(SMALL.columns))
+    metric = second_moment(SMALL.columns)
+    fit = fit_weight(tensor_format, weight, SMALL, ranks, metric, FitOptions(iterations=5))
     start = tensor_format.reconstruct(tensor_format.start(weight, SMALL, ranks), SMALL)
     torch.testing.assert_close(tensor_format.reconstruct(fit.cores, SMALL), start)
-    error = output_error(weight, start, second_moment(SMALL.columns))
+    error = output_error(weight, start, metric)
     assert fit.error == pytest.approx(error, rel=1e-6)
 
 
@@ -359,14 +396,13 @@ def test_more_starts_never_end_worse(name: str) -> None:
     ranks = middle_ranks(tensor_format, SMALL)
     one, many = (
         fit_weight(
-            tensor_format, weight, SMALL, ranks, options=FitOptions(iterations=100, starts=starts)
+            tensor_format, weight, SMALL, ranks, options=FitOptions(iterations=40, starts=starts)
         ).error
         for starts in (1, 6)
     )
     assert many <= one * 1.001
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     out=st.integers(2, 9),
     inputs=st.integers(2, 7),
@@ -420,7 +456,9 @@ def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
     assert large.error <= small.error * 1.02 + 1e-6
 
 
-@pytest.mark.parametrize("rank", [2, 6, 12, 20, 30])
+@pytest.mark.parametrize(
+    "rank", [2, 12, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (6, 20, 30))]
+)
 def test_products_in_float32_end_where_those_in_float64_do(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +471,7 @@ def test_products_in_float32_end_where_those_in_float64_do(
     assert rounded.error == pytest.approx(exact.error, rel=0.02)
 
 
-@pytest.mark.parametrize("rank", [6, 12, 20])
+@pytest.mark.parametrize("rank", [6, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (12, 20))])
 def test_the_terms_of_cp_are_smaller_for_little_more_error(rank: int) -> None:
     modes, cp = WeightModes((12,), (12,), 9), get_format("cp")
     weight, metric = normal_weight(modes), second_moment(modes.columns)
