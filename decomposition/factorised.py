@@ -299,7 +299,8 @@ class ContractedLayer(FactorisedLayer):
             for shape in tensor_format.core_shapes(modes, ranks)
         )
         for core in self.core_list:
-            nn.init.normal_(core)
+            if not core.is_meta:  # there torch would load its compiler first, which takes a second
+                nn.init.normal_(core)
         self.bias_parameter = (
             nn.Parameter(reference.new_zeros(modes.out_channels)) if self.geometry.bias else None
         )

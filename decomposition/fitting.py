@@ -11,6 +11,7 @@ are products of two matrices, and one decomposition gives the solutions of all r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,9 +233,8 @@ class Fitter:
         return [(each, each.terms(self._metric)) for each in found]
 
     def _low_rank(self, ranks: Ranks) -> tuple[Cores, float]:
-        shapes = self.tensor_format.core_shapes(self.modes, ranks)
-        empty = [torch.empty(shape, device="meta") for shape in shapes]
-        rank = len(self.tensor_format.halves(empty, self.modes)[1])
+        first, *_ = self.tensor_format.core_shapes(self.modes, ranks)
+        rank = math.prod(first) // self.modes.out_channels  # A's columns, which is free
         best, terms = self._solutions
         chosen, squared = best, 0.0
         if _at(terms, rank) <= LARGEST_AMPLIFICATION:
