@@ -14,9 +14,7 @@ from decomposition.modes import WeightModes
 RandomWeight = Callable[[TensorFormat, WeightModes, Ranks, int], torch.Tensor]
 
 
-@pytest.fixture
-def small_net() -> nn.Module:
-    """A plain convolutional network with batch norm, for inputs of shape (3, 10, 10)."""
+def _small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
@@ -28,6 +26,18 @@ def small_net() -> nn.Module:
         nn.Flatten(),
         nn.Linear(12, 10),
     )
+
+
+@pytest.fixture
+def small_net() -> nn.Module:
+    """A plain convolutional network with batch norm, for inputs of shape (3, 10, 10)."""
+    return _small_net()
+
+
+@pytest.fixture(scope="session")
+def untouched_small_net() -> nn.Module:
+    """The same for all tests, none of which changes it, in evaluation mode."""
+    return _small_net().eval()
 
 
 @pytest.fixture

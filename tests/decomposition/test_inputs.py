@@ -46,7 +46,7 @@ from decomposition.inputs import (
     tensors_of,
 )
 
-QUICK = FitOptions(iterations=10)
+QUICK = FitOptions(iterations=3)
 PAIR = InputSpec((TensorSpec((3, 8, 8)), TensorSpec((5,))))
 NAMED = InputSpec(PAIR.tensors, ("image", "numbers"))
 
@@ -242,7 +242,7 @@ def test_two_inputs_give_the_same_plan_and_weights_in_all_forms(
     two: TwoInputs, images: torch.Tensor, numbers: torch.Tensor
 ) -> None:
     one, flat = OneInput(two), torch.cat([images.flatten(1), numbers], 1)
-    options: Any = {"candidates": 4, "options": QUICK}
+    options: Any = {"candidates": 2, "options": QUICK}
     expected = plan_by_heuristic(one, flat, "tucker", "greedy", 0.6, calibration=flat, **options)
     small = apply_plan(one, expected, flat, options=QUICK)(flat)
     for name, calibration in in_ways(images, numbers).items():

@@ -19,6 +19,7 @@ from decomposition import (
 )
 
 SHAPE = (3, 10, 10)
+QUICK = FitOptions(iterations=3)
 
 
 def by_params(sites: Sequence[CandidateSet]) -> LatencyTable:
@@ -32,7 +33,7 @@ def by_params(sites: Sequence[CandidateSet]) -> LatencyTable:
 @pytest.fixture
 def sites(small_net: nn.Module) -> list[CandidateSet]:
     specs = compressible_layers(small_net, SHAPE)
-    return FitLibrary(small_net, specs, "tucker", options=FitOptions(iterations=3)).all_candidates(limit=4)
+    return FitLibrary(small_net, specs, "tucker", options=QUICK).all_candidates(limit=4)
 
 
 def test_slower_candidates_are_left_out_with_the_reason(sites: list[CandidateSet]) -> None:
@@ -61,7 +62,15 @@ def test_heuristics_keep_a_latency_budget(small_net: nn.Module, heuristic: str, 
         return tables[-1]
 
     plan = plan_by_heuristic(
-        small_net, SHAPE, "tucker", heuristic, fraction, measure="latency", latency=measure
+        small_net,
+        SHAPE,
+        "tucker",
+        heuristic,
+        fraction,
+        measure="latency",
+        latency=measure,
+        candidates=6,
+        options=QUICK,
     )
     (table,) = tables
     spent = table.rest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -125,9 +125,9 @@ def attention(**options: Any) -> nn.MultiheadAttention:
     return module
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("masked", [None, "bool", "float", "per head", "padding", "both"])
 @given(
-    st.fixed_dictionaries(
+    options=st.fixed_dictionaries(
         {
             "bias": st.booleans(),
             "batch_first": st.booleans(),
@@ -135,10 +135,9 @@ def attention(**options: Any) -> nn.MultiheadAttention:
             "vdim": st.sampled_from([None, 12, 7]),
         }
     ),
-    st.sampled_from([None, "bool", "float", "per head", "padding", "both"]),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
+    batched=st.booleans(),
+    weights=st.booleans(),
+    averaged=st.booleans(),
 )
 def test_plain_attention_computes_what_torchs_does(
     options: dict[str, Any], masked: str | None, batched: bool, weights: bool, averaged: bool
@@ -183,9 +182,9 @@ def test_attention_that_appends_keys_is_refused_by_name(option: str) -> None:
         plain_attention(model)
 
 
-def encoder() -> nn.Module:
+def encoder(layers: int = 2) -> nn.Module:
     layer = nn.TransformerEncoderLayer(12, 3, 24, batch_first=True)
-    return nn.TransformerEncoder(layer, 2)
+    return nn.TransformerEncoder(layer, layers)
 
 
 def decoder() -> nn.Module:
@@ -218,7 +217,7 @@ def test_attention_is_listed_with_what_makes_linear_layers_of_it(
 
 def test_encoder_is_compressed_attention_and_all(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = plain_attention(encoder().eval())
+    model = plain_attention(encoder(1).eval())
     plan = plan_by_heuristic(model, WORDS, "tucker", "greedy", 0.6, calibration=WORDS, options=QUICK)
     small = apply_plan(model, plan, WORDS, options=QUICK)
     names = {name.rsplit(".", 1)[-1] for name in factorised_layers(small)}

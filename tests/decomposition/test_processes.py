@@ -5,13 +5,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 
 import pytest
 
+from decomposition import processes
 from decomposition.errors import DecompositionError
 from decomposition.processes import in_processes
 
-pytestmark = pytest.mark.slow  # every process imports torch
+
+@pytest.fixture(
+    autouse=True,
+    params=[
+        pytest.param("fork", marks=pytest.mark.skipif(sys.platform == "win32", reason="has no fork")),
+        pytest.param("spawn", marks=pytest.mark.slow),  # every process imports torch
+    ],
+)
+def context(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How processes start; those that are forked have torch, and may not compute gradients with it."""
+    own = multiprocessing.get_context(request.param)
+    monkeypatch.setattr(processes, "get_context", lambda _: own)
 
 
 def square(number: int) -> int:

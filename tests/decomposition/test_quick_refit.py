@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from decomposition.operations import Factorise, LayerOperation
 from decomposition.quick_refit import QuickRefit
 
 SHAPE = (3, 10, 10)
-THOROUGH = FitOptions(iterations=200)
+OPTIONS = FitOptions(iterations=40)
+Library = Callable[[str], FitLibrary]
 
 
 class Block(nn.Module):
@@ -36,8 +39,7 @@ class Block(nn.Module):
         return self.head(torch.relu(self.last(x)).flatten(1))
 
 
-@pytest.fixture
-def block() -> nn.Module:
+def new_block() -> nn.Module:
     torch.manual_seed(0)
     model = Block()
     model.norm.running_mean.normal_(0, 0.1)
@@ -46,14 +48,26 @@ def block() -> nn.Module:
 
 
 @pytest.fixture
+def block() -> nn.Module:
+    return new_block()
+
+
+@pytest.fixture(scope="module")
 def inputs() -> torch.Tensor:
     # Smooth, so that few directions hold most of the energy, as in images.
     noise = torch.randn(64, 3, 14, 14, generator=torch.Generator().manual_seed(1))
     return nn.functional.avg_pool2d(noise, 5, stride=1)
 
 
-def library(model: nn.Module, inputs: torch.Tensor, formats: str) -> FitLibrary:
-    return FitLibrary.calibrated(model, SHAPE, formats, inputs, options=THOROUGH)
+@pytest.fixture(scope="module")
+def library(inputs: torch.Tensor) -> Library:
+    """The fits of the block's layers in a format, calibrated once for all tests."""
+
+    @cache
+    def calibrated(tensor_format: str) -> FitLibrary:
+        return FitLibrary.calibrated(new_block(), SHAPE, tensor_format, inputs, options=OPTIONS)
+
+    return calibrated
 
 
 def operations(
@@ -82,47 +96,51 @@ def lost(model: nn.Module, dense: nn.Module, inputs: torch.Tensor) -> float:
 def applied(model: nn.Module, chosen: dict[str, tuple[LayerOperation, ...]], x: torch.Tensor) -> nn.Module:
     ranks = {name: each.ranks for name, (each,) in chosen.items() if isinstance(each, Factorise)}
     plan = make_plan(model, SHAPE, next(iter(chosen.values()))[0].format, ranks)
-    return apply_plan(model, plan, x, options=THOROUGH, progress=False)
+    return apply_plan(model, plan, x, options=OPTIONS, progress=False)
 
 
 @pytest.mark.parametrize("name", list_formats())
 def test_network_becomes_what_applying_the_plan_makes_of_it(
-    block: nn.Module, inputs: torch.Tensor, name: str
+    block: nn.Module, inputs: torch.Tensor, library: Library, name: str
 ) -> None:
-    fits = library(block, inputs, name)
+    fits = library(name)
     chosen = operations(fits)
     network = copy.deepcopy(block)
-    QuickRefit(network, fits, inputs, options=THOROUGH).take(chosen)
+    QuickRefit(network, fits, inputs, options=OPTIONS).take(chosen)
     quick, whole = (lost(each, block, inputs) for each in (network, applied(block, chosen, inputs)))
     assert 0 < whole < 1  # something is lost, and something is left
     assert quick < 1.2 * whole
 
 
 def test_a_layer_with_more_inputs_than_patches_is_fitted_like_the_others(
-    block: nn.Module, inputs: torch.Tensor
+    block: nn.Module, inputs: torch.Tensor, library: Library
 ) -> None:
-    fits = library(block, inputs, "tucker")
+    fits = library("tucker")
     chosen = operations(fits, layers=("last", "head"))
     network = copy.deepcopy(block)
-    QuickRefit(network, fits, inputs, options=THOROUGH).take(chosen)
+    QuickRefit(network, fits, inputs, options=OPTIONS).take(chosen)
     assert torch.linalg.matrix_rank(network.head.weight) == 4
     quick, whole = (lost(each, block, inputs) for each in (network, applied(block, chosen, inputs)))
     assert 0 < whole < 1
     assert quick < 1.2 * whole
 
 
-def test_a_few_iterations_are_nearly_as_good_as_many(block: nn.Module, inputs: torch.Tensor) -> None:
-    fits = library(block, inputs, "tucker")
+def test_a_few_iterations_are_nearly_as_good_as_many(
+    block: nn.Module, inputs: torch.Tensor, library: Library
+) -> None:
+    fits = library("tucker")
     errors = []
-    for options in (FitOptions(iterations=10), THOROUGH):
+    for options in (FitOptions(iterations=10), FitOptions(iterations=200)):
         network = copy.deepcopy(block)
         QuickRefit(network, fits, inputs, options=options).take(operations(fits))
         errors.append(lost(network, block, inputs))
     assert errors[0] < 1.1 * errors[1]
 
 
-def test_refit_makes_up_for_what_apart_fits_lose(block: nn.Module, inputs: torch.Tensor) -> None:
-    fits = library(block, inputs, "cp")
+def test_refit_makes_up_for_what_apart_fits_lose(
+    block: nn.Module, inputs: torch.Tensor, library: Library
+) -> None:
+    fits = library("cp")
     chosen = operations(fits, 3)
     apart, refitted = copy.deepcopy(block), copy.deepcopy(block)
     with torch.no_grad():
@@ -134,9 +152,9 @@ def test_refit_makes_up_for_what_apart_fits_lose(block: nn.Module, inputs: torch
 
 
 def test_what_a_plan_becomes_does_not_depend_on_the_ones_before(
-    block: nn.Module, inputs: torch.Tensor
+    block: nn.Module, inputs: torch.Tensor, library: Library
 ) -> None:
-    fits = library(block, inputs, "tucker")
+    fits = library("tucker")
     refit = QuickRefit(block, fits, inputs)
     plans = [operations(fits, 2), {}, {"first": (Quantise(),)}, operations(fits, 6)]
     found = []
@@ -149,17 +167,17 @@ def test_what_a_plan_becomes_does_not_depend_on_the_ones_before(
 
 
 def test_a_plan_without_operations_leaves_what_the_network_computes(
-    block: nn.Module, inputs: torch.Tensor
+    block: nn.Module, inputs: torch.Tensor, library: Library
 ) -> None:
     network = copy.deepcopy(block)
-    QuickRefit(network, library(block, inputs, "cp"), inputs).take({})
+    QuickRefit(network, library("cp"), inputs).take({})
     torch.testing.assert_close(outputs(network, inputs), outputs(block, inputs), rtol=1e-3, atol=1e-3)
 
 
 def test_second_moments_are_exact_where_layers_compute_in_half_precision(
-    block: nn.Module, inputs: torch.Tensor
+    block: nn.Module, inputs: torch.Tensor, library: Library
 ) -> None:
-    fits = library(block, inputs, "tucker")
+    fits = library("tucker")
     exact, half = copy.deepcopy(block), copy.deepcopy(block)
     QuickRefit(exact, fits, inputs).take(operations(fits))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -169,31 +187,37 @@ def test_second_moments_are_exact_where_layers_compute_in_half_precision(
         assert other.norm() < 2 * one.norm()  # where they are not, a solved layer grows tenfold
 
 
-def test_rounded_weights_are_integers_times_a_scale(block: nn.Module, inputs: torch.Tensor) -> None:
-    QuickRefit(block, library(block, inputs, "cp"), inputs).take({"last": (Quantise(),)})
+def test_rounded_weights_are_integers_times_a_scale(
+    block: nn.Module, inputs: torch.Tensor, library: Library
+) -> None:
+    QuickRefit(block, library("cp"), inputs).take({"last": (Quantise(),)})
     rows = block.last.weight.detach().flatten(1)
     levels = rows / (rows.abs().amax(1, keepdim=True) / 127)
     torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-3)
 
 
-def test_operations_that_take_layers_away_are_refused(block: nn.Module, inputs: torch.Tensor) -> None:
+def test_operations_that_take_layers_away_are_refused(
+    block: nn.Module, inputs: torch.Tensor, library: Library
+) -> None:
     class Leaving(Quantise):
         kind = "leaving"
         removes = True
 
-    refit = QuickRefit(block, library(block, inputs, "cp"), inputs)
+    refit = QuickRefit(block, library("cp"), inputs)
     with pytest.raises(DecompositionError, match=r"layer 'last': 'leaving' cannot be refitted .* apply"):
         refit.take({"last": (Leaving(),)})
 
 
-def test_refit_without_inputs_is_refused(block: nn.Module, inputs: torch.Tensor) -> None:
+def test_refit_without_inputs_is_refused(block: nn.Module, inputs: torch.Tensor, library: Library) -> None:
     with pytest.raises(DecompositionError, match="no inputs"):
-        QuickRefit(block, library(block, inputs, "cp"), inputs[:0])
+        QuickRefit(block, library("cp"), inputs[:0])
 
 
 @pytest.mark.parametrize("name", list_formats())
-def test_a_fit_is_no_worse_than_where_it_starts(block: nn.Module, inputs: torch.Tensor, name: str) -> None:
-    fits = library(block, inputs, name)
+def test_a_fit_is_no_worse_than_where_it_starts(
+    block: nn.Module, inputs: torch.Tensor, library: Library, name: str
+) -> None:
+    fits = library(name)
     ((operation,), _) = operations(fits).values()
     assert isinstance(operation, Factorise)
     weight, modes = fits.weights["twice"], operation.modes(fits.specs["twice"])

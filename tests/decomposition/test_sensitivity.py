@@ -89,7 +89,7 @@ def test_a_weighed_fit_loses_less_where_it_counts(name: str, tensorised: bool) -
     sensitivity[:2] *= 5
     sensitivity[:, :2] *= 5
     ranks = tensor_format.expand(modes, 2)
-    options = FitOptions(iterations=300, starts=4)
+    options = FitOptions(iterations=60)
     alike = fit_weight(tensor_format, weight, modes, ranks, metric, options)
     weighed = fit_weight(tensor_format, weight, modes, ranks, metric, options, sensitivity=sensitivity)
     errors = [

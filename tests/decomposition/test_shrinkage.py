@@ -81,8 +81,16 @@ def test_moments_and_sensitivities_of_few_images_are_shrunk_and_those_of_many_ha
     assert thick.shape == thin.shape
 
 
-@pytest.mark.parametrize("name", ["cp", "tensor_ring", "tucker", "tensor_train"])
-@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize(
+    ("name", "sequential"),
+    [
+        *(("cp", True), ("tensor_ring", False), ("tucker", True), ("tensor_train", False)),
+        pytest.param("cp", False, marks=pytest.mark.slow),
+        pytest.param("tensor_ring", True, marks=pytest.mark.slow),
+        pytest.param("tucker", False, marks=pytest.mark.slow),
+        pytest.param("tensor_train", True, marks=pytest.mark.slow),
+    ],
+)
 def test_few_images_do_not_ruin_the_network_for_others(name: str, sequential: bool) -> None:
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(12, 12, 3, padding=1, bias=False) for _ in range(2)]

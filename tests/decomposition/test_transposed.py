@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -57,7 +57,6 @@ def transposed(draw: st.DrawFn) -> tuple[nn.ConvTranspose1d | nn.ConvTranspose2d
 
 
 @given(case=transposed())
-@settings(max_examples=60, deadline=None)
 def test_computes_what_torch_does(case: tuple[nn.ConvTranspose1d | nn.ConvTranspose2d, torch.Tensor]) -> None:
     layer, x = case
     plain = PlainTransposed(layer)
@@ -66,7 +65,6 @@ def test_computes_what_torch_does(case: tuple[nn.ConvTranspose1d | nn.ConvTransp
 
 
 @given(case=transposed(), data=st.data())
-@settings(max_examples=30, deadline=None)
 def test_takes_an_output_size_as_torch_does(
     case: tuple[nn.ConvTranspose1d | nn.ConvTranspose2d, torch.Tensor], data: st.DataObject
 ) -> None:

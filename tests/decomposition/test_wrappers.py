@@ -15,13 +15,14 @@ import decomposition
 from decomposition import DecompositionError
 from decomposition.wrappers import unwrapped
 
-X = torch.randn(48, 3, 8, 8)
+X = torch.randn(16, 3, 8, 8)
+QUICK = decomposition.FitOptions(iterations=3)
 
 
 def network(norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 16, 3)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 4)).eval()
+    layers = nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 8, 3)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4)).eval()
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -64,13 +65,13 @@ def test_a_wrapped_network_becomes_what_the_plain_one_becomes(
     shape = (3, 8, 8)
     assert decomposition.inspect_layers(wrapped, X) == decomposition.inspect_layers(plain, X)
     assert decomposition.count_macs(wrapped, shape) == decomposition.count_macs(plain, shape)
-    options = {"calibration": X, "candidates": 3}
+    options = {"calibration": X, "candidates": 3, "options": QUICK}
     plans = [
         decomposition.plan_by_heuristic(each, shape, "tucker", "greedy", 0.5, **options)  # type: ignore[arg-type]
         for each in (plain, wrapped)
     ]
     assert plans[0] == plans[1]
-    small, other = (decomposition.apply_plan(each, plans[0], X) for each in (plain, wrapped))
+    small, other = (decomposition.apply_plan(each, plans[0], X, options=QUICK) for each in (plain, wrapped))
     assert type(other) is nn.Sequential
     torch.testing.assert_close(other(X), small(X), rtol=0, atol=0)
     # A compressed network that was trained inside of a wrapper is saved as the one inside.
