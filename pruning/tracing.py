@@ -13,7 +13,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -127,34 +127,36 @@ class _Walker(TorchFunctionMode):
                 f"{type(self._network).__name__} reads the values of a tensor by {call.title}, and they may "
                 "decide what runs; compute with tensors alone (torch.where), or prune its parts one by one"
             )
-        layer = self._layer(call)
-        for tensor in entering[:1] if layer or call.name in JOINT_NORMS else entering:
-            array = self._array(tensor, call)
-            if array is not None:
-                call.arrays[id(tensor)] = array, tensor.shape
+        with _unwatched():
+            layer = self._layer(call)
+            for tensor in entering[:1] if layer or call.name in JOINT_NORMS else entering:
+                array = self._array(tensor, call)
+                if array is not None:
+                    call.arrays[id(tensor)] = array, tensor.shape
         self._entering = {id(tensor) for tensor in entering}
         value = call.function(*call.args, **call.kwargs)
         self._entering = None
-        if not call.arrays or call.name in FACTORIES:
-            self._functions.fix_counts(call)
+        with _unwatched():
+            if not call.arrays or call.name in FACTORIES:
+                self._functions.fix_counts(call)
+                return value
+            if call.name in ("shape", "size", "numel"):
+                return self._counts(call, value)
+            outputs = [each for each in leaves(value) if isinstance(each, Tensor)]
+            if not outputs:
+                if call.name in CHANGING:
+                    self._protect(call.own_arrays, f"it is written to or from by {call.title}")
+                return value
+            arrays = self._layers.output(call, *layer) if layer else self._functions.outputs(call, outputs)
+            if arrays is None:
+                obstacle = self._protect(
+                    call.own_arrays,
+                    f"its output goes through {call.title}, which is not known to keep channels apart",
+                )
+                arrays = [self._fixed(tensor, obstacle) for tensor in outputs]
+            for tensor, array in zip(outputs, arrays, strict=True):
+                self._keep(tensor, array, from_input)
             return value
-        if call.name in ("shape", "size", "numel"):
-            return self._counts(call, value)
-        outputs = [each for each in leaves(value) if isinstance(each, Tensor)]
-        if not outputs:
-            if call.name in CHANGING:
-                self._protect(call.own_arrays, f"it is written to or from by {call.title}")
-            return value
-        arrays = self._layers.output(call, *layer) if layer else self._functions.outputs(call, outputs)
-        if arrays is None:
-            obstacle = self._protect(
-                call.own_arrays,
-                f"its output goes through {call.title}, which is not known to keep channels apart",
-            )
-            arrays = [self._fixed(tensor, obstacle) for tensor in outputs]
-        for tensor, array in zip(outputs, arrays, strict=True):
-            self._keep(tensor, array, from_input)
-        return value
 
     def unseen(self, operation: object, operands: Iterable[Any]) -> None:
         """Protect the channels of tensors that reach an operation in a way that was not seen."""
@@ -257,6 +259,11 @@ class _Unseen(TorchDispatchMode):
     ) -> Any:
         self._report(func, leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+def _unwatched() -> AbstractContextManager[None]:
+    """Return a context in which no dispatch mode looks at operations: those on labels are the walk's own."""
+    return torch._C._DisableTorchDispatch()
 
 
 def _name(function: Callable[..., Any]) -> str:
