@@ -12,11 +12,12 @@ from torch import nn
 from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.gated_norms import GatedForward
-from pruning.groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
+from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk, removable_groups
 from pruning.hard_concrete import HardConcreteMask
 from pruning.masks import ChannelMask, scale_channels
 from pruning.operations import channel_axis
-from pruning.removal import remove_channels
+from pruning.removal import cut_in_place, validate_kept
+from pruning.tracing import walk_channels
 
 
 class MaskedNetwork(nn.Module):
@@ -56,9 +57,9 @@ class MaskedNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.network = copied(plain_network(model))
-        self.groups: list[ChannelGroup] = removable_groups(
-            channel_groups(self.network, example_input), layers
-        )
+        self._walk = walk_channels(self.network, example_input)
+        self._every_group = groups_of_walk(self._walk)
+        self.groups: list[ChannelGroup] = removable_groups(self._every_group, layers)
         self.masks = nn.ModuleList(mask(group.units) for group in self.groups).to(example_input.device)
         self.example_input = example_input
         self.radii: torch.Tensor | None = None
@@ -240,8 +241,9 @@ class MaskedNetwork(nn.Module):
     def kept_channels(self) -> KeptChannels:
         """Return the sorted output channels that stay open, of every layer with a mask."""
         kept: KeptChannels = {}
+        opened = self.open_units()
         for group in self.groups:
-            kept.update(group.kept(self.open_units()[group.name]))
+            kept.update(group.kept(opened[group.name]))
         return kept
 
     def folded(self) -> nn.Module:
@@ -266,7 +268,9 @@ class MaskedNetwork(nn.Module):
         It computes what the masked network computes at evaluation; behind layer and RMS norms, hard-concrete
         gates must be 0 or 1 for that, as they are once frozen.
         """
-        return remove_channels(self.folded(), self.kept_channels(), self.example_input)
+        smaller = self.folded()
+        cut_in_place(smaller, self._walk, validate_kept(self.kept_channels(), self._every_group))
+        return smaller
 
     def _masks(self) -> list[ChannelMask]:
         return [mask for mask in self.masks if isinstance(mask, ChannelMask)]

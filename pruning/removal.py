@@ -129,28 +129,33 @@ def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGro
 
 def cut(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> nn.Module:
     """Cut the validated `kept` channels out of a copy of `model`, whose channel walk is `walk`."""
+    smaller = copied(plain_network(model))
+    cut_in_place(smaller, walk, kept)
+    return smaller
+
+
+def cut_in_place(model: nn.Module, walk: ChannelWalk, kept: KeptChannels) -> None:
+    """Cut all but the validated `kept` channels out of `model`, whose channel walk is `walk`."""
     gone = _removed_roots(walk, kept)
 
     def staying(labels: Labels) -> list[int]:
         return [position for position, label in enumerate(labels) if walk.labels.root(label) not in gone]
 
-    smaller = copied(plain_network(model))
     for name, outputs in walk.producers.items():
         inputs = walk.readers[name]
         if len(staying(inputs)) < len(inputs) or len(kept[name]) < len(outputs):
-            _cut_layer(smaller.get_submodule(name), kept[name], staying(inputs))
+            _cut_layer(model.get_submodule(name), kept[name], staying(inputs))
     for name, labels in (*walk.norms.items(), *walk.joint_norms.items()):
-        _cut_norm(smaller.get_submodule(name), staying(labels), len(labels))
+        _cut_norm(model.get_submodule(name), staying(labels), len(labels))
     for name, (entering, leaving) in walk.grouped.items():
-        _cut_grouped(smaller.get_submodule(name), staying(leaving), len(staying(entering)))
+        _cut_grouped(model.get_submodule(name), staying(leaving), len(staying(entering)))
     for name, labels in walk.vectors.items():
         if len(staying(labels)) < len(labels):
-            _cut_vector(smaller, name, staying(labels))
+            _cut_vector(model, name, staying(labels))
     for name, pad in walk.pads.items():
         before, after = len(staying(pad.before)), len(staying(pad.after))
         if (before, after) != (len(pad.before), len(pad.after)):
-            smaller.set_submodule(name, _repad(smaller.get_submodule(name), before, after))
-    return smaller
+            model.set_submodule(name, _repad(model.get_submodule(name), before, after))
 
 
 def _removed_roots(walk: ChannelWalk, kept: KeptChannels) -> set[int]:

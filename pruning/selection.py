@@ -108,7 +108,7 @@ def keep_within(
     best, spent = kept_at(1.0)
     if spent <= allowed:
         return best
-    require_reachable(model, example_input, groups, cost, fraction, multiple)
+    _require(cost_of(_fewest(groups, multiple)) / whole, groups, fraction, multiple)
     best, _ = kept_at(0.0)
     low, high = 0.0, 1.0
     for _ in range(math.ceil(math.log2(sum(group.units for group in groups))) + 1):
@@ -134,9 +134,18 @@ def require_reachable(
     Raises:
         PruningError: if it does, with the smallest fraction that can be reached.
     """
+    smallest = cost(remove_channels(model, _fewest(groups, multiple), example_input))
+    _require(smallest / cost(model), groups, fraction, multiple)
+
+
+def _fewest(groups: Sequence[ChannelGroup], multiple: int) -> KeptChannels:
+    """Return what is left of the groups with as few channels per layer as may be."""
     scores = {group.name: torch.zeros(group.units) for group in groups}
-    fewest = keep_share(groups, scores, 0.0, multiple=multiple)
-    smallest = cost(remove_channels(model, fewest, example_input)) / cost(model)
+    return keep_share(groups, scores, 0.0, multiple=multiple)
+
+
+def _require(smallest: float, groups: Sequence[ChannelGroup], fraction: float, multiple: int) -> None:
+    """Check that the smallest fraction of the cost that can be reached is no larger than `fraction`."""
     if smallest > fraction:
         channels = "one channel" if multiple == 1 else f"{multiple} channels"
         raise PruningError(

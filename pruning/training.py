@@ -161,6 +161,8 @@ class _MaskTraining:
         self.jump: QualityJump | None = None
         self.fixed = False
         self.step = 0
+        # The cost with the units that were open when it was last asked for.
+        self._measured: tuple[torch.Tensor, float] | None = None
         self.scores_before = masked.scores()
         # Matrices and kernels: biases and batch norms are not what rescales around a mask.
         self.weights = [parameter for parameter in masked.network_parameters() if parameter.ndim > 1]
@@ -265,7 +267,10 @@ class _MaskTraining:
         """Return the share of the cost that the open channels make up, None without a cost."""
         if self.cost is None or self.full_cost is None:
             return None
-        return self.cost(self.masked.removed()) / self.full_cost
+        opened = torch.cat(list(self.masked.open_units().values()))
+        if self._measured is None or not torch.equal(self._measured[0], opened):
+            self._measured = opened, self.cost(self.masked.removed()) / self.full_cost
+        return self._measured[1]
 
     def state(self, history: list[MaskEpoch]) -> MaskTrainingState:
         """Return everything that `restore` needs to go on after the epochs of `history`."""
