@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from pruning import ChannelGroup, channel_groups, removable_groups
 
 
 class LambdaLayer(nn.Module):
@@ -294,24 +297,46 @@ def randomised(network: nn.Module, seed: int = 0) -> nn.Module:
     return network.eval()
 
 
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return randomised(NETWORKS[name]())
+
+
+def some_images() -> torch.Tensor:
+    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def groups_of(name: str) -> tuple[ChannelGroup, ...]:
+    return tuple(removable_groups(channel_groups(built(name), some_images())))
+
+
 @pytest.fixture
 def build() -> Callable[[str], nn.Module]:
     """Build one of the networks by name, in evaluation mode, with batch norms that are not trivial."""
-
-    def make(name: str) -> nn.Module:
-        torch.manual_seed(0)
-        return randomised(NETWORKS[name]())
-
-    return make
+    return built
 
 
 @pytest.fixture(params=sorted(NETWORKS))
-def network(request: pytest.FixtureRequest, build: Callable[[str], nn.Module]) -> nn.Module:
+def network_name(request: pytest.FixtureRequest) -> str:
+    """The name of every network in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def network(network_name: str) -> nn.Module:
     """Every network in turn."""
-    return build(request.param)
+    return built(network_name)
+
+
+@pytest.fixture
+def groups(network_name: str) -> Sequence[ChannelGroup]:
+    """The groups of `network` that can be pruned."""
+    return groups_of(network_name)
 
 
 @pytest.fixture
 def images() -> torch.Tensor:
     """A batch of inputs that all of them accept."""
-    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return some_images()

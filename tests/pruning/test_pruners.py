@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import nn
 
 from pruning import (
+    ChannelGroup,
     ChannelMask,
     PruningError,
     channel_groups,
@@ -73,13 +74,15 @@ def test_every_mask_keeps_the_contract(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-def test_every_criterion_prunes_every_network(name: str, network: nn.Module, images: torch.Tensor) -> None:
+def test_every_criterion_prunes_every_network(
+    name: str, network: nn.Module, groups: Sequence[ChannelGroup], images: torch.Tensor
+) -> None:
     network.train()
     before = {key: value.clone() for key, value in network.state_dict().items()}
-    scores = score(name, network, images)
+    generator = torch.Generator().manual_seed(0)
+    scores = get_pruner(name).definition(network, groups, images, generator)
     assert network.training
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
-    groups = removable_groups(channel_groups(network, images))
     assert all(scores[group.name].shape == (group.units,) for group in groups)
     smaller = remove_channels(network, keep_share(groups, scores, 0.5), images).eval()
     assert smaller(images).shape == (3, 5)
