@@ -194,7 +194,8 @@ def test_vbmf_gives_ranks_in_proportion_to_the_signal() -> None:
     with torch.no_grad():
         for layer, rank in zip(model, (2, 6), strict=True):
             layer.weight.copy_(noisy_low_rank(rank))  # type: ignore[union-attr, operator]
-    library = FitLibrary(model, compressible_layers(model, (16, 8, 8)), "tucker", options=QUICK)
+    specs = compressible_layers(model, (16, 8, 8))
+    library = FitLibrary(model, specs, "tucker", options=FitOptions(iterations=0))
     sites = library.all_candidates(limit=100)
     total = count_parameters(model)
     first, second = vbmf(library, sites, Budget(630 / total, "params", total, 0))
@@ -241,11 +242,11 @@ def test_of_several_formats_each_layer_takes_what_serves_it_best(small_net: nn.M
         factors = (torch.randn(3, 3, 3, 3), torch.randn(12, 3), torch.randn(8, 3))
         middle.weight.copy_(torch.einsum("abyx,oa,ib->oiyx", *factors))
     library = FitLibrary.calibrated(small_net, shape, SEVERAL, images, options=QUICK)
-    sites = library.all_candidates()
+    sites = library.all_candidates(limit=12)
     efficient = [site.efficient(measure) for site in sites]
     step = max(float(-np.diff(site.losses).min()) for site in efficient)
     used = set[str]()
-    for fraction in (0.15, 0.18, 0.2, 0.22, 0.25):
+    for fraction in (0.15, 0.22):
         losses: dict[str | tuple[str, ...], float] = {}
         for formats in (SEVERAL, *SEVERAL):
             plan = plan_by_heuristic(
@@ -256,6 +257,7 @@ def test_of_several_formats_each_layer_takes_what_serves_it_best(small_net: nn.M
                 fraction,
                 measure=measure,
                 calibration=images,
+                candidates=12,
                 options=QUICK,
             )
             assert kept_fraction(small_net, shape, plan, measure) <= fraction
@@ -278,8 +280,10 @@ def kept_fraction(model: nn.Module, shape: tuple[int, ...], plan: CompressionPla
     return (total - saved) / total
 
 
-@pytest.mark.parametrize("measure", ["params", "macs", "bytes"])
-@pytest.mark.parametrize("heuristic", list_heuristics())
+@pytest.mark.parametrize(
+    ("heuristic", "measure"),
+    [*((name, "params") for name in list_heuristics()), ("greedy", "macs"), ("greedy", "bytes")],
+)
 def test_a_plan_in_one_call_keeps_the_budget(small_net: nn.Module, heuristic: str, measure: str) -> None:
     shape = (3, 10, 10)
     images = torch.randn(8, *shape, generator=torch.Generator().manual_seed(0))
