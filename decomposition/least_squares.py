@@ -282,8 +282,9 @@ class LeastSquares:
         constant = features.detach()
         products = quadratic.products(constant)
         output = self._best_output(products, penalty)
-        size = float(output.square().sum() + constant.square().sum())
-        squared = 1.0 - float((output * products.cross).sum()) - penalty * float(output.square().sum())
+        output_size = float(output.square().sum())
+        size = output_size + float(constant.square().sum())
+        squared = 1.0 - float((output * products.cross).sum()) - penalty * output_size
         # At the optimal A only the explicit dependence on Q has a gradient (envelope theorem).
         slope = 2 * (products.slope(output.to(constant.dtype)) + penalty * constant)
         (gradient,) = torch.autograd.grad(features, vector, slope)

@@ -68,12 +68,10 @@ class ChainFormat(TensorFormat):
         """Return the output core as a matrix and the contraction of input and kernel cores."""
         output, inner = _channels(cores, modes)
         # Without a kernel no identity is made: of a meta tensor's size torch imports its compiler for one.
-        features = (
-            torch.einsum("bic,cka->abik", inner, cores[-1]) if modes.kernel > 1 else inner.movedim(2, 0)
-        )
+        features = contract_chain([inner, cores[-1]]) if modes.kernel > 1 else inner
         return (
             output.permute(1, 0, 2).reshape(modes.out_channels, -1),
-            features.reshape(-1, modes.columns),
+            features.permute(2, 0, 1).reshape(-1, modes.columns),
         )
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:

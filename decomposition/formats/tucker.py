@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from decomposition.factorised import FactorisedLayer, StagedLayer
-from decomposition.formats.algebra import leading_left_vectors
+from decomposition.formats.algebra import leading_left_vectors, product
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.layers import DecomposableModule, LayerSpec
@@ -49,7 +49,9 @@ class Tucker(TensorFormat):
         if modes.kernel == 1:
             return cores[0], cores[1].T
         output, core, inner = cores
-        return output, torch.einsum("abk,ib->aik", core, inner).reshape(core.shape[0], -1)
+        by_position = core.transpose(1, 2)
+        features = product(by_position.flatten(0, 1), inner.T).reshape(*by_position.shape[:2], -1)
+        return output, features.transpose(1, 2).flatten(1)
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
         """Replace U."""
