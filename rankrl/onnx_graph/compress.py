@@ -204,14 +204,12 @@ def compress_onnx(
         finalists=finalists,
         episodes=episodes,
     )
-    if multiple is None:
-        multiple = 1 if latency is None else fast_multiple(timing.folder)
     chosen = CandidateOptions(
         chosen_formats(decomposition),
         precisions=tuple(precisions),
         reduce_range=timing.reduce_range,
         candidates=candidates,
-        multiple=multiple,
+        multiple=1 if multiple is None else multiple,
         weigh_outputs=weigh_outputs,
         skip=tuple(skip),
         only=tuple(only),
@@ -230,6 +228,7 @@ def compress_onnx(
         term=term,
         heldout=heldout,
         options=options,
+        suit_processor=multiple is None,
         cache=None if cache is None else Path(cache),
         folder=None if folder is None else Path(folder),
     )
@@ -250,6 +249,7 @@ def compress_file(
     term: FileTerm = OnnxScoring.term,
     heldout: float = HELDOUT,
     options: FitOptions = CHOOSING,
+    suit_processor: bool = False,
     cache: Path | None = None,
     folder: Path | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
@@ -270,6 +270,8 @@ def compress_file(
         term: What plans are scored by without a score of the user's.
         heldout: Share of the inputs that the result is compared on.
         options: How much work each fit may do while ranks are chosen.
+        suit_processor: With a budget in time, measure what ranks had better be multiples of on this
+            processor, in place of the candidates' own multiple.
         cache: Where fits are kept for later calls, or None.
         folder: Where the search keeps its record, or None.
         on_episode: Called with the row of every newly scored plan.
@@ -302,6 +304,8 @@ def compress_file(
             candidates, precisions=without_integers(candidates.precisions, given.network.source)
         )
     check_reachable(given, candidates, search)
+    if suit_processor and search.latency is not None:
+        candidates = replace(candidates, multiple=fast_multiple(finishing.timing.folder))
     split, feed, finishing = given.split, *_timed(given, finishing)
     beside, timing = 1.0, finishing.timing
     if search.latency is not None:
