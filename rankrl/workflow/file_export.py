@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
+from onnx import helper
 from torch import nn
 
 from decomposition import Inputs, calibrate_ranges
@@ -112,19 +114,19 @@ def export_file(
         "channel_block": channel_block,
         "preprocessing": inputs.preprocessing,
     }
-    fastest, execution = fastest_form(
+    fastest, execution, timed = fastest_form(
         in_file, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
     )
     unverified = scratch / "unverified.onnx"
-    written = export_network(
-        fastest,
-        unverified,
-        inputs.shape,
-        inputs.feeds(),
-        metadata=metadata,
-        reduce_range=reduce_range,
-        **options,
-    )
+    if timed is None:
+        feeds = inputs.feeds()
+        options |= {"metadata": metadata, "reduce_range": reduce_range}
+        version = export_network(fastest, unverified, inputs.shape, feeds, **options).opset
+    else:
+        model = onnx.load(timed)
+        helper.set_model_props(model, {**metadata, **{each.key: each.value for each in model.metadata_props}})
+        write_atomically(unverified, model.SerializeToString())
+        version = next(each.version for each in model.opset_import if each.domain == "")
     difference, agreement = inputs.verified(in_file, unverified, scratch)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
@@ -148,9 +150,9 @@ def export_file(
         "busy": latency.busy,
         "batch": timing["batch"],
         "threads": timing["threads"],
-        "file_bytes": written.file_bytes,
+        "file_bytes": path.stat().st_size,
         "baseline_file_bytes": baseline.stat().st_size,
-        "opset": written.opset,
+        "opset": version,
         "preprocess": inputs.preprocessing is not None,
     }
     return section, latency

@@ -37,14 +37,15 @@ def fastest_form(
     timed: Batch | None,
     channel_block: int,
     **options: Any,
-) -> tuple[nn.Module, str]:
-    """Return the form of a compressed network that is fastest in onnxruntime, and its name.
+) -> tuple[nn.Module, str, Path | None]:
+    """Return the form of a compressed network that is fastest in onnxruntime, its name, and its file.
 
     Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores of every layer as
     layers, `contracted` contracts them to dense weights once, when the file is loaded, `mixed` does for each
     layer what is faster between its neighbours. All hold the same cores; of forms that are equally fast the
     first is taken. What was chosen is kept in the scratch folder, so that a run that goes on after an
-    interruption does not choose otherwise by a later timing.
+    interruption does not choose otherwise by a later timing. The file is None where none was written to be
+    timed: with a single form, or one that was chosen before.
 
     Args:
         network: The network.
@@ -60,25 +61,25 @@ def fastest_form(
     """
     layers = factorised_layers(network)
     if not layers:
-        return network, "dense"
+        return network, "dense", None
     if is_rounded(network):  # cores are stored as they are, stages computed in integers
-        return network, "staged"
+        return network, "staged", None
 
     def file_of(name: str, form: nn.Module) -> Path:
         path = scratch / f"{name}.onnx"
         export_onnx(form, path, shape, channel_block=channel_block, **options)
         return path
 
-    staged = file_of("staged", network)
-    digest = hashlib.sha256(staged.read_bytes()).hexdigest()
+    files = {"staged": file_of("staged", network)}
+    digest = hashlib.sha256(files["staged"].read_bytes()).hexdigest()
     chosen = _chosen_before(scratch / FORM_FILE, digest)
     if chosen is None:
         slow = faster_contracted(network, shape, timing, channel_block)
         tried = {"staged": [], "mixed": slow, "contracted": list(layers)}
         if len(slow) in (0, len(layers)):
             del tried["mixed"]
-        files = {name: file_of(name, contracted(network, tried[name])) for name in tried if name != "staged"}
-        turns = [(DEFAULT_RUNTIME, path) for path in (staged, *files.values())]
+        files |= {name: file_of(name, contracted(network, tried[name])) for name in tried if name != "staged"}
+        turns = [(DEFAULT_RUNTIME, path) for path in files.values()]
         times = time_in_turns(turns, inputs=timed, **timing)
         best = 0
         for other in range(1, len(turns)):
@@ -89,7 +90,7 @@ def fastest_form(
         chosen = name, tried[name]
         write_json(scratch / FORM_FILE, {"chosen": name, "contracted": tried[name], "of": digest})
     name, names = chosen
-    return (network if name == "staged" else contracted(network, names)), name
+    return (network if name == "staged" else contracted(network, names)), name, files.get(name)
 
 
 def faster_contracted(
