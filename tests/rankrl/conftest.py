@@ -176,5 +176,13 @@ def small_evaluator(
 
 
 @pytest.fixture
+def staged_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write networks as they are: which form of a file is faster takes most of the exports of a small one."""
+    monkeypatch.setattr(
+        "rankrl.workflow.file_export.fastest_form", lambda network, *_, **__: (network, "staged", None)
+    )
+
+
+@pytest.fixture
 def synthetic_evaluator(small_problem: SearchProblem) -> SyntheticEvaluator:
     return SyntheticEvaluator(small_problem)

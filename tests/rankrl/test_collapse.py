@@ -118,11 +118,12 @@ def test_a_file_that_is_written_wrongly_is_never_returned_in_silence(
     monkeypatch.setattr(file, "set_metadata", ruin)
     options: dict[str, Any] = dict.fromkeys(("options", "final_options"), FitOptions(iterations=5))
     net, small = tmp_path / "net.onnx", tmp_path / "small.onnx"
-    ruined = rankrl.compress_onnx(net, given, small, params=0.75, **options, **LITTLE)
+    ruined = rankrl.compress_onnx(net, given, small, params=0.75, decomposition="tucker", **options, **LITTLE)
     assert ruined.collapsed is not None
     assert ruined.collapsed in [each.message for each in caplog.records if each.levelname == "ERROR"]
 
 
+@pytest.mark.usefixtures("staged_files")
 def test_a_module_that_a_training_ruins_is_told_as_collapsed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,8 @@ from rankrl.training import train_on
 from rankrl.workflow.own_inputs import HeldoutScore
 from rankrl.workflow.sample import Sample, read_samples
 
+pytestmark = pytest.mark.usefixtures("staged_files")
+
 IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {
     "timing": rankrl.LatencyOptions(batch=4, runs=2),

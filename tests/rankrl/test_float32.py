@@ -69,8 +69,17 @@ def test_a_network_in_float32_keeps_what_its_forward_casts_to() -> None:
     assert type(in_float32(plain(torch.float32))) is nn.Sequential
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("network", [Mixed, plain])
+@pytest.mark.parametrize(
+    ("network", "dtype"),
+    [
+        (Mixed, torch.bfloat16),
+        (plain, torch.float16),
+        (plain, torch.float64),
+        pytest.param(Mixed, torch.float16, marks=pytest.mark.slow),
+        pytest.param(Mixed, torch.float64, marks=pytest.mark.slow),
+        pytest.param(plain, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_files_of_other_types_compute_in_float32(
     network: type[nn.Module], dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -79,6 +88,7 @@ def test_files_of_other_types_compute_in_float32(
     assert verify_onnx(model, tmp_path / "model.onnx", x) < 1e-4
 
 
+@pytest.mark.usefixtures("staged_files")
 @pytest.mark.parametrize(
     ("model", "precisions", "finetune"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from rankrl.workflow.latency import LatencyOptions
 FITS: dict[str, Any] = {"final_options": FitOptions(iterations=10), "timing": LatencyOptions(batch=2, runs=2)}
 LITTLE: dict[str, Any] = {
     **FITS,
-    "candidates": 12,
+    "decomposition": "tucker",
+    "candidates": 6,
     "options": FitOptions(iterations=5),
     "params": 0.15,
     "selector": "random",
@@ -32,15 +34,20 @@ LITTLE: dict[str, Any] = {
 }
 
 
+def run(folder: Path, /, target: str = "small.onnx", **options: Any) -> OnnxCompression:
+    onnx.save(convolutions(), folder / "net.onnx")
+    return rankrl.compress_onnx(folder / "net.onnx", images(100), folder / target, **{**LITTLE, **options})
+
+
 @pytest.fixture
 def searched(tmp_path: Path) -> Callable[..., OnnxCompression]:
-    onnx.save(convolutions(), tmp_path / "net.onnx")
+    return partial(run, tmp_path)
 
-    def run(**options: Any) -> OnnxCompression:
-        target = tmp_path / options.pop("target", "small.onnx")
-        return rankrl.compress_onnx(tmp_path / "net.onnx", images(100), target, **{**LITTLE, **options})
 
-    return run
+@pytest.fixture(scope="module")
+def at_random(tmp_path_factory: pytest.TempPathFactory) -> OnnxCompression:
+    """A search by `random`."""
+    return run(tmp_path_factory.mktemp("random"))
 
 
 def test_divergences_are_measured_on_the_file(searched: Callable[..., OnnxCompression]) -> None:
@@ -54,9 +61,9 @@ def test_divergences_are_measured_on_the_file(searched: Callable[..., OnnxCompre
 
 @pytest.mark.parametrize("selector", ["random", "bayes", "ddpg"])
 def test_the_best_of_the_scored_plans_is_carried_out(
-    selector: str, searched: Callable[..., OnnxCompression]
+    selector: str, searched: Callable[..., OnnxCompression], at_random: OnnxCompression
 ) -> None:
-    result = searched(selector=selector)
+    result = at_random if selector == "random" else searched(selector=selector)
     assert result.search is not None
     rows = result.search.rows
     assert len(rows) == 6
@@ -78,11 +85,10 @@ def test_the_inputs_that_results_are_compared_on_choose_nothing(tmp_path: Path) 
     assert len(np.unique(np.concatenate(parts), axis=0)) == 100
 
 
-def test_plans_are_scored_on_inputs_of_their_own(searched: Callable[..., OnnxCompression]) -> None:
-    result = searched()
-    assert result.search is not None
-    assert {row.images for row in result.search.rows} == {20}
-    assert result.search.best.score != 1 - result.outputs[0].error
+def test_plans_are_scored_on_inputs_of_their_own(at_random: OnnxCompression) -> None:
+    assert at_random.search is not None
+    assert {row.images for row in at_random.search.rows} == {20}
+    assert at_random.search.best.score != 1 - at_random.outputs[0].error
 
 
 def test_a_users_score_decides(searched: Callable[..., OnnxCompression]) -> None:
@@ -103,9 +109,11 @@ def test_a_users_score_decides(searched: Callable[..., OnnxCompression]) -> None
 
 
 def test_a_search_that_was_killed_goes_on(
-    searched: Callable[..., OnnxCompression], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: Callable[..., OnnxCompression],
+    at_random: OnnxCompression,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = searched(selector="random")
     value, calls = OnnxPlanEvaluator.value, []
 
     def killed(self: OnnxPlanEvaluator, choices: Any) -> float:
@@ -121,9 +129,10 @@ def test_a_search_that_was_killed_goes_on(
             searched(**options)
     monkeypatch.setattr(OnnxPlanEvaluator, "value", killed)
     resumed = searched(**options)
-    assert resumed.path.read_bytes() == whole.path.read_bytes()
-    assert whole.search is not None
-    assert len(calls) <= 1 + whole.search.evaluations  # none was scored twice but the one that was cut off
+    assert resumed.path.read_bytes() == at_random.path.read_bytes()
+    assert at_random.search is not None
+    # None was scored twice but the one that was cut off.
+    assert len(calls) <= 1 + at_random.search.evaluations
     assert (tmp_path / "run" / "episodes.csv").exists()
 
 
@@ -162,10 +171,10 @@ def test_a_plan_is_carried_out_as_in_the_run_that_made_it(network: str, tmp_path
     assert applied.search is None
 
 
-def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_plans_that_do_not_fit_are_refused(at_random: OnnxCompression, tmp_path: Path) -> None:
     onnx.save(convolutions(), tmp_path / "net.onnx")
     onnx.save(tokens(), tmp_path / "other.onnx")
-    plan = rankrl.compress_onnx(tmp_path / "net.onnx", images(100), tmp_path / "a.onnx", **LITTLE).plan
+    plan = at_random.plan
 
     def refused(plan: CompressionPlan, name: str = "net.onnx", inputs: Any = None) -> str:
         given = images(100) if inputs is None else inputs
@@ -192,9 +201,9 @@ def test_nodes_can_be_left_out(searched: Callable[..., OnnxCompression]) -> None
 
 @pytest.mark.parametrize("measure", ["bytes", "macs"])
 def test_two_budgets_are_kept_at_once(measure: str, searched: Callable[..., OnnxCompression]) -> None:
-    one = searched(params=0.8)
+    one = searched(params=0.8, selector="greedy")
     fraction = 0.8 * one.after[measure] / one.before[measure]
-    both = searched(params=0.8, **{measure: fraction})
+    both = searched(params=0.8, selector="greedy", **{measure: fraction})
     assert both.after["params"] <= 0.8 * both.before["params"]
     assert both.after[measure] <= fraction * both.before[measure]
     assert one.after[measure] > fraction * one.before[measure]
