@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decomposition.inputs import ExampleInputs, example_batch, run_model
 from decomposition.wrappers import unwrapped
 
-_COUNTED = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
+_PRODUCTS = {torch.ops.aten.addmm: 1, torch.ops.aten.mm: 0}
+"""Products of two matrices, and where among the arguments the first of them is."""
 
 
 @contextmanager
@@ -45,9 +49,9 @@ def count_parameters(model: nn.Module) -> int:
 def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     """Count the multiply-accumulates of convolutions and linear layers for one input.
 
-    Counting happens below the module level (`torch.utils.flop_counter`), so that layers made of several
-    stages count as what they execute. Element-wise operations, normalisation, and the contraction of small
-    cores into a weight, which does not grow with the image, are left out.
+    Counting happens below the module level, where `torch.utils.flop_counter` counts the same, so that layers
+    made of several stages count as what they execute. Element-wise operations, normalisation, and the
+    contraction of small cores into a weight, which does not grow with the image, are left out.
 
     The projections of attention (`nn.MultiheadAttention`, on queries, keys, values and outputs) are linear
     layers and counted; what attention does between them, the scaled dot products, is not. Recurrent layers
@@ -61,14 +65,48 @@ def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     Returns:
         The number of multiply-accumulates (half the floating-point operations).
     """
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton where it is installed
-
     model = unwrapped(model)
-    counter = FlopCounterMode(display=False)
-    with evaluation_mode(model), _recurrence_in_steps(model), counter:
-        run_model(model, example_batch(model, input_shape))
-    counts: dict[Any, int] = counter.get_flop_counts().get("Global", {})
-    return sum(flops for operator, flops in counts.items() if operator in _COUNTED) // 2
+    example, counter = example_batch(model, input_shape), _Counter()
+    # Nothing is compiled unless that part of torch is loaded, which takes a second.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with evaluation_mode(model), _recurrence_in_steps(model), eager, counter:
+        run_model(model, example)
+    return counter.macs
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the multiply-accumulates of all convolutions and products of matrices that are called."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would load it, which takes a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = getattr(func, "overloadpacket", None)
+        counted = operator is torch.ops.aten.convolution or operator in _PRODUCTS
+        if operator is not None and not counted:
+            with self:  # of others that it is made of, in inference mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if operator in _PRODUCTS:
+            left, right = args[_PRODUCTS[operator] :][:2]
+            self.macs += left.shape[0] * right.shape[0] * right.shape[1]
+        elif counted:
+            x, weight, transposed = args[0], args[1], args[6]
+            positions = (x if transposed else result).shape
+            self.macs += positions[0] * math.prod(positions[2:]) * weight.numel()
+        return result
 
 
 @contextmanager

@@ -93,6 +93,43 @@ def test_macs_of_other_layers_equal_what_torch_counts(model: nn.Module, shape: t
     assert compressible_layers(model, shape)[0].macs == count_macs(model, shape)
 
 
+class Functional(nn.Module):
+    """Products that no module computes: batched by a transform, and in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.vmap(self.first)(x)
+        with torch.inference_mode():
+            return self.second(y.clone()) @ y.new_ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Functional(), (4,)),
+        (
+            nn.Sequential(nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, groups=2), nn.Conv2d(6, 4, 3, groups=2)),
+            (4, 7, 6),
+        ),
+        (nn.LSTM(5, 4, 2, bidirectional=True), (6, 5)),
+    ],
+    ids=["functions", "transposed and grouped", "recurrent"],
+)
+def test_macs_are_those_of_torchs_own_counter(model: nn.Module, shape: tuple[int, ...]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton where it is installed
+
+    aten, counter = torch.ops.aten, FlopCounterMode(display=False)
+    with counter, torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        model(torch.zeros(1, *shape))
+    counts = counter.get_flop_counts()["Global"]
+    assert 2 * count_macs(model, shape) == sum(
+        counts.get(o, 0) for o in (aten.convolution, aten.addmm, aten.mm)
+    )
+
+
 def test_the_layers_macs_add_up_to_the_models(small_net: nn.Module) -> None:
     specs = inspect_layers(small_net, (3, 10, 10))
     assert sum(spec.macs for spec in specs) == count_macs(small_net, (3, 10, 10))
