@@ -56,27 +56,36 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+SHAPE = (3, 8, 8)
+
+
+def planned(model: nn.Module) -> decomposition.CompressionPlan:
+    return decomposition.plan_by_heuristic(
+        model, SHAPE, "tucker", "greedy", 0.5, calibration=X, candidates=3, options=QUICK
+    )
+
+
+@pytest.fixture(scope="module")
+def plain_plan() -> decomposition.CompressionPlan:
+    """What the network itself gets."""
+    return planned(network())
+
+
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
 @pytest.mark.usefixtures("distributed")
 def test_a_wrapped_network_becomes_what_the_plain_one_becomes(
-    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+    wrap: Callable[[nn.Module], nn.Module], plain_plan: decomposition.CompressionPlan, tmp_path: Path
 ) -> None:
     plain, wrapped = network(), wrap(network()).eval()
-    shape = (3, 8, 8)
     assert decomposition.inspect_layers(wrapped, X) == decomposition.inspect_layers(plain, X)
-    assert decomposition.count_macs(wrapped, shape) == decomposition.count_macs(plain, shape)
-    options = {"calibration": X, "candidates": 3, "options": QUICK}
-    plans = [
-        decomposition.plan_by_heuristic(each, shape, "tucker", "greedy", 0.5, **options)  # type: ignore[arg-type]
-        for each in (plain, wrapped)
-    ]
-    assert plans[0] == plans[1]
-    small, other = (decomposition.apply_plan(each, plans[0], X, options=QUICK) for each in (plain, wrapped))
+    assert decomposition.count_macs(wrapped, SHAPE) == decomposition.count_macs(plain, SHAPE)
+    assert planned(wrapped) == plain_plan
+    small, other = (decomposition.apply_plan(each, plain_plan, X, options=QUICK) for each in (plain, wrapped))
     assert type(other) is nn.Sequential
     torch.testing.assert_close(other(X), small(X), rtol=0, atol=0)
     # A compressed network that was trained inside of a wrapper is saved as the one inside.
     decomposition.save_compressed(
-        nn.DataParallel(other), plans[0], tmp_path / "small.safetensors", dense=wrapped
+        nn.DataParallel(other), plain_plan, tmp_path / "small.safetensors", dense=wrapped
     )
     loaded, _ = decomposition.load_compressed(wrapped, tmp_path / "small.safetensors")
     torch.testing.assert_close(loaded.eval()(X), small(X), rtol=0, atol=0)
