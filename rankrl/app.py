@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
 from rankrl.config.choices import check_catalogue, store_groups
+from rankrl.config.composition import composing, parsed_flags
 from rankrl.config.folder import config_folder
 from rankrl.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
 from rankrl.config.input_files import check_input_files, network_of_weights
@@ -156,6 +158,43 @@ def _show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
+    """Return what Hydra gets of a command line, once all of it is checked that needs no computing.
+
+    Args:
+        arguments: What was written; the groups are stored already.
+
+    Returns:
+        The arguments as Hydra reads them, with those that are known from a run's record; None where all is
+        said: a page of help, a run that is finished.
+
+    Raises:
+        RankrlError: An option, a value or a folder is refused.
+    """
+    helping = not HELP_FLAGS.isdisjoint(arguments)
+    arguments = readable_arguments(arguments)
+    finished = finished_run(arguments)
+    if finished is not None:
+        _show_finished(finished)
+        return None
+    arguments = resumed_arguments(arguments)
+    known = network_of_weights(arguments)
+    if known:
+        print(f"rankrl: {' '.join(known)}, as in the run of weights=")
+    arguments = sweep_arguments([*known, *arguments])
+    with composing(parsed_flags(arguments)):
+        check_overrides(arguments)
+        if helping:
+            _show(help_page(arguments))
+            return None
+        finished = check_resumed(arguments)
+        if finished is not None:
+            _show_finished(finished)
+            return None
+        check_folders(arguments)
+    return arguments
+
+
 def main() -> None:
     """Run the command line; errors that a user can cure exit with code 2 and one paragraph.
 
@@ -176,26 +215,10 @@ def main() -> None:
         return
     try:
         if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
-            sys.argv[1:] = readable_arguments(sys.argv[1:])
-            finished = finished_run(sys.argv[1:])
-            if finished is not None:
-                _show_finished(finished)
+            checked = checked_arguments(sys.argv[1:])
+            if checked is None:
                 return
-            sys.argv[1:] = resumed_arguments(sys.argv[1:])
-            known = network_of_weights(sys.argv[1:])
-            if known:
-                print(f"rankrl: {' '.join(known)}, as in the run of weights=")
-                sys.argv[1:] = [*known, *sys.argv[1:]]
-            check_overrides(sys.argv[1:])
-            if given & HELP_FLAGS:
-                _show(help_page(sys.argv[1:]))
-                return
-            sys.argv[1:] = sweep_arguments(sys.argv[1:])
-            finished = check_resumed(sys.argv[1:])
-            if finished is not None:
-                _show_finished(finished)
-                return
-            check_folders(sys.argv[1:])
+            sys.argv[1:] = checked
     except RankrlError as error:
         _leave(error, USER_ERROR)
     try:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from rankrl.app import main
+from decomposition.errors import DecompositionError
+from rankrl.app import _run_task, checked_arguments, main
 from rankrl.config.applicable import check_applicable
-from rankrl.config.folder import config_folder
-from rankrl.errors import ConfigError
+from rankrl.config.choices import group_names, store_groups
+from rankrl.config.composition import composed_config, composing
+from rankrl.config.overrides import parsed_overrides
+from rankrl.config.schema import AppConfig
+from rankrl.errors import ConfigError, RankrlError
 from rankrl.models import save_checkpoint
+from rankrl.workflow.run_folder import RunFolder
 
 QUICK = (
     "model=conv4",
@@ -50,10 +56,8 @@ def with_effect(*arguments: str, removable: Collection[str] = QUICK) -> tuple[st
     if not set(arguments) & set(removable):
         return arguments
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
-            overrides = [each for each in arguments if not each.startswith("-") and "=" in each]
-            config: Any = OmegaConf.to_container(compose("config", overrides=overrides))
-    except (HydraException, OmegaConfBaseException, ValueError):
+        config = values(*(each for each in arguments if not each.startswith("-") and "=" in each))
+    except (RankrlError, HydraException, OmegaConfBaseException, ValueError):
         return arguments  # refused for something else
     return tuple(each for each in arguments if each not in removable or _has_effect(each, config))
 
@@ -86,6 +90,59 @@ def call(*arguments: str) -> None:
         patch.setattr(sys, "argv", ["rankrl", *with_effect(*arguments)])
         GlobalHydra.instance().clear()
         main()
+
+
+@cache
+def _with_choices(choices: tuple[str, ...]) -> DictConfig:
+    store_groups()
+    with composing():
+        return composed_config(choices)
+
+
+def configuration(*overrides: str) -> DictConfig:
+    """Return the configuration with these overrides, composed once for the same choices of groups."""
+    parsed, groups = parsed_overrides(overrides), group_names()
+    choices = [str(each.input_line) for each in parsed if each.key_or_group in groups]
+    config = copy.deepcopy(_with_choices(tuple(choices)))
+    OmegaConf.set_readonly(config, None)
+    for each in parsed:
+        option = each.key_or_group
+        if option in groups or option.startswith(("hydra.", "hydra/")):
+            continue
+        if each.is_delete():
+            section, _, name = option.rpartition(".")
+            with open_dict(config):
+                del (OmegaConf.select(config, section) if section else config)[name]
+        else:
+            OmegaConf.update(config, option, each.value(), merge=True, force_add=each.is_add())
+    return config
+
+
+def values(*overrides: str) -> dict[str, Any]:
+    """Return the configuration with these overrides, plain values."""
+    plain: Any = OmegaConf.to_container(configuration(*overrides), resolve=True)
+    return plain
+
+
+def settings(*overrides: str) -> AppConfig:
+    """Return the configuration with these overrides, as tasks get it."""
+    typed: Any = OmegaConf.to_object(configuration(*overrides))
+    return typed
+
+
+def refusal(*arguments: str) -> str:
+    """Return why a command line is refused before Hydra starts."""
+    store_groups()
+    with pytest.raises(RankrlError) as refused:
+        checked_arguments(arguments)
+    return " ".join(str(refused.value).split())
+
+
+def task_refusal(*arguments: str) -> str:
+    """Return why a task refuses its options: a run without Hydra, and without the checks before it."""
+    with pytest.raises((RankrlError, DecompositionError)) as refused:
+        _run_task(settings(*arguments), values(*arguments), RunFolder(Path("run")))
+    return " ".join(str(refused.value).split())
 
 
 class SmallNetwork(nn.Module):

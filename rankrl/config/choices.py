@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
@@ -23,6 +24,16 @@ from rankrl.errors import ConfigError
 
 # What the schema types and gives defaults to, and a file may choose otherwise.
 _UNTYPED = ("budget",)
+
+
+class _Choices(dict[str, Any]):
+    """The choices of a group in Hydra's store, which Hydra copies whole for each composition.
+
+    It copies once more what it loads from there, and writes to nothing that is stored.
+    """
+
+    def __deepcopy__(self, memo: object) -> _Choices:
+        return self
 
 
 def groups() -> Mapping[str, Group]:
@@ -60,6 +71,8 @@ def store_groups() -> None:
             store.store(group=name, name=choice, node=group.node(choice), provider="rankrl")
     for name in _UNTYPED:
         store.store(group=name, name="default", node={}, provider="rankrl")
+    for name in (*groups(), *_UNTYPED):
+        store.repo[name] = _Choices(store.repo.get(name, {}))
 
 
 def group_names() -> list[str]:

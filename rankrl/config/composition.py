@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -17,14 +19,50 @@ from hydra._internal.utils import (  # Hydra has no public way to tell flags fro
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rankrl.config.choices import group_choices
 from rankrl.config.folder import config_folder
 from rankrl.errors import ConfigError
 
 MAIN_FILE = "config"
-_main_file = ContextVar("main file", default="")
+_KEPT = 8  # of a sweep's many configurations only the first is asked for again
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What configurations are composed from: the folder of ours, that which a flag adds, the main file."""
+
+    own: Path
+    added: Path | None
+    main: str
+
+
+@dataclass(frozen=True)
+class _Composing:
+    """What a `composing` block composes from, and what it has composed, by overrides and Hydra's part."""
+
+    files: _Files
+    known: dict[tuple[tuple[str, ...], bool], DictConfig] = field(default_factory=dict)
+
+    def config(self, overrides: tuple[str, ...], *, with_hydra: bool) -> DictConfig:
+        key = overrides, with_hydra
+        if key not in self.known:
+            if with_hydra:
+                config = compose(self.files.main, overrides=list(overrides), return_hydra_config=True)
+            else:  # a copy takes a tenth of the time
+                config = copy.deepcopy(self.config(overrides, with_hydra=True))
+                OmegaConf.set_readonly(config, None)
+                with open_dict(config):
+                    del config["hydra"]
+            OmegaConf.set_readonly(config, True)
+            self.known[key] = config
+            while len(self.known) > _KEPT:
+                del self.known[next(iter(self.known))]
+        return self.known[key]
+
+
+_composing: ContextVar[_Composing | None] = ContextVar("composing", default=None)
 
 
 def parsed_flags(arguments: Sequence[str]) -> Namespace:
@@ -34,7 +72,9 @@ def parsed_flags(arguments: Sequence[str]) -> Namespace:
 
 @contextmanager
 def composing(flags: Namespace | None = None) -> Iterator[None]:
-    """Let `composed_config` compose configurations within the block.
+    """Let `composed_config` compose configurations within the block, each of them once.
+
+    A block within another, for the same flags, goes on with what that one has composed.
 
     Args:
         flags: Those of the command line (`parsed_flags`); None for none.
@@ -42,32 +82,36 @@ def composing(flags: Namespace | None = None) -> Iterator[None]:
     Raises:
         ConfigError: There is no folder that a flag names.
     """
-    own, added, name = config_folder(), None, MAIN_FILE
-    if flags is not None:
-        own = own if flags.config_path is None else _folder("--config-path", flags.config_path)
-        added = None if flags.config_dir is None else _folder("--config-dir", flags.config_dir)
-        name = flags.config_name or MAIN_FILE
-    token = _main_file.set(name)
+    files, outer = _files(flags), _composing.get()
+    if outer is not None and outer.files == files:
+        yield
+        return
+    token = _composing.set(_Composing(files))
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(own)):
-            if added is not None:
+        with initialize_config_dir(version_base="1.3", config_dir=str(files.own)):
+            if files.added is not None:
                 GlobalHydra.instance().clear()
-                path = create_config_search_path(str(own))
-                path.prepend("command-line", f"file://{added}", SearchPathQuery(provider="schema"))
+                path = create_config_search_path(str(files.own))
+                path.prepend("command-line", f"file://{files.added}", SearchPathQuery(provider="schema"))
                 Hydra.create_main_hydra2(task_name="app", config_search_path=path)
             yield
     finally:
-        _main_file.reset(token)
+        _composing.reset(token)
 
 
 def composed_config(overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:
     """Return the configuration with these overrides, within `composing` or a run of Hydra's.
 
+    Within `composing` it is read-only, since others get the same one.
+
     Args:
         overrides: The command line's.
         with_hydra: Whether Hydra's own options are wanted, too.
     """
-    name = _main_file.get() or str(HydraConfig.get().job.config_name or MAIN_FILE)
+    composing_now = _composing.get()
+    if composing_now is not None:
+        return composing_now.config(tuple(overrides), with_hydra=with_hydra)
+    name = str(HydraConfig.get().job.config_name or MAIN_FILE)
     return compose(name, overrides=list(overrides), return_hydra_config=with_hydra)
 
 
@@ -76,6 +120,18 @@ def offered_choices(group: str) -> list[str]:
     if not GlobalHydra.instance().is_initialized():
         return group_choices(group)
     return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
+
+
+def _files(flags: Namespace | None) -> _Files:
+    """Return what a command line with these flags is composed from."""
+    own, added = config_folder(), None
+    if flags is None:
+        return _Files(own, added, MAIN_FILE)
+    if flags.config_path is not None:
+        own = _folder("--config-path", flags.config_path)
+    if flags.config_dir is not None:
+        added = _folder("--config-dir", flags.config_dir)
+    return _Files(own, added, flags.config_name or MAIN_FILE)
 
 
 def _folder(flag: str, name: str) -> Path:

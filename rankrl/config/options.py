@@ -49,13 +49,17 @@ def dataset(config: AppConfig) -> ImageData:
 
 
 def candidate_options(config: AppConfig) -> CandidateOptions:
-    """Return which candidates are fitted, and how."""
+    """Return which candidates are fitted, and how; of a budget in time the processor may be measured."""
+    multiple = config.decomposition.rank_multiple
+    if multiple is None and config.budget.latency is not None:
+        multiple = fast_multiple(cache_folder() / "latencies")
+    return _candidate_options(config, multiple)
+
+
+def _candidate_options(config: AppConfig, multiple: int | None) -> CandidateOptions:
     chosen = config.decomposition
-    multiple = chosen.rank_multiple
     if multiple is not None and multiple < 1:
         raise ConfigError(f"decomposition.rank_multiple must be at least 1, got {multiple}")
-    if multiple is None:
-        multiple = 1 if config.budget.latency is None else fast_multiple(cache_folder() / "latencies")
     return CandidateOptions(
         precisions=_precisions(config),
         reduce_range=config.export.reduce_range,
@@ -66,7 +70,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
         formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
         tensorised=chosen.tensorised,
         candidates=chosen.candidates,
-        multiple=multiple,
+        multiple=multiple or 1,
         iterations=chosen.iterations,
         weigh_outputs=chosen.weigh_outputs,
     )
@@ -132,7 +136,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     final_fit(config)
     batch_norm_correction(config)
     evaluator_options(config)
-    setting = search_options(config).setting(candidate_options(config))
+    setting = search_options(config).setting(_candidate_options(config, config.decomposition.rank_multiple))
     if config.task == "compare":
         chosen = [(each.selector, each.options) for each in compared_selectors(config)]
     else:

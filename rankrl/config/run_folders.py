@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def check_folders(arguments: Sequence[str]) -> None:
     with composing(flags):
         try:
             overrides = longest_overrides(flags.overrides, multirun=flags.multirun)
-            config = composed_config(overrides, with_hydra=True)
+            config = copy.deepcopy(composed_config(overrides, with_hydra=True))
             with read_write(config.hydra), open_dict(config.hydra):
                 config.hydra.job.num, config.hydra.job.id = 0, "0"
             HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from rankrl.config.composition import parsed_flags
+from rankrl.config.overrides import parsed_overrides
 
 _SUBDIRECTORY = "hydra.sweep.subdir"
 
@@ -16,10 +15,12 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
 
     `rankrl -m dataset=mnist seed=0,1` gets the folders `seed-0` and `seed-1`: stable when values are added
     later, and without what all jobs share.
+
+    Raises:
+        ConfigError: An override cannot be parsed.
     """
     parsed = parsed_flags(arguments)
-    overrides = OverridesParser.create().parse_overrides(parsed.overrides)
-    given = {override.key_or_group: override for override in overrides}
+    given = {override.key_or_group: override for override in parsed_overrides(parsed.overrides)}
     if not (parsed.multirun or "experiment" in given):
         return list(arguments)
     options = {name: each for name, each in given.items() if not name.startswith(("hydra.", "hydra/"))}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from command_line import values
 
-from rankrl.config.applicable import RULES
+from rankrl.config.applicable import RULES, check_applicable
 from rankrl.config.overrides import check_overrides
 from rankrl.errors import ConfigError
 
@@ -119,6 +120,10 @@ IDLE = [
 ]
 
 
+def check(arguments: tuple[str, ...]) -> None:
+    check_applicable(values(*arguments), [each.partition("=")[0] for each in arguments])
+
+
 def test_every_rule_has_its_case() -> None:
     assert [rule.option for rule in RULES] == [option for option, _, _ in IDLE]
 
@@ -126,7 +131,7 @@ def test_every_rule_has_its_case() -> None:
 @pytest.mark.parametrize(("option", "arguments", "message"), IDLE)
 def test_options_without_effect_are_refused(option: str, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        check_overrides(arguments)
+        check(arguments)
     assert str(refused.value).startswith(option.rstrip("."))
 
 
@@ -159,7 +164,13 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
     ],
 )
 def test_options_with_an_effect_and_those_that_ask_for_nothing_pass(arguments: tuple[str, ...]) -> None:
-    check_overrides(arguments)
+    check(arguments)
+
+
+def test_the_command_line_is_looked_at() -> None:
+    check_overrides(["task=train", "train.epochs=3"])
+    with pytest.raises(ConfigError, match=r"^search\.episodes=5 has no effect: task=train"):
+        check_overrides(["task=train", "search.episodes=5"])
 
 
 def test_each_job_of_a_sweep_is_looked_at() -> None:

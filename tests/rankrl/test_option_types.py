@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import hydra
 import pytest
+from command_line import values
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from rankrl.config.folder import config_folder
 from rankrl.config.values import check_values
@@ -32,9 +31,7 @@ NEEDED = {
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda each: str(each))
 def test_the_files_of_the_configuration_hold_what_is_allowed(group: str, choice: str) -> None:
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = hydra.compose("config", [f"{group}={choice}", *NEEDED.get(choice, ())])
-    check_values(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+    check_values(values(f"{group}={choice}", *NEEDED.get(choice, ())))
 
 
 @pytest.mark.parametrize(

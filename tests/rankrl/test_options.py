@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import hydra
 import pytest
-from omegaconf import OmegaConf
+from command_line import settings
 
 from rankrl.config import options
-from rankrl.config.folder import config_folder
-from rankrl.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.models import build_model
-
-
-def settings(*overrides: str) -> AppConfig:
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config: Any = OmegaConf.to_object(hydra.compose("config", list(overrides)))
-    return config
 
 
 def test_a_budget_in_time_is_measured_as_the_export_is() -> None:

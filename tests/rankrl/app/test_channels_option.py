@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import QUICK, read_json, small_network
+from command_line import QUICK, read_json, small_network, task_refusal
 
 from decomposition import CompressionPlan
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 
 Command = Callable[..., None]
-Refused = Callable[..., str]
 
 
 def test_channels_leave_the_network_within_one_search(rankrl: Command, tmp_path: Path) -> None:
@@ -41,8 +40,8 @@ def test_channels_leave_the_network_within_one_search(rankrl: Command, tmp_path:
     rankrl(*("task=evaluate", *small_network(tmp_path), "weights=run/model.safetensors"))
 
 
-def test_fractions_out_of_range_are_refused(refused: Refused, tmp_path: Path) -> None:
-    message = refused(*QUICK, *small_network(tmp_path), "decomposition.channels=[1.5]", "budget.macs=0.5")
+def test_fractions_out_of_range_are_refused(tmp_path: Path) -> None:
+    message = task_refusal(*small_network(tmp_path), "decomposition.channels=[1.5]", "budget.macs=0.5")
     assert "decomposition.channels: 1.5 is outside (0, 1)" in message
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import SmallNetwork, read_json, small_network
+from command_line import SmallNetwork, read_json, small_network, task_refusal
 
 from decomposition import (
     CompressionPlan,
@@ -26,7 +26,6 @@ from rankrl.report.gather import gather_runs
 from rankrl.tasks.compressed import both_chose, method_of
 
 Command = Callable[..., None]
-Refused = Callable[..., str]
 SHAPE = (1, 8, 8)
 
 
@@ -145,17 +144,17 @@ def test_the_network_and_the_data_of_a_run_need_not_be_given_again(
 
 
 def test_weights_of_no_run_name_the_options_that_are_missing(
-    refused: Refused, compressed: tuple[str, ...], tmp_path: Path
+    compressed: tuple[str, ...], tmp_path: Path
 ) -> None:
-    message = refused("task=evaluate", compressed[-1])
+    message = task_refusal("task=evaluate", compressed[-1])
     assert "cannot be loaded into model=resnet20 for dataset=digits" in message
     assert "with the options model and dataset that the run had" in message
     dense = f"weights={tmp_path / 'small.safetensors'}"
-    assert "a dense network is given as model.checkpoint=" in refused("task=evaluate", dense)
+    assert "a dense network is given as model.checkpoint=" in task_refusal("task=evaluate", dense)
 
 
 def test_a_plan_of_another_network_is_refused_before_anything_is_trained(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def begun(*_: object, **__: object) -> None:
         raise AssertionError("work has begun")
@@ -164,10 +163,12 @@ def test_a_plan_of_another_network_is_refused_before_anything_is_trained(
     plan = cp_plan(SmallNetwork(10).eval())
     plan.save(tmp_path / "plan.json")
     given = ("task=apply", f"plan={tmp_path / 'plan.json'}")
-    assert "plan.json cannot be applied to model=conv4 for dataset=digits" in refused(*given, "model=conv4")
+    assert "plan.json cannot be applied to model=conv4 for dataset=digits" in task_refusal(
+        *given, "model=conv4"
+    )
     layers = tuple(
         replace(each, operations=tuple(replace(o, ranks=(6, 6)) for o in each.operations)) for each in plan
     )
     replace(plan, layers=layers).save(tmp_path / "plan.json")
     small = ("model=custom", "model._target_=command_line.SmallNetwork")
-    assert "layer 'conv2': cp takes one rank, got [6, 6]" in refused(*given, *small)
+    assert "layer 'conv2': cp takes one rank, got [6, 6]" in task_refusal(*given, *small)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import task_refusal, values
 from torch import nn
 
 import rankrl
 from decomposition import DecompositionError
+from rankrl.config.values import check_values
 from rankrl.errors import ConfigError, DataError
 
 Refused = Callable[..., str]
@@ -26,7 +28,6 @@ def _begun(*_: object, **__: object) -> Any:
         (("search.episodes=0",), "search.episodes must be positive, got 0"),
         (("search.seconds=0",), "search.seconds must be positive, got 0.0; null means no limit"),
         (("search.patience=-1",), "search.patience must be positive"),
-        (("search.finalists=0",), "search.finalists must be at least 1"),
         (("search.workers=0",), "search.workers"),
         (("decomposition.format=foo",), "there is no tensor format 'foo'; choose from cp, "),
         (("decomposition.format=tuker",), "Did you mean 'tucker'?"),
@@ -65,10 +66,16 @@ def _begun(*_: object, **__: object) -> Any:
     ],
 )
 def test_options_are_refused_before_data_are_read(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr("rankrl.config.options.load_dataset", _begun)
-    assert expected in refused(*arguments)
+    monkeypatch.setattr("rankrl.config.options.fast_multiple", _begun)
+    assert expected in task_refusal(*arguments)
+
+
+def test_a_run_is_refused_before_data_are_read(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankrl.config.options.load_dataset", _begun)
+    assert "search.finalists must be at least 1" in refused("search.finalists=0")
 
 
 @pytest.mark.parametrize(
@@ -80,26 +87,27 @@ def test_options_are_refused_before_data_are_read(
     ],
 )
 def test_what_is_fine_gets_as_far_as_the_data(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     def read(*_: object, **__: object) -> None:
         raise DataError("the data are read")
 
     monkeypatch.setattr("rankrl.config.options.load_dataset", read)
-    assert "the data are read" in refused(*arguments)
+    assert "the data are read" in task_refusal(*arguments)
 
 
-def test_options_of_another_optimizer_are_refused_where_they_are_given(refused: Refused) -> None:
+def test_options_of_another_optimizer_are_refused_where_they_are_given() -> None:
     given = ("train.optim.name=onnx_adam", "+train.optim.options.momentum=0.9")
-    assert "'onnx_adam' has no option 'momentum'" in refused("task=train", *given)
+    with pytest.raises(ConfigError, match="'onnx_adam' has no option 'momentum'"):
+        check_values(values("task=train", *given))
 
 
 @pytest.mark.parametrize("budget", ["budget.params=0.0001", "budget.macs=0.0001", "budget.bytes=0.0001"])
 def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, budget: str
+    monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
     monkeypatch.setattr("rankrl.tasks.steps.run_training", _begun)
-    assert "the least is 0." in refused("model=conv4", budget)
+    assert "the least is 0." in task_refusal("model=conv4", budget)
 
 
 @pytest.mark.parametrize(

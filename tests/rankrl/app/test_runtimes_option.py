@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import read_json
+from command_line import read_json, task_refusal
 
 from rankrl.export import ExportError, get_runtime
 from rankrl.workflow import runtimes
@@ -70,18 +70,18 @@ def test_a_runtime_that_computes_something_else_is_warned_of_and_not_timed(
 
 @pytest.mark.parametrize("task", ["pipeline", "prune", "export"])
 def test_a_runtime_that_is_not_installed_is_refused_before_any_work(
-    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
-    message = refused(f"task={task}", "export.runtimes=[onnxruntime,openvino]", "hydra.run.dir=run")
-    assert message.startswith("rankrl: export.runtimes: the runtime 'openvino' cannot be used here")
+    message = task_refusal(f"task={task}", "export.runtimes=[onnxruntime,openvino]")
+    assert message.startswith("export.runtimes: the runtime 'openvino' cannot be used here")
     assert "pip install 'rankrl[openvino]'" in message
     written = {path.name for path in tmp_path.rglob("*")}
     assert not [name for name in written if name.endswith((".onnx", ".safetensors"))]
     assert not written & {"metrics.json", "report.html"}
 
 
-def test_unknown_runtimes_are_refused_with_the_nearest_name(refused: Callable[..., str]) -> None:
-    message = refused("export.runtimes=[openvin]")
+def test_unknown_runtimes_are_refused_with_the_nearest_name() -> None:
+    message = task_refusal("export.runtimes=[openvin]")
     assert "export.runtimes: there is no runtime 'openvin'; choose from onnxruntime" in message
     assert "Did you mean 'openvino'?" in message
