@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,78 +15,77 @@ from rankrl.config.groups import GROUPS
 from rankrl.errors import ConfigError
 
 HEAVY = ("torch", "sklearn", "scipy", "stable_baselines3", "torchvision", "onnx", "onnxruntime", "matplotlib")
-MAIN = """
-import sys
+COMMANDS = """
+import contextlib, io, json, os, sys
 from rankrl.app import main
-try:
-    main()
-finally:
-    print(*sys.modules, sep="\\n")
+for arguments, environment in json.loads(sys.argv[1]):
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            main()
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code or 0
+    print(json.dumps({"code": code, "said": out.getvalue(), "modules": list(sys.modules)}))
 """
+ANSWERED = {
+    "--help": (0, "Tasks (task=NAME)"),
+    "--version": (0, "rankrl "),
+    "--cfg job": (0, "task: pipeline"),
+    "serch.episodes=3": (2, "Did you mean 'search.episodes'?"),
+    "selector=ddgp": (2, "Did you mean 'ddpg'?"),
+    "search.episodes=few": (2, "search.episodes must be a whole number"),
+    "selector=bayes selector.optimizm=1": (2, "Did you mean 'selector.optimism'?"),
+    "task=pipline": (2, "Did you mean 'pipeline'?"),
+    "-sc query=bash": (0, "selector=bayes selector=bayes_ddpg"),
+    "task=evaluate weights=. hydra.run.dir=run": (2, "weights=. is a folder; give weights=model.safetensors"),
+    "task=apply plan=. hydra.run.dir=run": (2, "plan=. is a folder; give a file, such as plan.json"),
+    "task=evaluate model.checkpoint=none.th hydra.run.dir=run": (
+        2,
+        "cannot be read: there is no checkpoint file none.th; check the path",
+    ),
+}
 
 
-def modules(code: str, *arguments: str, **environment: str) -> tuple[set[str], subprocess.CompletedProcess]:
-    """Run code that prints the modules it has loaded at the end; return them and the process."""
+def run(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
-    return set(done.stdout.splitlines()), done
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("--help",), 0, "Tasks (task=NAME)"),
-        (("--version",), 0, "rankrl "),
-        (("--cfg", "job"), 0, "task: pipeline"),
-        (("serch.episodes=3",), 2, "Did you mean 'search.episodes'?"),
-        (("selector=ddgp",), 2, "Did you mean 'ddpg'?"),
-        (("search.episodes=few",), 2, "search.episodes must be a whole number"),
-        (("selector=bayes", "selector.optimizm=1"), 2, "Did you mean 'selector.optimism'?"),
-        (("task=pipline",), 2, "Did you mean 'pipeline'?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_the_command_line_answers_without_torch(arguments: tuple[str, ...], code: int, said: str) -> None:
-    loaded, done = modules(MAIN, *arguments)
-    assert done.returncode == code
-    assert said in done.stdout + done.stderr
-    assert "rankrl.app" in loaded
-    assert not loaded.intersection(HEAVY)
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What one process answers to every command, and what it has imported by then."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "model.safetensors").touch()
+    completed = {"COMP_LINE": "rankrl selector=bay", "COMP_POINT": "19"}
+    given = [(command.split(), completed if "-sc" in command else {}) for command in ANSWERED]
+    done = run(COMMANDS, json.dumps(given), cwd=folder)
+    assert not done.returncode, done.stderr
+    found = dict(zip(ANSWERED, map(json.loads, done.stdout.splitlines()), strict=True))
+    return {**found, "left": {"files": [path.name for path in folder.iterdir()]}}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("task=evaluate", "weights={}"), "weights={0} is a folder; give weights={0}/model.safetensors"),
-        (("task=apply", "plan={}"), "plan={} is a folder; give a file, such as plan.json"),
-        (
-            ("task=evaluate", "model.checkpoint={}/none.th"),
-            "cannot be read: there is no checkpoint file {}/none.th; check the path",
-        ),
-    ],
-)
-def test_files_that_are_not_there_are_refused_without_torch(
-    tmp_path: Path, options: tuple[str, ...], said: str
-) -> None:
-    (tmp_path / "model.safetensors").touch()
-    run = tmp_path / "run"
-    loaded, done = modules(MAIN, *(each.format(tmp_path) for each in options), f"hydra.run.dir={run}")
-    assert said.format(tmp_path) in done.stderr
-    assert done.returncode == 2
-    assert not loaded.intersection(HEAVY)
-    assert not run.exists()
+@pytest.mark.parametrize("command", ANSWERED)
+def test_the_command_line_answers_without_torch(command: str, answers: dict[str, dict[str, Any]]) -> None:
+    answer = answers[command]
+    code, said = ANSWERED[command]
+    assert answer["code"] == code
+    assert said in answer["said"]
+    assert "rankrl.app" in answer["modules"]
+    assert not set(answer["modules"]).intersection(HEAVY)
 
 
-@pytest.mark.parametrize(
-    ("argument", "code", "said"), [("--version", 0, "rankrl "), ("task=pipline", 2, "'pipeline'")]
-)
-def test_the_package_runs_as_the_command_does(argument: str, code: int, said: str) -> None:
-    command = [sys.executable, "-m", "rankrl", argument]
+def test_what_is_refused_without_torch_leaves_no_folder(answers: dict[str, dict[str, Any]]) -> None:
+    assert answers["left"]["files"] == ["model.safetensors"]
+
+
+def test_the_package_runs_as_the_command_does() -> None:
+    command = [sys.executable, "-m", "rankrl", "task=pipline"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    assert said in done.stdout + done.stderr
+    assert done.returncode == 2
+    assert "'pipeline'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -99,16 +98,10 @@ def test_help_may_be_read_in_part() -> None:
     assert (process.returncode, errors) == (0, "")
 
 
-def test_completion_answers_without_torch() -> None:
-    loaded, done = modules(MAIN, "-sc", "query=bash", COMP_LINE="rankrl selector=bay", COMP_POINT="19")
-    assert "selector=bayes selector=bayes_ddpg" in done.stdout
-    assert not loaded.intersection(HEAVY)
-
-
 def test_importing_packages_imports_nothing_of_them_yet() -> None:
-    loaded, done = modules("import sys, decomposition, rankrl; print(*sys.modules, sep='\\n')")
+    done = run("import sys, decomposition, rankrl; print(*sys.modules, sep='\\n')")
     assert not done.returncode, done.stderr
-    assert not loaded.intersection(HEAVY)
+    assert not set(done.stdout.split()).intersection(HEAVY)
 
 
 def test_packages_import_no_compiler_and_offer_what_their_listings_name() -> None:
@@ -122,8 +115,9 @@ print(gymnasium.spec("rankrl/RankSelection-v0").id)
 for package in (decomposition, rankrl, rankrl.agents):
     print(package.__name__, all(hasattr(package, name) for name in package.__all__), len(package.__all__) > 2)
 """
-    lines, done = modules(code)
+    done = run(code)
     assert not done.returncode, done.stderr
+    lines = set(done.stdout.splitlines())
     assert not lines.intersection({"torch._dynamo", "torch._inductor", "sympy", "scipy", "onnxruntime"})
     assert lines > {
         "before ['factorise', 'quantise']",
