@@ -10,6 +10,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,7 @@ def convert(
     outputs = len(program.graph_signature.user_outputs)
     names = ["output"] if outputs == 1 else [f"output_{index}" for index in range(outputs)]
     try:
-        with _silence(), _translations_read_once():
+        with _silence(), _operators_listed_once():
             converted = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -152,19 +153,44 @@ def _in_order(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple[torch.Te
 
 
 @contextlib.contextmanager
-def _translations_read_once() -> Iterator[None]:
-    """Keep torch from reading its translations of all operators anew for this export.
+def _operators_listed_once() -> Iterator[None]:
+    """Keep torch from reading its translations of operators anew for this export, and from listing all often.
 
-    It parses the source of every one of them at each export, which takes half of the time of a small one; a
-    budget in time exports dozens. The table is private to torch: where it is not found, or another than
-    expected, nothing is changed.
+    It parses the source of every translation at each export, which takes half of the time of a small one, and
+    lists the operators of all libraries once for each of thirty, twice; a budget in time exports dozens. Both
+    are private to torch: what is not found, or another than expected, is left as it is. The translations are
+    kept for later exports, the list is not: a program may load operators of its own in between.
     """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_TRANSLATING)  # in another thread, too
+        stack.enter_context(_translations_kept())
+        stack.enter_context(_list_kept())
+        yield
+
+
+@contextlib.contextmanager
+def _list_kept() -> Iterator[None]:
+    try:
+        from torch._export import utils
+
+        own = utils._materialize_cpp_cia_ops
+    except (ImportError, AttributeError):
+        yield
+        return
+    utils._materialize_cpp_cia_ops = cache(own)
+    try:
+        yield
+    finally:
+        utils._materialize_cpp_cia_ops = own
+
+
+@contextlib.contextmanager
+def _translations_kept() -> Iterator[None]:
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
     except ImportError:
         ONNXRegistry = None  # type: ignore[assignment,misc]
-    with _TRANSLATING:  # in another thread, too
-        own = getattr(ONNXRegistry, "__dict__", {}).get("from_torchlib")
+    own = getattr(ONNXRegistry, "__dict__", {}).get("from_torchlib")
     if not isinstance(own, classmethod):
         yield
         return
@@ -175,12 +201,11 @@ def _translations_read_once() -> Iterator[None]:
             _TRANSLATIONS[key] = own.__func__(cls, *args, **options)
         return _TRANSLATIONS[key]
 
-    with _TRANSLATING:
-        ONNXRegistry.from_torchlib = classmethod(known)  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            ONNXRegistry.from_torchlib = own  # type: ignore[method-assign,assignment]
+    ONNXRegistry.from_torchlib = classmethod(known)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ONNXRegistry.from_torchlib = own  # type: ignore[method-assign,assignment]
 
 
 @contextlib.contextmanager

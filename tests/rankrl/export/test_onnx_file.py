@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -30,11 +31,14 @@ def test_the_file_computes_what_the_model_computes(exported: Exported) -> None:
     assert verify_onnx(model, result.path, torch.randn(9, *SHAPE)) <= 1e-4
 
 
-def test_torch_reads_its_translations_once(
+def test_torch_reads_its_translations_once_and_lists_operators_once_an_export(
     make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
+    utils = pytest.importorskip("torch._export.utils")
     really, read = registration.ONNXRegistry.__dict__["from_torchlib"], []
+    list_operators = Mock(wraps=utils._materialize_cpp_cia_ops)
+    monkeypatch.setattr(utils, "_materialize_cpp_cia_ops", list_operators)
 
     def from_torchlib(cls: type, *arguments: int, **options: int) -> object:
         read.append((arguments, options))
@@ -48,6 +52,8 @@ def test_torch_reads_its_translations_once(
     for path in paths:
         export_onnx(model, path, SHAPE)
     assert len(read) == 1
+    assert list_operators.call_count == len(paths)
+    assert utils._materialize_cpp_cia_ops is list_operators
     assert registration.ONNXRegistry.__dict__["from_torchlib"] is ours
     assert paths[0].read_bytes() == paths[1].read_bytes()
 

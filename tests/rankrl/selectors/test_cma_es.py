@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import cmaes
 import numpy as np
 import pytest
 
 from rankrl.envs.actions import ImportanceMap
 from rankrl.errors import ConfigError
 from rankrl.selectors import check_selector, create_selector
+
+cmaes = pytest.importorskip("cmaes")
 
 
 def reward(choices) -> float:
