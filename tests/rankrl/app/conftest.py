@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import BUDGET, QUICK, call, workplace
+from matplotlib.figure import Figure
 
 from rankrl.workflow.run_folder import RunFolder
 
@@ -17,6 +18,27 @@ from rankrl.workflow.run_folder import RunFolder
 def _own_folders(tmp_path: Path) -> Iterator[None]:
     with workplace(tmp_path):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave figures of reports empty: they take half of a small run. The session's fixtures draw theirs."""
+    monkeypatch.setattr("rankrl.report.html_page.inline_svg", lambda *_: "<svg></svg>")
+    for module in ("write", "comparison_page"):
+        monkeypatch.setattr(f"rankrl.report.{module}.save_figure", _no_figure)
+
+
+def _no_figure(_: Figure, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export compressed networks layer by layer, without trying other forms: that takes five exports more."""
+    monkeypatch.setattr(
+        "rankrl.workflow.file_export.fastest_form", lambda network, *_, **__: (network, "staged", None)
+    )
 
 
 Command = Callable[..., None]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import QUICK, read_json
+from command_line import QUICK, read_json, task_refusal
 from torch import nn
 
 from rankrl.models import create_model
@@ -55,7 +55,8 @@ def failing(width):
 
 
 @pytest.fixture(autouse=True)
-def _my_networks(tmp_path: Path) -> None:
+def _my_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)  # as the command line does
     (tmp_path / "networks_of_mine.py").write_text(NETWORKS)
 
 
@@ -82,12 +83,14 @@ def test_a_class_of_torch_names_nothing() -> None:
     assert model_title({"_target_": "mine.build"}, nn.Sequential()) == "mine.build"
 
 
+@pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize("name", ["tensor_ring", pytest.param("cp", marks=pytest.mark.slow)])
 def test_network_that_needs_contiguous_maps_goes_through_the_pipeline(
     rankrl: Callable[..., None], tmp_path: Path, name: str
 ) -> None:
     own = ("model=custom", "model._target_=networks_of_mine.Viewing", "+model.width=12")
-    rankrl(*own, *QUICK[1:], f"decomposition={name}", "budget.params=0.5", f"hydra.run.dir={tmp_path}/run")
+    options = (f"decomposition={name}", "budget.params=0.5", "export.int8=false")
+    rankrl(*own, *QUICK[1:], *options, f"hydra.run.dir={tmp_path}/run")
     metrics = read_json(tmp_path / "run" / "metrics.json")
     assert metrics["model"] == "networks_of_mine.Viewing"
     assert metrics["compressed"]["params"] <= 0.5 * metrics["baseline"]["params"]
@@ -106,16 +109,17 @@ def test_network_that_cannot_be_exported_is_refused_before_the_search(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), "model._target_"),
         (("model._target_=networks_of_mine.failing", "+model.width=3"), "called with (width=3)"),
         (("model._target_=networks_of_mine.Viewing", "+model.num_classes=7"), "the dataset has 10 classes"),
         (("model._target_=networks_of_mine.Branch",), "returns a torch.float32 tensor of shape (2, 1, 8, 8)"),
     ],
 )
-def test_own_network_that_cannot_be_built_is_refused(
-    refused: Callable[..., str], arguments: tuple[str, ...], expected: str
-) -> None:
-    assert expected in refused("model=custom", *arguments, "task=inspect")
+def test_own_network_that_cannot_be_built_is_refused(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in task_refusal("model=custom", *arguments, "task=inspect")
+
+
+def test_own_network_needs_a_name(refused: Callable[..., str]) -> None:
+    assert "model._target_" in refused("model=custom", "task=inspect")
 
 
 def test_names_of_layers_are_shown_whole(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import QUICK, read_json, small_network
+from command_line import QUICK, read_json, refusal, small_network, task_refusal
+from torch import Tensor, nn
 
 from decomposition import CompressionPlan, Factorise
 from rankrl.operations import kept_channels
@@ -96,6 +97,7 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
     assert read_json(tmp_path / "export" / "metrics.json")["onnx"]["max_abs_difference"] <= 1e-4
 
 
+@pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize(
     ("between", "stages"),
     [
@@ -106,7 +108,8 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
 def test_epochs_before_the_decomposition_are_counted_apart(
     prune: Callable[..., Path], between: int, stages: dict[str, int]
 ) -> None:
-    folder = prune("run", *PRUNED_THEN_TUCKER, f"prune.finetune_epochs={between}", "finetune.epochs=1")
+    epochs = (f"prune.finetune_epochs={between}", "finetune.epochs=1")
+    folder = prune("run", *PRUNED_THEN_TUCKER, *epochs, "export.int8=false")
     trainings = read_json(folder / "metrics.json")["trainings"]
     assert {name: trainings[name]["epochs"] for name in trainings if name.startswith("finetune")} == stages
 
@@ -114,7 +117,7 @@ def test_epochs_before_the_decomposition_are_counted_apart(
 def test_applying_the_plan_gives_what_a_criterion_gave(
     prune: Callable[..., Path], rankrl: Command, small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    folder = prune("run", "pruner=first_k", "budget.params=0.5")
+    folder = prune("run", "pruner=first_k", "budget.params=0.5", "export.int8=false", "finetune.epochs=0")
     rankrl(
         *QUICK,
         *small,
@@ -154,14 +157,22 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("budget.macs=0.0001",), "cannot be reached"),
-        (("budget.params=0.5", "budget.macs=0.5"), "one target"),
-        (("budget.macs=1.5",), "outside (0, 1)"),
         (("pruner=lasso",), "choose from apoz"),
         (("pruner.name=lasso",), "Did you mean 'group_lasso'"),
         (("pruner.epoch=3",), "Did you mean 'pruner.epochs'"),
-        (("pruner.epochs=0",), "epochs must be at least 1"),
         (("pruner=magnitude", "pruner.scope=everywhere"), "uniform, global"),
+    ],
+)
+def test_what_is_no_option_is_refused_before_the_task(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal("task=prune", "model=conv4", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("budget.params=0.5", "budget.macs=0.5"), "one target"),
+        (("budget.macs=1.5",), "outside (0, 1)"),
+        (("pruner.epochs=0",), "epochs must be at least 1"),
         (("pruner.layers=[fc2]",), "layer 'fc2' cannot be pruned"),
         (("pruner.layers=[nothing]",), "layer 'nothing' cannot be pruned"),
         (("+pruner.strengths={layer1.0: 1}",), "the channel groups are conv1, conv2"),
@@ -174,27 +185,31 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
         ),
     ],
 )
-def test_bad_input_is_refused_before_the_network_is_trained(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+def test_bad_input_is_refused_by_the_task_before_the_network_is_trained(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr("rankrl.workflow.network.train", None)
-    assert expected in refused("task=prune", "model=conv4", *arguments)
+    assert expected in task_refusal("task=prune", "model=conv4", *arguments)
 
 
-def test_shared_modules_are_named(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source = "\n".join(
-        (
-            "from torch import nn",
-            "class Shared(nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            "        self.same, self.head = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 10)",
-            "    def forward(self, x):",
-            "        return self.head(self.same(self.same(x)).flatten(1))",
-        )
-    )
-    (tmp_path / "shared_network.py").write_text(source)
-    message = refused("task=prune", "model=custom", "model._target_=shared_network.Shared")
+def test_bad_input_is_told_in_one_paragraph(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankrl.workflow.network.train", None)
+    assert "cannot be reached" in refused("task=prune", "model=conv4", "budget.macs=0.0001")
+
+
+class Shared(nn.Module):
+    """A network whose only layer beside the head is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.head = nn.Conv2d(1, 1, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.same(self.same(x)).flatten(1))
+
+
+def test_shared_modules_are_named() -> None:
+    message = task_refusal("task=prune", "model=custom", f"model._target_={__name__}.Shared")
     assert "'same' is shared: it is called 2 times" in message
 
 

@@ -165,6 +165,7 @@ def test_model_onnx_is_enough_to_use_the_network(
         assert CompressionPlan.from_json(file.metadata()["rankrl.plan"]) == plan
 
 
+@pytest.mark.usefixtures("staged")
 def test_an_unverified_file_never_has_the_name(
     run: Callable[..., Path],
     whole_run: Path,
@@ -222,10 +223,7 @@ def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("cp", "tensor_ring") else pytest.mark.slow)
-        for name in list_formats()
-    ],
+    [pytest.param(name, marks=[] if name == "cp" else pytest.mark.slow) for name in list_formats()],
 )
 def test_every_format_goes_through_search_and_apply(
     run: Callable[..., Path], tmp_path: Path, name: str
@@ -340,7 +338,7 @@ def test_run_that_dies_while_reporting_does_not_look_finished(
 
     monkeypatch.setattr("rankrl.tasks.steps.write_report", kill)
     with pytest.raises(Killed):
-        run("broken", "task=train")
+        run("broken", "task=train", *small_network(tmp_path)[:2], "dataset.train_images=64")
     assert not (tmp_path / "broken" / "metrics.json").exists()
 
 

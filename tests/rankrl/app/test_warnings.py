@@ -20,7 +20,10 @@ from rankrl.workflow.latency import LatencyBudget
 
 Command = Callable[..., None]
 SHORT = (*QUICK, "selector=greedy", "search.episodes=1")
-OF_TASK = {"compare": ("compare.selectors=[greedy]", "compare.seeds=[0]"), "prune": ("pruner=magnitude",)}
+OF_TASK = {
+    "compare": ("compare.selectors=[greedy]", "compare.seeds=[0]"),
+    "prune": ("pruner=magnitude", "export.int8=false"),
+}
 NOTE = "The checkpoint may have been trained on these held-out images"
 
 
@@ -56,7 +59,8 @@ def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
 
 def test_a_training_that_learns_nothing_is_warned_of_with_its_rate(rankrl: Command, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    rankrl("task=train", "model=conv4", "train.epochs=1", "train.optim.lr=1e-6", f"hydra.run.dir={folder}")
+    training = ("train.epochs=1", "train.optim.lr=1e-6", "dataset.train_images=64")
+    rankrl("task=train", *small_network(tmp_path)[:2], *training, f"hydra.run.dir={folder}")
     (warning,) = read_json(folder / "metrics.json")["warnings"]
     assert "trained for 1 epoch (train.epochs) at the learning rate 1e-06 (train.optim.lr)" in warning
 
