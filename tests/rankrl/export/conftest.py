@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,7 @@ def _plain() -> nn.Module:
 
 
 def _residual() -> nn.Module:
-    return nn.Sequential(
-        ResidualBlock(3, 9, 1),
-        ResidualBlock(9, 17, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(17, 5),
-    )
+    return nn.Sequential(ResidualBlock(3, 9, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(9, 5))
 
 
 def _contracted() -> nn.Module:
@@ -116,19 +111,38 @@ def make_network(name: str) -> nn.Module:
     return randomise_batchnorm(NETWORKS[name]())
 
 
-@pytest.fixture(scope="session", params=sorted(NETWORKS))
-def exported(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[nn.Module, ExportResult]:
-    """Each of the small networks in turn (3x8x8 inputs, 5 classes), in training mode, and its ONNX file."""
-    model = make_network(request.param).train()
-    return model, export_onnx(model, tmp_path_factory.mktemp(request.param) / "model.onnx", (3, 8, 8))
+Exported = tuple[nn.Module, ExportResult]
 
 
 @pytest.fixture(scope="session")
-def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """Return one of the small networks by name, in training mode, and its file, for all tests to read."""
+
+    @cache
+    def export(name: str) -> Exported:
+        model = make_network(name).train()
+        return model, export_onnx(model, tmp_path_factory.mktemp(name) / "model.onnx", (3, 8, 8))
+
+    return export
+
+
+@pytest.fixture(params=sorted(NETWORKS))
+def exported(request: pytest.FixtureRequest, written: Callable[[str], Exported]) -> Exported:
+    """Each of the small networks in turn (3x8x8 inputs, 5 classes), in training mode, and its ONNX file."""
+    return written(request.param)
+
+
+@pytest.fixture(scope="session")
+def plain_file(written: Callable[[str], Exported]) -> Path:
     """The ONNX file of the plain network, for all tests to read."""
-    return export_onnx(make_network("plain"), tmp_path_factory.mktemp("plain") / "model.onnx", (3, 8, 8)).path
+    return written("plain")[1].path
+
+
+@pytest.fixture(scope="session")
+def fixed_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ONNX file of the plain network for batches of 4, for all tests to read."""
+    path, sample = tmp_path_factory.mktemp("fixed") / "model.onnx", torch.zeros(4, 3, 8, 8)
+    return export_onnx(make_network("plain"), path, (3, 8, 8), dynamic_batch=False, sample=sample).path
 
 
 @pytest.fixture(scope="session")
