@@ -11,24 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-import torch
-from torch import nn
 
 from rankrl.export import (
     DEFAULT_RUNTIME,
     ExportError,
     LatencyComparison,
     compare_latency,
-    export_onnx,
     is_unchanged,
     latency,
     measure_latency,
     time_in_turns,
 )
 from rankrl.export.runtimes import Session
-
-SHAPE = (3, 8, 8)
-Maker = Callable[[str], nn.Module]
 
 
 @pytest.fixture
@@ -191,9 +185,7 @@ def test_options_out_of_range_are_refused(path: Path, option: str) -> None:
         measure_latency(path, **{option: 0})
 
 
-def test_a_fixed_batch_must_be_the_one_asked_for(make: Maker, tmp_path: Path) -> None:
-    path = tmp_path / "fixed.onnx"
-    export_onnx(make("plain"), path, SHAPE, dynamic_batch=False, sample=torch.zeros(4, *SHAPE))
-    assert measure_latency(path, batch=4, runs=1).batch == 4
+def test_a_fixed_batch_must_be_the_one_asked_for(fixed_file: Path) -> None:
+    assert measure_latency(fixed_file, batch=4, runs=1).batch == 4
     with pytest.raises(ExportError, match="exported for batches of 4"):
-        measure_latency(path, batch=8, runs=1)
+        measure_latency(fixed_file, batch=8, runs=1)

@@ -19,6 +19,7 @@ import rankrl
 from decomposition.outputs import tensors_in
 from rankrl.export import ExportError, verify_onnx
 from rankrl.export.graph import name_outputs
+from rankrl.export.outputs import return_tensors_alone
 
 IMAGES = torch.randn(3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -56,6 +57,8 @@ OUTPUTS: dict[str, tuple[Any, list[str]]] = {
     "no identifiers": (lambda x, y: {"a b": y, "": y + 1}, ["output_0", "output_1"]),
     "names joined alike": (lambda x, y: {"a": [y], "a_0": y + 1}, ["output_0", "output_1"]),
 }
+RENAMED = {"name of a constant": ["scale", "b"], "name of the input": ["input"]}
+"""What the network calls outputs where its file has the name for something else."""
 
 
 class Returning(nn.Module):
@@ -71,6 +74,20 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
+def test_network_to_be_exported_returns_the_tensors_alone_with_their_names(kind: str) -> None:
+    output, _ = OUTPUTS[kind]
+    network = Returning(output).eval()
+    expected = tensors_in(network(IMAGES))
+    outputs = return_tensors_alone(network)
+    found = tensors_in(network(IMAGES))
+    assert outputs.names == RENAMED.get(kind, OUTPUTS[kind][1])
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "kind", ["dict with a size", "named tuple", "one tensor twice", "an input", "names of values", *RENAMED]
+)
 def test_file_returns_the_tensors_by_their_names(kind: str, tmp_path: Path) -> None:
     output, names = OUTPUTS[kind]
     network, path = Returning(output).eval(), tmp_path / "network.onnx"

@@ -58,13 +58,11 @@ def test_a_network_computes_what_pytorch_and_onnx_s_reference_compute(
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_session_says_what_it_takes(runtime: str, make: Maker, plain_file: Path, tmp_path: Path) -> None:
+def test_a_session_says_what_it_takes(runtime: str, plain_file: Path, fixed_file: Path) -> None:
     session = open_session(plain_file, runtime=runtime)
     assert (session.input_name, session.input_dtype) == ("input", np.float32)
     assert (session.input_shape, session.fixed_batch) == ((None, *SHAPE), None)
-    fixed = tmp_path / "fixed.onnx"
-    export_onnx(make("plain"), fixed, SHAPE, dynamic_batch=False, sample=torch.zeros(4, *SHAPE))
-    assert open_session(fixed, runtime=runtime).fixed_batch == 4
+    assert open_session(fixed_file, runtime=runtime).fixed_batch == 4
 
 
 @pytest.mark.parametrize("wrong", [images(2)[:, :1], images(2).astype(np.float64), images(2)[0]])
@@ -106,16 +104,24 @@ def test_a_file_in_integers_gives_the_classes_of_onnxruntime(
     assert class_agreement(network, integers, pairs, runtime=runtime) >= 0.95
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A network with weights stored in 8 bits and in 4, and its file."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
+    for bits, layer in {8: network[0], 4: network[-1]}.items():
+        Quantise(bits, "float32").round(layer)
+    path = tmp_path_factory.mktemp("rounded") / "model.onnx"
+    return network, export_network(network, path, SHAPE, []).path
+
+
 def test_weights_stored_in_integers_are_computed_with_in_floating_point(
-    runtime: str, make: Maker, tmp_path: Path, bits: int
+    runtime: str, rounded: tuple[nn.Module, Path]
 ) -> None:
-    network = make("plain").eval()
-    Quantise(bits, "float32").round(network[-1])
-    written = export_network(network, tmp_path / "model.onnx", SHAPE, [])
+    network, path = rounded
     with torch.no_grad():
         expected = network(torch.from_numpy(images(50))).numpy()
-    found = open_session(written.path, runtime=runtime).run(images(50))[0]
+    found = open_session(path, runtime=runtime).run(images(50))[0]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -127,14 +133,19 @@ def test_files_are_timed(runtime: str, plain_file: Path) -> None:
     assert timed.compare(0, 1).ratio_low <= timed.compare(0, 1).ratio_high
 
 
-def test_one_thread_computes_in_the_thread_that_calls(runtime: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def heavy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a network that computes for a while."""
+    network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3))
+    return export_onnx(network, tmp_path_factory.mktemp("heavy") / "model.onnx", (3, 32, 32)).path
+
+
+def test_one_thread_computes_in_the_thread_that_calls(runtime: str, heavy_file: Path) -> None:
     """What the processor time of a pass stands on; elsewhere passes are timed on the wall."""
     if not get_runtime(runtime).in_calling_thread:
         pytest.skip(f"{runtime} does not promise it")
-    network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
-    path = export_onnx(network, tmp_path / "model.onnx", (3, 32, 32)).path
-    session = open_session(path, threads=1, runtime=runtime)
-    batch = np.zeros((16, 3, 32, 32), np.float32)
+    session = open_session(heavy_file, threads=1, runtime=runtime)
+    batch = np.zeros((8, 3, 32, 32), np.float32)
     session.run(batch)
     thread, process = time.thread_time(), time.process_time()
     for _ in range(5):

@@ -12,18 +12,18 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from untrained import with_statistics
 
-from decomposition import Quantise, apply_plan, calibrate_ranges, make_plan
+from decomposition import FitOptions, Quantise, apply_plan, calibrate_ranges, make_plan
 from rankrl.export import export_network, export_onnx, quantise_onnx
 from rankrl.export.int8 import integer_nodes
 from rankrl.export.subsampling import convolve_subsampling, selects, store_selections
-from rankrl.models import create_model
+from rankrl.models.resnet import CifarResNet
 
 SHAPE = (3, 16, 16)
 END = np.iinfo(np.int64).max
@@ -35,9 +35,9 @@ def images(count: int = 8) -> Tensor:
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
-    """A ResNet-20 and its file."""
+    """A ResNet with two shortcuts that subsample, and its file."""
     torch.manual_seed(0)
-    model = with_statistics(create_model("resnet20", input_shape=SHAPE, num_classes=10)).eval()
+    model = with_statistics(CifarResNet(1, in_channels=3, num_classes=10))
     path = tmp_path_factory.mktemp("resnet") / "model.onnx"
     export_onnx(model, path, SHAPE, progress=False)
     return model, path
@@ -92,7 +92,6 @@ def shortcut(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_convolution_gives_what_slices_and_padding_give(data: st.DataObject) -> None:
     draw = data.draw
@@ -215,6 +214,17 @@ class Two(nn.Module):
         return self.head(torch.relu(y))
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    """The file of `Two` with its weights stored, for all tests to read."""
+    path = tmp_path_factory.mktemp("two") / "model.onnx"
+    torch.manual_seed(0)
+    export_onnx(Two().eval(), path, SHAPE, progress=False)
+    model = onnx.load(path)
+    store_selections(model)
+    return model
+
+
 @pytest.mark.parametrize(
     ("layers", "integer"),
     [
@@ -226,15 +236,10 @@ class Two(nn.Module):
     ],
 )
 def test_shortcut_is_in_integers_where_both_its_ends_are(
-    layers: list[str], integer: bool, tmp_path: Path
+    layers: list[str], integer: bool, two: onnx.ModelProto
 ) -> None:
-    path = tmp_path / "model.onnx"
-    torch.manual_seed(0)
-    export_onnx(Two().eval(), path, SHAPE, progress=False)
-    model = onnx.load(path)
-    store_selections(model)
-    chosen = set(integer_nodes(model.graph, {f"{name}.weight" for name in layers}))
-    (conv,) = filter(selects, model.graph.node)
+    chosen = set(integer_nodes(two.graph, {f"{name}.weight" for name in layers}))
+    (conv,) = filter(selects, two.graph.node)
     assert (conv.name in chosen) == integer
 
 
@@ -244,7 +249,9 @@ def test_mixed_network_agrees_with_its_file(tmp_path: Path) -> None:
     plan = make_plan(model, SHAPE, "cp", {"two": 8})
     entries = [replace(each, operations=(*each.operations, Quantise())) for each in plan]
     entries = [each if each.name in ("one", "two") else replace(each, operations=()) for each in entries]
-    network = apply_plan(model, replace(plan, layers=tuple(entries)), calibration=images(64)).eval()
+    network = apply_plan(
+        model, replace(plan, layers=tuple(entries)), calibration=images(64), options=FitOptions(iterations=5)
+    ).eval()
     calibrate_ranges(network, [images(64)])
     export_network(network, path, SHAPE, [images(64).numpy()])
     assert not {"Slice", "Pad"} & {node.op_type for node in onnx.load(path).graph.node}
