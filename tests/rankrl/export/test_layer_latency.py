@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -20,6 +22,7 @@ from decomposition import (
     FitLibrary,
     FitOptions,
     LatencyTable,
+    LayerSpec,
     compressible_layers,
     make_plan,
     plan_from_choices,
@@ -54,8 +57,19 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
+def small() -> nn.Module:
+    """A network that is exported in no time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3)).eval()
+
+
+def library_of(model: nn.Module, *formats: str) -> FitLibrary:
+    return FitLibrary(model, compressible_layers(model, SHAPE), formats, options=FitOptions(iterations=0))
+
+
+@pytest.fixture(scope="module")
 def library(model: nn.Module) -> FitLibrary:
-    return FitLibrary(model, compressible_layers(model, SHAPE), "tucker", options=FitOptions(iterations=0))
+    return library_of(model, "tucker")
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +80,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def table(model: nn.Module, library: FitLibrary, folder: Path) -> LatencyTable:
     return measure_layer_latencies(
-        model, library.all_candidates(limit=3), SHAPE, batch=4, runs=3, folder=folder
+        model, library.all_candidates(limit=2), SHAPE, batch=4, runs=3, folder=folder
     )
 
 
 def test_every_candidate_of_every_layer_is_measured(library: FitLibrary, table: LatencyTable) -> None:
-    sites = library.all_candidates(limit=3)
+    sites = library.all_candidates(limit=2)
     assert set(table.sites) == {site.name for site in sites}
     assert all(len(table.sites[site.name]) == len(site) for site in sites)
     assert all(time > 0 for times in table.sites.values() for time in times)
@@ -91,11 +105,11 @@ def test_a_table_is_measured_once(
         raise AssertionError("this should have come from the file")
 
     monkeypatch.setattr(rankrl.export.layer_latency.LayerTimer, "candidates", refuse)
-    sites = library.all_candidates(limit=3)
+    sites = library.all_candidates(limit=2)
     assert measure_layer_latencies(model, sites, SHAPE, batch=4, runs=3, folder=folder) == table
     with pytest.raises(AssertionError, match="come from the file"):
         measure_layer_latencies(model, sites, SHAPE, batch=5, runs=3, folder=folder)
-    fewer = library.all_candidates(limit=2)
+    fewer = library.all_candidates(limit=1)
     with pytest.raises(AssertionError, match="come from the file"):
         measure_layer_latencies(model, fewer, SHAPE, batch=4, runs=3, folder=folder)
 
@@ -121,11 +135,10 @@ def test_what_layers_of_one_geometry_have_in_common_is_timed_once(
         replace(second, candidates=(*first.candidates[:2], own, second.candidates[-1])),
     ]
     timed: list[str] = []
-    really = LayerTimer.candidates
 
-    def candidates(self: LayerTimer, dense: Any, spec: Any, chosen: Any) -> Any:
+    def candidates(timer: LayerTimer, dense: nn.Module, spec: LayerSpec, chosen: Sequence[Any]) -> np.ndarray:
         timed.extend(str(each) for each in chosen)
-        return really(self, dense, spec, chosen)
+        return np.arange(1.0, 1 + len(chosen))
 
     monkeypatch.setattr(LayerTimer, "candidates", candidates)
     table = measure_layer_latencies(model, sites, SHAPE, batch=2, runs=2)
@@ -142,7 +155,7 @@ def test_what_layers_of_one_geometry_have_in_common_is_timed_once(
 
 
 def test_dense_network_is_exported_once_for_all_plans(
-    model: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch
+    small: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported: list[nn.Module] = []
     really = rankrl.workflow.latency.export_network
@@ -152,24 +165,22 @@ def test_dense_network_is_exported_once_for_all_plans(
         return really(network, *arguments, **options)
 
     monkeypatch.setattr(rankrl.workflow.latency, "export_network", export)
-    sites = library.all_candidates(limit=3)
-    budget = LatencyBudget(model, sites, SHAPE, 0.9, LatencyOptions(batch=2, runs=2))
-    specs = compressible_layers(model, SHAPE)
+    sites = library_of(small, "tucker").all_candidates(limit=2)
+    budget = LatencyBudget(small, sites, SHAPE, 0.9, LatencyOptions(batch=2, runs=2))
+    specs = compressible_layers(small, SHAPE)
     for choice in (0, 1):
         plan = plan_from_choices(sites, [choice] * len(sites), specs, SHAPE, "a test")
         assert budget.measured(plan) > 0
-    assert [network is model for network in exported].count(True) == 1
+    assert [network is small for network in exported].count(True) == 1
     assert len(exported) == 3
 
 
-def test_candidates_of_several_formats_are_timed_beside_one_another(model: nn.Module) -> None:
-    specs = [spec for spec in compressible_layers(model, SHAPE) if spec.name == "2"]
-    several = FitLibrary(model, specs, ("tucker", "cp"), options=FitOptions(iterations=0))
-    (site,) = sites = several.all_candidates(limit=2)
-    table = measure_layer_latencies(model, sites, SHAPE, batch=2, runs=2)
-    assert set(table.sites) == {"2"}
-    assert len(table.sites["2"]) == len(site) == 5
-    problem = SearchProblem.from_model(model, sites, SHAPE, latency=1.0, latencies=table)
+def test_candidates_of_several_formats_are_timed_beside_one_another(small: nn.Module) -> None:
+    sites = library_of(small, "tucker", "cp").all_candidates(limit=1)
+    sites = [site for site in sites if site.name == "2"]
+    table = measure_layer_latencies(small, sites, SHAPE, batch=2, runs=2)
+    assert {name: len(times) for name, times in table.sites.items()} == {"2": 3}
+    problem = SearchProblem.from_model(small, sites, SHAPE, latency=1.0, latencies=table)
     assert problem.measure == "latency"
     assert problem.keeps_budget([each.dense for each in problem.sites])
 
@@ -177,7 +188,7 @@ def test_candidates_of_several_formats_are_timed_beside_one_another(model: nn.Mo
 def test_every_plan_of_the_problem_keeps_the_budget(
     model: nn.Module, library: FitLibrary, table: LatencyTable
 ) -> None:
-    sites = library.all_candidates(limit=3)
+    sites = library.all_candidates(limit=2)
     problem = SearchProblem.from_model(model, sites, SHAPE, latency=0.7, latencies=table, library=library)
     assert problem.measure == "latency"
     time = problem.cost(problem.preset).time
@@ -231,7 +242,7 @@ def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, fold
 
 @pytest.mark.parametrize("preprocess", [False, True])
 def test_a_network_is_timed_in_the_form_in_which_it_is_exported(
-    model: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch, preprocess: bool
+    small: nn.Module, monkeypatch: pytest.MonkeyPatch, preprocess: bool
 ) -> None:
     inputs = []
 
@@ -242,8 +253,10 @@ def test_a_network_is_timed_in_the_form_in_which_it_is_exported(
     monkeypatch.setattr("rankrl.workflow.latency.compare_latency", look)
     how = Preprocessing(*SHAPE, mean=(0.5,) * 3, std=(0.2,) * 3)
     options = LatencyOptions(preprocess=preprocess)
-    budget = LatencyBudget(model, library.all_candidates(limit=3), SHAPE, 0.8, options, how)
-    assert budget.measured(make_plan(model, SHAPE, "tucker", 4)) == 0.5
+    budget = LatencyBudget(
+        small, library_of(small, "tucker").all_candidates(limit=1), SHAPE, 0.8, options, how
+    )
+    assert budget.measured(make_plan(small, SHAPE, "tucker", 4)) == 0.5
     assert inputs == 2 * [onnx.TensorProto.UINT8 if preprocess else onnx.TensorProto.FLOAT]
 
 

@@ -217,8 +217,8 @@ def test_a_sample_of_one_image_still_gives_a_dynamic_batch(tmp_path: Path) -> No
 
 
 def test_half_precision_models_are_exported_in_float32(tmp_path: Path) -> None:
-    model = nn.Conv2d(3, 4, 3).to(torch.bfloat16)
-    export_onnx(model, tmp_path / "model.onnx", SHAPE)
+    model, sample = nn.Conv2d(3, 4, 3).to(torch.bfloat16), torch.randn(2, *SHAPE).to(torch.bfloat16)
+    export_onnx(model, tmp_path / "model.onnx", SHAPE, sample=sample)
     assert verify_onnx(model, tmp_path / "model.onnx", torch.randn(7, *SHAPE)) <= 1e-4
     assert next(model.parameters()).dtype == torch.bfloat16
 
