@@ -212,8 +212,14 @@ def test_grad_scaler_and_autocast_train_and_skip_overflowing_steps(name: str) ->
     assert losses[-1] < losses[0] / 2
 
 
-@onnx_optimizers
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("name", "foreach"),
+    [
+        pytest.param(name, foreach, marks=[] if foreach == (row % 2 == 0) else pytest.mark.slow)
+        for row, name in enumerate(list_optimizers("onnx_*"))
+        for foreach in (False, True)
+    ],
+)
 def test_a_compiled_step_is_one_graph_that_is_not_compiled_again(
     name: str, foreach: bool, make_params: Callable, clone_params: Callable
 ) -> None:

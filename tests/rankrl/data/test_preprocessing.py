@@ -17,6 +17,7 @@ from PIL import Image
 from rankrl.data import ImageData, Preprocessing, batches, load_dataset
 from rankrl.errors import DataError
 
+LETTERS = 'aZ 0."\\\n\x00\x7fé漢\u2028😀'
 numbers = st.floats(-5, 5, allow_nan=False)
 
 
@@ -32,7 +33,9 @@ def preprocessings(draw: st.DrawFn) -> Preprocessing:
         std=tuple(draw(st.lists(st.floats(0.01, 5), min_size=channels, max_size=channels))),
         resize=draw(st.none() | size),
         colours=draw(st.sampled_from(["RGB", None])) if channels == 3 else None,
-        class_names=draw(st.none() | st.lists(st.text(max_size=5), min_size=2, max_size=4).map(tuple)),
+        class_names=draw(
+            st.none() | st.lists(st.text(LETTERS, max_size=5), min_size=2, max_size=4).map(tuple)
+        ),
         in_graph=draw(st.booleans()),
     )
 
@@ -198,6 +201,7 @@ def test_names_that_do_not_fit_are_refused(
 
 
 @pytest.mark.data
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist"])
 def test_the_published_sets_have_a_name_for_every_label(name: str, data_folder: Path) -> None:
     if not (data_folder / f"{name}.npz").is_file():

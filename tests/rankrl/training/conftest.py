@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from rankrl.data import ImageData, load_dataset
+from rankrl.device import Precision
+from rankrl.training import TrainingRecipe, train
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +36,26 @@ class SmallNet(nn.Module):
         return self.linear(self.dropout(x))
 
 
+def small_net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return SmallNet()
+
+
 @pytest.fixture
 def make_network() -> Callable[[int], nn.Module]:
-    def make(seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return SmallNet()
+    return small_net
 
-    return make
+
+@pytest.fixture(scope="session")
+def trained_once(digits: ImageData) -> nn.Module:
+    """`trained`, which is a copy of it."""
+    model = small_net()
+    recipe = TrainingRecipe(epochs=6, lr=1e-2, batch_size=64)
+    train(model, digits, recipe, precision=Precision(torch.device("cpu"), torch.float32))
+    return model
+
+
+@pytest.fixture
+def trained(trained_once: nn.Module) -> nn.Module:
+    """A network that has learned the digits."""
+    return copy.deepcopy(trained_once)

@@ -23,7 +23,7 @@ from rankrl.workflow.calibration import calibration_images
 
 MakeNetwork = Callable[[int], nn.Module]
 FLOAT32 = Precision(torch.device("cpu"), torch.float32)
-RECIPE = TrainingRecipe(epochs=4, lr=3e-3, batch_size=64, restore_best=False)
+RECIPE = TrainingRecipe(epochs=2, lr=5e-3, batch_size=64, restore_best=False)
 
 
 @pytest.fixture
@@ -80,14 +80,12 @@ def test_what_a_plan_can_represent_already_is_not_pulled(
 
 
 def test_weights_come_nearer_to_the_plan_than_without(
-    digits: ImageData, make_network: MakeNetwork, images: torch.Tensor
+    digits: ImageData, trained: nn.Module, images: torch.Tensor
 ) -> None:
-    start = make_network(0)
-    train(start, digits, TrainingRecipe(epochs=8, lr=1e-2, batch_size=64), precision=FLOAT32)
     distances = {}
     for pulled in (False, True):
-        model = copy.deepcopy(start)
-        constraint = constrained(model, images, strength=0.05)
+        model = copy.deepcopy(trained)
+        constraint = constrained(model, images, strength=0.1)
         result = train(model, digits, RECIPE, precision=FLOAT32, constraint=constraint if pulled else None)
         distances[pulled] = constraint.distance()
         assert result.accuracy > 0.8
@@ -115,7 +113,7 @@ class KilledError(Exception):
     """Stands for a killed process."""
 
 
-@pytest.mark.parametrize("halvings", [0, 2])
+@pytest.mark.parametrize("halvings", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_killed_training_goes_on_to_the_bit(
     digits: ImageData, make_network: MakeNetwork, images: torch.Tensor, tmp_path: Path, halvings: int
 ) -> None:

@@ -24,10 +24,11 @@ from rankrl.training.optimizer import build_optimizer
 from rankrl.training.state import STATE_VERSION
 
 MakeNetwork = Callable[[int], nn.Module]
+OPTIMIZERS, SCHEDULES = optim.list_optimizers(), list_schedules()
 FLOAT32 = Precision(torch.device("cpu"), torch.float32)
 
 EVERYTHING = TrainingRecipe(
-    epochs=4,
+    epochs=3,
     batch_size=64,
     lr=5e-3,
     schedule="one_cycle",
@@ -79,8 +80,16 @@ def test_training_learns_and_keeps_parameters_float32(
     assert all(value.is_contiguous() for value in model.state_dict().values())
 
 
-@pytest.mark.parametrize("name", optim.list_optimizers())
-@pytest.mark.parametrize("schedule", list_schedules())
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [  # each of both once by default
+        pytest.param(
+            name, schedule, marks=[] if row % len(SCHEDULES) == column % len(OPTIMIZERS) else pytest.mark.slow
+        )
+        for row, name in enumerate(OPTIMIZERS)
+        for column, schedule in enumerate(SCHEDULES)
+    ],
+)
 def test_every_optimizer_and_schedule_lowers_the_loss_and_resumes(
     digits: ImageData, make_network: MakeNetwork, tmp_path: Path, name: str, schedule: str
 ) -> None:
@@ -91,21 +100,24 @@ def test_every_optimizer_and_schedule_lowers_the_loss_and_resumes(
     assert_resumes(digits, make_network, tmp_path / "s.safetensors", recipe, undisturbed, result.history)
 
 
+MOMENTUM = TrainingRecipe(
+    epochs=3,
+    batch_size=64,
+    lr=0.05,
+    optimizer="sgd",
+    optimizer_options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+)
+LAST_EPOCH = TrainingRecipe(epochs=3, batch_size=64, restore_best=False, augment=False)
+
+
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "dtype"),
     [
-        EVERYTHING,
-        TrainingRecipe(
-            epochs=4,
-            batch_size=64,
-            lr=0.05,
-            optimizer="sgd",
-            optimizer_options={"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
-        ),
-        TrainingRecipe(epochs=4, batch_size=64, restore_best=False, augment=False),
+        *((recipe, torch.float32) for recipe in (EVERYTHING, MOMENTUM, LAST_EPOCH)),
+        (EVERYTHING, torch.bfloat16),
+        *(pytest.param(recipe, torch.bfloat16, marks=pytest.mark.slow) for recipe in (MOMENTUM, LAST_EPOCH)),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_killed_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
     digits: ImageData, make_network: MakeNetwork, tmp_path: Path, recipe: TrainingRecipe, dtype: torch.dtype
 ) -> None:
@@ -260,14 +272,13 @@ def test_frozen_parameters_stay(digits: ImageData, make_network: MakeNetwork) ->
 
 
 def test_the_best_epoch_is_returned_and_patience_ends_the_training(
-    digits: ImageData, make_network: MakeNetwork
+    digits: ImageData, trained: nn.Module
 ) -> None:
-    # A rate that is far too high after a good start: accuracy soon stops rising.
-    model = make_network(0)
+    # A rate that is too high after a good start: accuracy soon stops rising.
     recipe = TrainingRecipe(
-        epochs=40, lr=0.05, schedule="constant", warmup=0.0, batch_size=64, early_stop_patience=2
+        epochs=40, lr=0.02, schedule="constant", warmup=0.0, batch_size=64, early_stop_patience=2
     )
-    result = train(model, digits, recipe, precision=FLOAT32)
+    result = train(trained, digits, recipe, precision=FLOAT32)
     best = max(row.accuracy for row in result.history)
     first_best = next(row for row in result.history if row.accuracy == best)
     assert result.stopped_early
@@ -277,11 +288,9 @@ def test_the_best_epoch_is_returned_and_patience_ends_the_training(
 
 @pytest.mark.parametrize("halvings", [0, 2])
 def test_a_network_that_training_makes_worse_is_handed_back_as_it_was(
-    digits: ImageData, make_network: MakeNetwork, tmp_path: Path, halvings: int
+    digits: ImageData, trained: nn.Module, tmp_path: Path, halvings: int
 ) -> None:
-    model = make_network(0)
-    train(model, digits, TrainingRecipe(epochs=6, lr=1e-2, batch_size=64), precision=FLOAT32)
-    trained = copy.deepcopy(model)
+    model = copy.deepcopy(trained)
     recipe = TrainingRecipe(
         epochs=2, lr=0.3, schedule="constant", warmup=0.0, batch_size=64, halvings=halvings
     )
@@ -317,18 +326,18 @@ def test_cores_are_sized_alike_before_the_first_step(digits: ImageData) -> None:
     assert torch.allclose(layer.weight, weight, atol=1e-4)
 
 
-def test_the_teacher_is_followed_and_left_as_it_was(digits: ImageData, make_network: MakeNetwork) -> None:
-    teacher, student = make_network(1), make_network(2)
-    train(teacher, digits, TrainingRecipe(epochs=6, lr=1e-2, batch_size=64), precision=FLOAT32)
-    before = weights(teacher)
+def test_the_teacher_is_followed_and_left_as_it_was(
+    digits: ImageData, trained: nn.Module, make_network: MakeNetwork
+) -> None:
+    student, before = make_network(2), weights(trained)
     # Labels of one class only: all the student knows of the others it has from the teacher.
     unlabelled = dataclasses.replace(
         digits, train=dataclasses.replace(digits.train, y=torch.zeros_like(digits.train.y))
     )
-    recipe = TrainingRecipe(epochs=6, lr=1e-2, batch_size=64, distillation=1.0, temperature=2.0)
-    result = train(student, unlabelled, recipe, precision=FLOAT32, teacher=teacher)
+    recipe = TrainingRecipe(epochs=4, lr=1e-2, batch_size=64, distillation=1.0, temperature=2.0)
+    result = train(student, unlabelled, recipe, precision=FLOAT32, teacher=trained)
     assert result.accuracy > 0.85
-    assert same(weights(teacher), before)
+    assert same(weights(trained), before)
 
 
 def test_a_missing_teacher_is_an_error(digits: ImageData, make_network: MakeNetwork) -> None:
