@@ -326,7 +326,12 @@ def train_seeded(
         masked,
         SeededBatches(finished),
         F.cross_entropy,
-        MaskTrainingOptions(epochs=4, settling_epochs=2, strength=0.05),
+        MaskTrainingOptions(
+            epochs=4,
+            settling_epochs=2,
+            strength=0.05,
+            push_pull=PushPull() if target is None else PushPull(2, 1),  # no whole number of turns an epoch
+        ),
         cost=parameters,
         target=target,
         evaluate=accuracy,
