@@ -17,7 +17,8 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,22 @@ def composed(*overrides: str) -> dict[str, Any]:
     return typing.cast(dict[str, Any], OmegaConf.to_container(compose("config", overrides=list(overrides))))
 
 
+def registered_choices(groups: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what the registered choices of each group set there; one of each group is composed at a time."""
+    known = {
+        group: [choice for choice in group_choices(group) if choice in GROUPS[group].known()]
+        for group in groups
+        if group in GROUPS
+    }
+    found: dict[str, dict[str, Any]] = {group: {} for group in known}
+    for choices in zip_longest(*known.values()):
+        together = {group: choice for group, choice in zip(known, choices, strict=True) if choice is not None}
+        config = composed(*(f"{group}={choice}" for group, choice in together.items()))
+        for group, choice in together.items():
+            found[group][choice] = config[group]
+    return found
+
+
 def reference() -> str:
     """Return the page."""
     with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
@@ -183,13 +200,14 @@ def reference() -> str:
         plain = [name for name, hint in hints.items() if not _holds_options(hint)]
         parts += [table([each for each in section_options(AppConfig, default, "") if each.name in plain])]
         groups = [name for name in group_names() if not name.startswith("hydra")]
+        registered = registered_choices(groups)
         for name, hint in hints.items():
             if dataclasses.is_dataclass(hint) and name not in groups:
                 section = typing.cast(type, hint)
                 rows = list(section_options(section, default[name], f"{name}."))
                 parts += [f"\n### `{name}`\n", f"{about(section)}\n", table(rows)]
         for group in groups:
-            parts += _group(group, hints.get(group), default)
+            parts += _group(group, hints.get(group), default, registered.get(group, {}))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
@@ -197,8 +215,8 @@ def _holds_options(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint) or hint == dict[str, Any]
 
 
-def _group(group: str, hint: Any, default: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of the page on a group."""
+def _group(group: str, hint: Any, default: Mapping[str, Any], registered: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of the page on a group; `registered` holds what its registered choices set."""
     yield f"\n## `{group}=`\n"
     if dataclasses.is_dataclass(hint):  # all choices have these
         section = typing.cast(type, hint)
@@ -206,8 +224,7 @@ def _group(group: str, hint: Any, default: Mapping[str, Any]) -> Iterator[str]:
         yield table(list(section_options(section, default[group], f"{group}.")))
     for choice in group_choices(group):
         path = config_folder() / group / f"{choice}.yaml"
-        registered = group in GROUPS and choice in GROUPS[group].known()
-        if not (registered or path.is_file()):
+        if not (choice in registered or path.is_file()):
             continue
         yield f"\n### `{group}={choice}`\n"
         yield (comment(path) if path.is_file() else GROUPS[group].about(choice)) + "\n"
@@ -215,8 +232,8 @@ def _group(group: str, hint: Any, default: Mapping[str, Any]) -> Iterator[str]:
             prefix = "" if group == "experiment" else f"{group}."
             values = [f"`{prefix}{name}={value}`" for name, value in written_options(path)]
             yield f"It sets {', '.join(values)}.\n"
-        if registered:
-            rows = list(choice_options(group, choice, composed(f"{group}={choice}")[group]))
+        if choice in registered:
+            rows = list(choice_options(group, choice, registered[choice]))
             yield table(rows) + "\n" if rows else ""
 
 

@@ -101,7 +101,7 @@ def test_costs_are_those_of_the_networks_that_plans_become(
 ) -> None:
     generator = np.random.default_rng(0)
     removals = 0
-    for _ in range(30):
+    for _ in range(10):
         choices = tuple(random_choices(problem, generator).tolist())
         plan = problem.plan(choices, "a test")
         removals += len(kept_channels(plan))
@@ -110,7 +110,7 @@ def test_costs_are_those_of_the_networks_that_plans_become(
         assert problem.keeps_budget(choices)
         assert cost.macs == count_macs(built, SHAPE) <= 0.4 * problem.macs
         assert cost.params == count_parameters(built)
-    assert removals > 10
+    assert removals > 3
 
 
 def test_what_a_plan_removes_is_what_its_next_layer_does_not_read(problem: SearchProblem) -> None:
