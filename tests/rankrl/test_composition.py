@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf.errors import ReadonlyConfigError
 
+from rankrl.app import checked_arguments
+from rankrl.config import composition
+from rankrl.config.choices import store_groups
 from rankrl.config.composition import composed_config, composing, parsed_flags
 from rankrl.config.help import help_page
 from rankrl.config.overrides import check_overrides
@@ -65,3 +73,44 @@ def test_a_main_file_of_ones_own_counts(folder: Path) -> None:
 def test_what_is_not_in_a_users_folder_is_named(folder: Path, arguments: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         check_overrides([each.format(folder) for each in arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [
+        (["task=train"], 1),
+        (["experiment=first_run"], 1),
+        (["task=train", "--help"], 1),
+        (["-m", "task=train", "seed=0,1"], 2),  # and one of them once more for the folders' longest name
+    ],
+)
+def test_the_checks_of_a_command_compose_the_same_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: Sequence[str], times: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose = Mock(wraps=composition.compose)
+    monkeypatch.setattr(composition, "compose", compose)
+    store_groups()
+    checked_arguments(arguments)
+    assert compose.call_count == times
+
+
+def test_what_is_composed_for_several_is_written_by_none() -> None:
+    with composing():
+        with composing():
+            config = composed_config(["seed=3"])
+        assert composed_config(["seed=3"]) is config
+        assert "hydra" not in config
+        assert composed_config(["seed=3"], with_hydra=True).hydra.overrides.task == ["seed=3"]
+        with pytest.raises(ReadonlyConfigError):
+            config.seed = 4
+    with composing():
+        assert composed_config(["seed=3"]) is not config
+
+
+def test_groups_are_not_copied_with_the_store_and_choices_are_when_they_are_loaded() -> None:
+    store_groups()
+    store = ConfigStore.instance()
+    assert copy.deepcopy(store).repo["selector"] is store.repo["selector"]
+    store.load("selector/bayes.yaml").node["name"] = "another"
+    assert store.load("selector/bayes.yaml").node["name"] == "bayes"

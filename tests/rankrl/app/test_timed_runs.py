@@ -13,6 +13,7 @@ from command_line import read_json
 
 from rankrl.export.latency import TimedTurns, time_in_turns
 
+pytestmark = pytest.mark.slow
 SMALL = ["--runs", "2", "--repeats", "3"]
 
 
