@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,16 @@ def three_convolutions() -> nn.Module:
 def with_each_choice(
     made_once: Callable[[str, Callable[[Path], None]], Path],
 ) -> dict[str, dict[str, Any]]:
-    """The composed configuration with every choice of every group, by `GROUP=CHOICE`."""
+    """A configuration with every choice of every group, by `GROUP=CHOICE`; one has choices of several."""
 
     def fill(folder: Path) -> None:
         found = {}
+        choices = [[f"{group}={choice}" for choice in group_choices(group)] for group in GROUPS]
         with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
-            for override in (f"{group}={choice}" for group in GROUPS for choice in group_choices(group)):
-                found[override] = OmegaConf.to_container(hydra.compose("config", [override]))
+            for row in zip_longest(*choices):
+                overrides = [each for each in row if each is not None]
+                config = OmegaConf.to_container(hydra.compose("config", overrides))
+                found |= dict.fromkeys(overrides, config)
         (folder / "choices.json").write_text(json.dumps(found))
 
     found: dict[str, dict[str, Any]] = json.loads((made_once("choices", fill) / "choices.json").read_text())
