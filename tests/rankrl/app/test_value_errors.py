@@ -172,7 +172,7 @@ def test_values_that_an_experiment_sweeps_over_are_checked(tmp_path: Path) -> No
         ("a/../b/" + ("y" * 200 + "/") * 25, "File name too long"),
     ],
 )
-def test_folders_that_cannot_be_made_are_refusal(
+def test_folders_that_cannot_be_made_are_refused(
     tmp_path: Path, folder: str, reason: str, sweep: bool
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -190,7 +190,7 @@ def test_the_folder_of_hydras_own_record_is_checked_too(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_jobs_whose_folder_names_are_too_long_are_refusal(tmp_path: Path) -> None:
+def test_jobs_whose_folder_names_are_too_long_are_refused(tmp_path: Path) -> None:
     message = refusal("-m", "task=apply", f"plan=a,{'b' * 300}")
     assert "hydra.sweep.subdir" in message
     assert not list(tmp_path.iterdir())
