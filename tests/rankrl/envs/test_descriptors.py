@@ -12,7 +12,6 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from decomposition.formats import list_formats
-from decomposition.library import FitLibrary
 from rankrl.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.envs.descriptors import DESCRIPTOR_NAMES, layer_descriptors
 from rankrl.envs.features import DESCRIBING
@@ -25,22 +24,11 @@ def column(problem: SearchProblem, name: str) -> np.ndarray:
     return layer_descriptors(problem)[:, DESCRIPTOR_NAMES.index(name)]
 
 
-@pytest.fixture(scope="module", params=list_formats())
-def format_problem(request: pytest.FixtureRequest, small_network, small_library) -> SearchProblem:
-    library = FitLibrary(
-        small_network, list(small_library.specs.values()), request.param, moments=small_library.moments
-    )
-    sites = library.all_candidates(limit=4)
-    return SearchProblem.from_model(small_network, sites, SHAPE, params=0.55, library=library)
-
-
 @pytest.mark.parametrize("measure", ["params", "macs", "bytes", None])
-def test_they_are_as_many_and_in_range_whatever_is_searched(small_network, small_library, measure) -> None:
+def test_they_are_as_many_and_in_range_whatever_is_searched(small_network, library_of, measure) -> None:
     budget = {} if measure is None else {measure: 0.6}
-    for formats in (*list_formats(), ("cp", "tucker")):
-        library = FitLibrary(
-            small_network, list(small_library.specs.values()), formats, moments=small_library.moments
-        )
+    for formats in (*((name,) for name in list_formats()), ("cp", "tucker")):
+        library = library_of(*formats)
         sites = library.all_candidates(limit=4)
         problem = SearchProblem.from_model(small_network, sites, SHAPE, **budget, library=library)
         found = layer_descriptors(problem)

@@ -44,15 +44,6 @@ def play(env: gymnasium.Env, actions: np.ndarray, **options):
     return np.stack(trail), value, terminated, truncated, info
 
 
-@pytest.fixture(scope="module", params=list_formats())
-def format_problem(request: pytest.FixtureRequest, small_network, small_library) -> SearchProblem:
-    library = FitLibrary(
-        small_network, list(small_library.specs.values()), request.param, moments=small_library.moments
-    )
-    sites = library.all_candidates(limit=4)
-    return SearchProblem.from_model(small_network, sites, (1, 8, 8), params=0.55, library=library)
-
-
 @pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
 def test_both_checkers_pass_for_every_format_and_kind_of_action(format_problem, options) -> None:
     env = gymnasium.make(ENVIRONMENT_ID, problem=format_problem, reward=reward, **options)
@@ -177,21 +168,15 @@ def test_more_importance_never_costs_the_layer_parameters(small_problem) -> None
         assert sizes[0] <= sizes[2]
 
 
-def bonds_problem(small_network, small_library, name: str, **budget) -> SearchProblem:
-    library = FitLibrary(
-        small_network, list(small_library.specs.values()), name, moments=small_library.moments
-    )
-    return SearchProblem.from_model(
-        small_network, library.all_candidates(limit=6), (1, 8, 8), **budget, library=library
-    )
+def bonds_problem(small_network, library: FitLibrary, **budget) -> SearchProblem:
+    sites = library.all_candidates(limit=6)
+    return SearchProblem.from_model(small_network, sites, (1, 8, 8), **budget, library=library)
 
 
 @pytest.mark.parametrize("name", list_formats())
-def test_with_an_action_a_bond_zero_is_the_preset_and_one_is_dense(
-    small_network, small_library, name
-) -> None:
+def test_with_an_action_a_bond_zero_is_the_preset_and_one_is_dense(small_network, library_of, name) -> None:
     """Without a budget; the lowest actions are the candidates of the least ranks."""
-    free = bonds_problem(small_network, small_library, name)
+    free = bonds_problem(small_network, library_of(name))
     chosen = create_action_map(free, per_bond=True)
     shape = (len(free.sites), chosen.components)
     assert chosen.components == max(len(site.candidates[0].operations[0].ranks) for site in free.sites[:-1])
@@ -222,8 +207,8 @@ def test_with_an_action_a_bond_every_plan_is_of_candidates_within_the_budget(
 
 
 @pytest.fixture(scope="module")
-def problems(small_network, small_library):
-    return functools.cache(lambda name: bonds_problem(small_network, small_library, name, params=0.55))
+def problems(small_network, library_of):
+    return functools.cache(lambda name: bonds_problem(small_network, library_of(name), params=0.55))
 
 
 @pytest.mark.parametrize("per_bond", [False, True])
@@ -235,8 +220,8 @@ def test_actions_that_count_layers_alone_do_not_know_borders(small_problem, per_
     assert isinstance(create_action_map(counted), ImportanceMap)
 
 
-def test_an_action_a_bond_needs_one_format(small_network, small_library) -> None:
-    several = bonds_problem(small_network, small_library, ("cp", "tucker"), params=0.55)
+def test_an_action_a_bond_needs_one_format(small_network, library_of) -> None:
+    several = bonds_problem(small_network, library_of("cp", "tucker"), params=0.55)
     with pytest.raises(ConfigError, match="per_bond=true needs candidates of one format"):
         RankSelectionEnv(several, action="rank", per_bond=True)
     for action in ("importance", "rank"):

@@ -14,13 +14,20 @@ from onnx import TensorProto, helper, numpy_helper
 from small_graphs import drawn, model_of, network_of, of_low_rank, recorded_states, with_state
 
 import rankrl
+from decomposition import FitOptions
 from rankrl.onnx_graph import OnnxGraphError, find_sites, split_inputs
 from rankrl.onnx_graph.batch_trials import find_batch_axes
 from rankrl.onnx_graph.capture import collect_moments
 from rankrl.onnx_graph.network import Array
 
 node = helper.make_node
-QUICK: dict[str, Any] = {"params": 0.6, "candidates": 4, "decomposition": "tucker"}
+QUICK: dict[str, Any] = {
+    "params": 0.6,
+    "candidates": 3,
+    "decomposition": "tucker",
+    "options": FitOptions(iterations=5),
+    "final_options": FitOptions(iterations=10),
+}
 
 
 def scaled(scale: Sequence[Any], *, batch: Any = "n") -> onnx.ModelProto:
@@ -219,8 +226,14 @@ def test_batches_are_never_larger_than_the_file_can_run(size: int, own: int, tmp
     split = split_inputs(inputs, network)
     assert split.axes.fixed == size
     assert {len(feed["x"]) for feed in (*split.calibration, *split.heldout)} == {size}
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_file_of_one_batch_size_is_measured_and_timed_in_it(size: int, tmp_path: Path) -> None:
+    x = drawn(60, 3, 4, 4)
+    onnx.save(with_fixed_reshape(size), tmp_path / "net.onnx")
     found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", inputs, tmp_path / "small.onnx", precisions=("float32", "int8"), **QUICK
+        tmp_path / "net.onnx", x, tmp_path / "small.onnx", precisions=("float32", "int8"), **QUICK
     )
     assert found.latency.compressed.batch == size
     onnxruntime.InferenceSession(tmp_path / "small.onnx").run(None, {"x": x[:size]})

@@ -33,11 +33,11 @@ def torch_network() -> nn.Module:
     ).eval()
 
 
-@pytest.fixture
-def exported(tmp_path: Path) -> tuple[nn.Module, OnnxNetwork]:
-    network = torch_network()
-    export_onnx(network, tmp_path / "net.onnx", (3, 10, 9))
-    return network, OnnxNetwork.load(tmp_path / "net.onnx")
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, OnnxNetwork]:
+    network, path = torch_network(), tmp_path_factory.mktemp("exported") / "net.onnx"
+    export_onnx(network, path, (3, 10, 9))
+    return network, OnnxNetwork.load(path)
 
 
 def test_moments_are_those_of_pytorch(exported: tuple[nn.Module, OnnxNetwork]) -> None:

@@ -21,6 +21,7 @@ from rankrl.onnx_graph import GivenFile, OnnxGraphError
 from rankrl.onnx_graph.half import HALF, half_values, in_float32, in_half
 
 LITTLE: dict[str, Any] = {
+    "decomposition": "tucker",
     "candidates": 4,
     "options": FitOptions(iterations=5),
     "final_options": FitOptions(iterations=10),

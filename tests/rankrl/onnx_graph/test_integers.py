@@ -12,6 +12,7 @@ import pytest
 from small_graphs import Array, convolutions, images, network_of
 
 import rankrl
+from decomposition import FitOptions
 from rankrl.export.errors import ExportError
 from rankrl.onnx_graph import OnnxNetwork, find_sites, integers
 from rankrl.onnx_graph.site import Site
@@ -66,7 +67,15 @@ def test_a_search_over_precisions_leaves_it_in_floating_point(
     first = sites[0]
     monkeypatch.setattr(integers, "quantise_onnx", refusing(integers.quantise_onnx, [{first.weight_name}]))
     found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", images(60), tmp_path / "small.onnx", bytes=0.3, precisions=["float32", "int8"]
+        tmp_path / "net.onnx",
+        images(60),
+        tmp_path / "small.onnx",
+        bytes=0.3,
+        precisions=["float32", "int8"],
+        decomposition="tucker",
+        candidates=4,
+        options=FitOptions(iterations=5),
+        final_options=FitOptions(iterations=10),
     )
     kinds = {layer.name: [each.kind for each in layer.operations] for layer in found.plan}
     assert "quantise" not in kinds[first.name]

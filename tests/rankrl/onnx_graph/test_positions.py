@@ -10,14 +10,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
-from decomposition import CompressionPlan, PlanError
+from decomposition import CompressionPlan, FitOptions, PlanError
 from rankrl.export.latency import Latency, TimedTurns
 from rankrl.onnx_graph import positions
 from rankrl.onnx_graph.given import GivenFile
@@ -83,7 +83,6 @@ def operators(model: onnx.ModelProto) -> list[str]:
 
 
 @given(data=st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_computes_the_same_in_every_way(data: st.DataObject, tmp_path: Path) -> None:
     """By onnx's own reference, for strides, paddings, dilations and sizes of all kinds."""
     draw = data.draw
@@ -270,6 +269,8 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
             latency=1.0,
             decomposition="spatial_svd",
             candidates=2,
+            options=FitOptions(iterations=5),
+            final_options=FitOptions(iterations=10),
             multiple=1,
             timing=OPTIONS,
         )
@@ -337,9 +338,8 @@ def test_only_for_budgets_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     onnx.save(small(), tmp_path / "net.onnx")
     monkeypatch.setattr("rankrl.onnx_graph.compress.faster_positions", lambda *_: pytest.fail("asked for"))
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
-    found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", x, tmp_path / "small.onnx", macs=0.8, timing=OPTIONS, candidates=2
-    )
+    options: Any = {"decomposition": "tucker", "candidates": 2, "timing": OPTIONS}
+    found = rankrl.compress_onnx(tmp_path / "net.onnx", x, tmp_path / "small.onnx", macs=0.8, **options)
     assert METADATA not in found.plan.metadata
 
 

@@ -10,6 +10,7 @@ import pytest
 from chained_graphs import YES, Chain, X, assert_alike
 
 import rankrl
+from decomposition import FitOptions
 
 
 @pytest.mark.parametrize("reader", ["output", "If", "Loop"])
@@ -36,7 +37,10 @@ def test_what_reads_a_value_before_an_activation_gets_its_negative_numbers(
         target,
         bytes=share,
         precisions=[precision],
+        decomposition="tucker",
         candidates=4,
+        options=FitOptions(iterations=5),
+        final_options=FitOptions(iterations=10),
         weigh_outputs=False,
         timing=rankrl.LatencyOptions(batch=4, reduce_range=True),
     )

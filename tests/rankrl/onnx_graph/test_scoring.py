@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rankrl.onnx_graph.session import fit_library
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.workflow.search_options import CandidateOptions
 
+Searched = Callable[..., tuple[GivenFile, FitLibrary, SearchProblem]]
 # Constants of each graph that take up what is lost of the mean of a node's output, and with which sign.
 GRAPHS: dict[str, tuple[onnx.ModelProto, Any, dict[str, tuple[str, str, int]]]] = {
     "convolutions": (
@@ -47,18 +49,26 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def searched(
-    name: str, folder: Path, precisions: tuple[str, ...] = ("float32",)
-) -> tuple[GivenFile, FitLibrary, SearchProblem]:
-    model, inputs, _ = GRAPHS[name]
-    onnx.save(model, folder / "net.onnx")
-    given = GivenFile.read(folder / "net.onnx", inputs, scored=0.2)
-    options = CandidateOptions(("tucker",), precisions=precisions, candidates=4)
-    library = fit_library(given, options, options=FitOptions(iterations=5))
-    sites = library.all_candidates(limit=4)
-    specs = [site.spec for site in given.sites]
-    problem = SearchProblem.from_costs(specs, sites, given.shape, given.totals, {"params": 0.9})
-    return given, library, problem
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    """Return `searched(name, precisions)`: a graph, its fits and a problem, made once."""
+
+    @functools.cache
+    def made(
+        name: str, precisions: tuple[str, ...] = ("float32",)
+    ) -> tuple[GivenFile, FitLibrary, SearchProblem]:
+        model, inputs, _ = GRAPHS[name]
+        path = tmp_path_factory.mktemp(name) / "net.onnx"
+        onnx.save(model, path)
+        given = GivenFile.read(path, inputs, scored=0.2)
+        options = CandidateOptions(("tucker",), precisions=precisions, candidates=4)
+        library = fit_library(given, options, options=FitOptions(iterations=5))
+        sites = library.all_candidates(limit=4)
+        specs = [site.spec for site in given.sites]
+        problem = SearchProblem.from_costs(specs, sites, given.shape, given.totals, {"params": 0.9})
+        return given, library, problem
+
+    return made
 
 
 def plan_of(problem: SearchProblem, choice: int) -> tuple[int, ...]:
@@ -96,9 +106,9 @@ def answers(session: onnxruntime.InferenceSession, feed: dict[str, Array]) -> li
 
 @pytest.mark.parametrize("precisions", [("float32",), ("float32", "int8_weights")])
 def test_a_session_gives_what_the_file_with_these_weights_gives(
-    name: str, precisions: tuple[str, ...], tmp_path: Path
+    name: str, precisions: tuple[str, ...], searched: Searched
 ) -> None:
-    given, library, problem = searched(name, tmp_path, precisions)
+    given, library, problem = searched(name, precisions)
     graph = ScoringGraph(given.network, given.sites, library, problem.sites)
     feed = dict(given.split.heldout[0])
     for choices in (plan_of(problem, 0), plan_of(problem, 1), plan_of(problem, 99), plan_of(problem, 0)):
@@ -108,8 +118,8 @@ def test_a_session_gives_what_the_file_with_these_weights_gives(
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_divergences_are_those_of_one_compressed_node(name: str, tmp_path: Path) -> None:
-    given, library, problem = searched(name, tmp_path)
+def test_divergences_are_those_of_one_compressed_node(name: str, searched: Searched) -> None:
+    given, library, problem = searched(name)
     graph = ScoringGraph(given.network, given.sites, library, problem.sites)
     feeds = given.split.scored
     found = single_node_divergences(graph, OnnxScoring(given.network, given.sites, feeds))
@@ -131,8 +141,8 @@ def test_divergences_are_those_of_one_compressed_node(name: str, tmp_path: Path)
         assert found[index][0] == pytest.approx(np.mean(np.square(errors)), rel=1e-2, abs=1e-8)
 
 
-def test_the_graph_is_rewritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, library, problem = searched("convolutions", tmp_path)
+def test_the_graph_is_rewritten_once(searched: Searched, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, library, problem = searched("convolutions")
     graph = ScoringGraph(given.network, given.sites, library, problem.sites)
     reconstructed, weight = [], library.weight
 
@@ -149,8 +159,8 @@ def test_the_graph_is_rewritten_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(reconstructed) == sorted([*sites, sites[0]])  # two candidates of the first one
 
 
-def test_the_original_scores_one_and_a_harder_plan_less(name: str, tmp_path: Path) -> None:
-    given, library, problem = searched(name, tmp_path)
+def test_the_original_scores_one_and_a_harder_plan_less(name: str, searched: Searched) -> None:
+    given, library, problem = searched(name)
     for term in ("agreement", "soft_agreement"):
         scoring = OnnxScoring(given.network, given.sites, given.split.scored, term=term)
         evaluator = OnnxPlanEvaluator(scoring, library, problem)
@@ -162,8 +172,8 @@ def test_the_original_scores_one_and_a_harder_plan_less(name: str, tmp_path: Pat
         assert evaluator.evaluate([plan_of(problem, 0)])[0].cached
 
 
-def test_soft_agreement_is_one_less_the_error_of_the_outputs(tmp_path: Path) -> None:
-    given, library, problem = searched("tokens", tmp_path)
+def test_soft_agreement_is_one_less_the_error_of_the_outputs(searched: Searched) -> None:
+    given, library, problem = searched("tokens")
     scoring = OnnxScoring(given.network, given.sites, given.split.scored)
     session = ScoringGraph(given.network, given.sites, library, problem.sites).session(plan_of(problem, 0))
     original = given.network.session()
@@ -175,8 +185,8 @@ def test_soft_agreement_is_one_less_the_error_of_the_outputs(tmp_path: Path) -> 
     assert scoring.of_session(session, "a plan") == pytest.approx(1 - np.mean(errors), abs=1e-6)
 
 
-def test_what_scores_depend_on_is_in_the_fingerprint(tmp_path: Path) -> None:
-    given, *_ = searched("convolutions", tmp_path)
+def test_what_scores_depend_on_is_in_the_fingerprint(searched: Searched) -> None:
+    given, *_ = searched("convolutions")
 
     def fingerprint(**changes: Any) -> str:
         arguments = {"feeds": given.split.scored, **changes}
@@ -193,8 +203,8 @@ def test_what_scores_depend_on_is_in_the_fingerprint(tmp_path: Path) -> None:
     assert fingerprint() == others[0]
 
 
-def test_a_score_that_fails_does_so_before_nodes_are_fitted(tmp_path: Path) -> None:
-    given, *_ = searched("convolutions", tmp_path)
+def test_a_score_that_fails_does_so_before_nodes_are_fitted(searched: Searched) -> None:
+    given, *_ = searched("convolutions")
     for value, error in (("0.5", ConfigError), (None, ConfigError), (float("inf"), NonFiniteError)):
         scoring = OnnxScoring(given.network, given.sites, given.split.scored, lambda _, value=value: value)
         with pytest.raises(error, match=r"score returned .* for the original network"):

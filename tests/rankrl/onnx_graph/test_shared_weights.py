@@ -13,7 +13,7 @@ from small_graphs import FRAMES, network_of, shared
 from torch import nn
 
 import rankrl
-from decomposition import collect_moments, inspect_layers
+from decomposition import FitOptions, collect_moments, inspect_layers
 from decomposition.metric import whole
 from rankrl.onnx_graph import find_sites
 from rankrl.onnx_graph.capture import collect_moments as moments_of_nodes
@@ -57,8 +57,20 @@ def test_moments_are_those_of_a_layer_that_is_called_several_times(tmp_path: Pat
     np.testing.assert_allclose(whole(found.covariance), whole(expected.covariance), atol=1e-4)
 
 
-@pytest.mark.parametrize(("bias", "strides"), [(True, (1, 1)), (False, (1, 1)), (True, (1, 2))])
-@pytest.mark.parametrize("precisions", [("float32",), ("int8",), ("int8_weights",)])
+@pytest.mark.parametrize(
+    ("precisions", "bias", "strides"),
+    [
+        (("float32",), True, (1, 1)),
+        (("float32",), False, (1, 1)),
+        (("float32",), True, (1, 2)),
+        (("int8",), True, (1, 2)),
+        (("int8_weights",), False, (1, 1)),
+        pytest.param(("int8",), True, (1, 1), marks=pytest.mark.slow),
+        pytest.param(("int8",), False, (1, 1), marks=pytest.mark.slow),
+        pytest.param(("int8_weights",), True, (1, 1), marks=pytest.mark.slow),
+        pytest.param(("int8_weights",), True, (1, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_nodes_are_rewritten_together(
     tmp_path: Path, bias: bool, strides: tuple[int, int], precisions: tuple[str, ...]
 ) -> None:
@@ -70,6 +82,8 @@ def test_nodes_are_rewritten_together(
         tmp_path / "small.onnx",
         bytes=0.6,
         decomposition="tucker",
+        options=FitOptions(iterations=5),
+        final_options=FitOptions(iterations=10),
         precisions=("float32", *precisions),
         timing=rankrl.LatencyOptions(batch=4, runs=2),
     )

@@ -31,6 +31,7 @@ FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
 FAST_BAYES = {"warmup_episodes": 3, "candidates": 4}
 REINFORCEMENT = ["ddpg", "sac", "td3"]
 BAYES = ["bayes", "bayes_ddpg"]
+SLOW = pytest.mark.slow
 
 
 def make(name: str, problem: SearchProblem, seed: int = 0, **options) -> Selector:
@@ -60,7 +61,7 @@ def test_the_names_of_the_contract_are_there() -> None:
         pytest.param(
             measure,
             name,
-            marks=[pytest.mark.slow] if name.startswith("bayes") and measure != "params" else [],
+            marks=[] if measure == "params" or name in ("ddpg", "local", "random", "greedy") else [SLOW],
         )
         for measure in ("params", "macs", "bytes")
         for name in list_selectors()
