@@ -45,6 +45,7 @@ class RewardModel:
         self._rewards: list[float] = []
         self._theta: np.ndarray | None = None
         self._chosen_at = 0
+        self._process: GaussianProcessRegressor | None = None  # fitted to the plans known now
 
     def __len__(self) -> int:
         return len(self._rewards)
@@ -56,6 +57,7 @@ class RewardModel:
             roots: Square root of what each layer loses at the network's output, shape (layers,).
             reward: The plan's reward.
         """
+        self._process = None
         self._roots.append(np.asarray(roots, dtype=float))
         self._rewards.append(reward)
         if len(self._rewards) > _CAPACITY:  # what is known of the worst plans helps least
@@ -81,8 +83,9 @@ class RewardModel:
         left = rewards - expected
         spread = max(float(left.std()), 1e-9)
         with _quiet():
-            fitted = self._fitted((known - centre) / scale, (left - left.mean()) / spread)
-            mean, deviation = fitted.predict((roots - centre) / scale, return_std=True)
+            if self._process is None:
+                self._process = self._fitted((known - centre) / scale, (left - left.mean()) / spread)
+            mean, deviation = self._process.predict((roots - centre) / scale, return_std=True)
         return guess + mean * spread + left.mean(), deviation * spread
 
     def state(self) -> dict[str, Tensor]:
@@ -98,6 +101,7 @@ class RewardModel:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` returned."""
+        self._process = None
         self._roots = list(state["roots"].numpy().copy())
         self._rewards = state["rewards"].tolist()
         theta = state["theta"].numpy().copy()

@@ -60,20 +60,20 @@ def test_it_learns_which_layers_matter(small_problem, name) -> None:
     """The reward wants the first layer important and the last unimportant; greedy's plan gets 0."""
     options = {
         "features": ("identity", "plan"),
-        "warmup_episodes": 30,
+        "warmup_episodes": 20,
         "warmup_noise": 0.5,
-        "learning_rate": 3e-4,
-        "updates_per_episode": 20,
+        "learning_rate": 1e-3,
+        "updates_per_episode": 10,
     }
-    selector = create_selector(name, small_problem, seed=0, episodes=70, **options)
+    selector = create_selector(name, small_problem, seed=0, episodes=40, **options)
     rewards = []
-    for _ in range(70):
+    for _ in range(40):
         proposals = selector.propose()
         (actions,) = selector._actions
         rewards.append(float(actions[0, 0] - actions[-1, 0]))
         selector.observe(proposals, rewards[-1:])
     assert rewards[0] == 0
-    assert np.mean(rewards[-10:]) > np.mean(rewards[:30]) + 0.5
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:20]) + 0.5
     assert max(rewards[-10:]) > 0.9
 
 
