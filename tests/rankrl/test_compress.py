@@ -25,7 +25,9 @@ from rankrl.export import ExportError
 from rankrl.workflow.own_inputs import HeldoutScore
 from rankrl.workflow.sample import Sample
 
-pytestmark = pytest.mark.usefixtures("staged_files")  # for all calls but that of the fixture `result`
+pytestmark = pytest.mark.usefixtures(
+    "staged_files", "no_report"
+)  # for all calls but that of the fixture `result`
 
 TOKENS = torch.randint(1, WORDS, (60, LENGTH), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(1))

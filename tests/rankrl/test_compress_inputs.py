@@ -21,7 +21,7 @@ from rankrl.training import train_on
 from rankrl.workflow.own_inputs import HeldoutScore
 from rankrl.workflow.sample import Sample, read_samples
 
-pytestmark = pytest.mark.usefixtures("staged_files")
+pytestmark = pytest.mark.usefixtures("staged_files", "no_report")
 
 IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {

@@ -88,7 +88,7 @@ def test_files_of_other_types_compute_in_float32(
     assert verify_onnx(model, tmp_path / "model.onnx", x) < 1e-4
 
 
-@pytest.mark.usefixtures("staged_files")
+@pytest.mark.usefixtures("staged_files", "no_report")
 @pytest.mark.parametrize(
     ("model", "precisions", "finetune"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,20 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Any]:
     return kind().eval(), inputs
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the file of a case's network, written once."""
+
+    @functools.cache
+    def file_of(name: str) -> Path:
+        torch.manual_seed(0)
+        kind, inputs = CASES[name]
+        path = tmp_path_factory.mktemp(name) / "model.onnx"
+        return rankrl.export_onnx(kind().eval(), path, inputs).path
+
+    return file_of
+
+
 def outputs(network: nn.Module, inputs: Any) -> torch.Tensor:
     with torch.no_grad():
         if isinstance(inputs, dict):
@@ -70,10 +86,10 @@ def test_network_is_searched_and_exported(case: tuple[nn.Module, Any], tmp_path:
 
 
 def test_file_takes_its_inputs_by_the_names_of_the_parameters(
-    case: tuple[nn.Module, Any], tmp_path: Path
+    case: tuple[nn.Module, Any], exported: Callable[[str], Path], request: pytest.FixtureRequest
 ) -> None:
     model, inputs = case
-    path = rankrl.export_onnx(model, tmp_path / "model.onnx", inputs).path
+    path = exported(request.node.callspec.params["case"])
     session = onnxruntime.InferenceSession(path)
     feed = {"image": IMAGES, "numbers": NUMBERS} if isinstance(model, TwoInputs) else {"input": TOKENS}
     assert {each.name for each in session.get_inputs()} == set(feed)
@@ -102,9 +118,11 @@ def test_what_is_known_of_the_inputs_will_do_for_an_export(tmp_path: Path) -> No
     assert verify_onnx(small, tmp_path / "small.onnx", TOKENS) < 1e-4
 
 
-def test_file_of_another_network_is_noticed(case: tuple[nn.Module, Any], tmp_path: Path) -> None:
+def test_file_of_another_network_is_noticed(
+    case: tuple[nn.Module, Any], exported: Callable[[str], Path], request: pytest.FixtureRequest
+) -> None:
     model, inputs = case
-    path = rankrl.export_onnx(model, tmp_path / "model.onnx", inputs).path
+    path = exported(request.node.callspec.params["case"])
     torch.manual_seed(1)
     with pytest.raises(ExportError, match="differs from the PyTorch model"):
         verify_onnx(type(model)().eval(), path, inputs)

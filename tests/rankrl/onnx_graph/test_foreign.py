@@ -24,6 +24,7 @@ from rankrl.onnx_graph.foreign import foreign_reason
 
 X = {"x": images(20)}
 LITTLE: dict[str, Any] = {
+    "decomposition": "tucker",
     "candidates": 6,
     "options": FitOptions(iterations=5),
     "final_options": FitOptions(iterations=10),

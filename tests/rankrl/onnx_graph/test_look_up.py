@@ -17,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
+from decomposition import FitOptions
 from rankrl.errors import RankrlError
 from rankrl.onnx_graph.given import GivenFile
 from rankrl.onnx_graph.look_up import with_look_ups
@@ -233,7 +234,8 @@ def test_compresses_with_look_ups(tmp_path: Path) -> None:
     network = GivenFile.read(path, tokens.numpy())
     assert [site.spec.weight_shape for site in network.looked_up] == [(16, CLASSES)]
     assert GivenFile.read(path, tokens.numpy(), look_ups=False).looked_up == []
-    found = rankrl.compress_onnx(path, tokens.numpy(), tmp_path / "small.onnx", macs=0.5)
+    options: dict[str, Any] = {"decomposition": "tucker", "options": FitOptions(iterations=5)}
+    found = rankrl.compress_onnx(path, tokens.numpy(), tmp_path / "small.onnx", macs=0.5, **options)
     assert found.before["macs"] == network.original_totals["macs"] > network.totals["macs"]
     assert found.after["macs"] <= 0.5 * found.before["macs"]
     assert "Gather" in operators(onnx.load(tmp_path / "small.onnx"))
