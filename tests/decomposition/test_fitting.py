@@ -301,9 +301,10 @@ def border_rank_tensor() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_cp_terms_stay_bounded_on_a_degenerate_tensor(seed: int) -> None:
+@pytest.mark.parametrize("stability", [FAST.stability, 0.0])
+def test_cp_terms_stay_bounded_on_a_degenerate_tensor(seed: int, stability: float) -> None:
     weight, modes, cp = border_rank_tensor(), WeightModes((6,), (5,), 9), get_format("cp")
-    options = FitOptions(iterations=1000, starts=3, tolerance=1e-9, seed=seed)
+    options = FitOptions(iterations=100, starts=2, tolerance=1e-9, seed=seed, stability=stability)
     fit = fit_weight(cp, weight, modes, (2,), options=options)
     output, features = cp.halves(fit.cores, modes)
     terms = output.square().sum(0) * features.square().sum(1)
@@ -341,19 +342,36 @@ def test_the_terms_of_a_fit_never_cancel(
     assert (outputs / (times(rows, metric) * rows).sum()).sqrt() <= LARGEST_AMPLIFICATION * 1.001
 
 
+@pytest.mark.parametrize("modes", [SMALL, WeightModes((8,), (6,), 1)], ids=["kernel", "no kernel"])
 @pytest.mark.parametrize("name", list_formats())
 def test_a_layer_that_no_bounded_fit_is_found_for_gets_the_algebraic_solution(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, modes: WeightModes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor_format, weight = get_format(name), normal_weight(SMALL)
-    ranks = middle_ranks(tensor_format, SMALL)
+    tensor_format, weight = get_format(name), normal_weight(modes)
+    ranks, metric = middle_ranks(tensor_format, modes), second_moment(modes.columns)
     monkeypatch.setattr("decomposition.fitting.LARGEST_AMPLIFICATION", 0.0)
-    metric = second_moment(SMALL.columns)
-    fit = fit_weight(tensor_format, weight, SMALL, ranks, metric, FitOptions(iterations=5))
-    start = tensor_format.reconstruct(tensor_format.start(weight, SMALL, ranks), SMALL)
-    torch.testing.assert_close(tensor_format.reconstruct(fit.cores, SMALL), start)
-    error = output_error(weight, start, metric)
-    assert fit.error == pytest.approx(error, rel=1e-6)
+    fit = fit_weight(tensor_format, weight, modes, ranks, metric, FitOptions(iterations=5))
+    start = tensor_format.reconstruct(tensor_format.start(weight, modes, ranks), modes)
+    torch.testing.assert_close(tensor_format.reconstruct(fit.cores, modes), start)
+    assert fit.error == pytest.approx(output_error(weight, start, metric), rel=1e-6)
+
+
+@pytest.mark.parametrize("seen", [0.0, 1.0])
+def test_terms_are_as_large_as_they_are_or_as_their_outputs(seen: float) -> None:
+    """Of inputs that the weight hardly sees (0) the terms' outputs count, else (1) the terms themselves."""
+    tucker, weight, ranks = get_format("tucker"), normal_weight(SMALL), (3, 2)
+    rows = weight.flatten(1)
+    ignored = torch.linalg.svd(rows).Vh[-1]
+    direction = seen * rows[0] / rows[0].norm() + (1 - seen) * ignored + 0.1 * rows[1] / rows[1].norm()
+    metric = torch.outer(direction, direction)
+    cores = [normal(*shape, seed=seed) for seed, shape in enumerate(tucker.core_shapes(SMALL, ranks))]
+    output, features = tucker.halves(cores, SMALL)
+    terms = torch.einsum("op,pd->pod", output, features)
+    by_size = float(terms.norm() / rows.norm())
+    by_output = float((terms @ direction).norm() / (rows @ direction).norm())
+    assert (by_output > by_size) == (seen == 0)
+    problem = LeastSquares(tucker, weight, SMALL, metric)
+    assert problem.amplification(problem.rescale(cores)) == pytest.approx(max(by_size, by_output))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
