@@ -128,7 +128,7 @@ def test_a_layer_with_more_inputs_than_patches_is_fitted_like_the_others(
 def test_a_few_iterations_are_nearly_as_good_as_many(
     block: nn.Module, inputs: torch.Tensor, library: Library
 ) -> None:
-    fits = library("tucker")
+    fits = library("cp")
     errors = []
     for options in (FitOptions(iterations=10), FitOptions(iterations=200)):
         network = copy.deepcopy(block)
@@ -149,6 +149,16 @@ def test_refit_makes_up_for_what_apart_fits_lose(
             layer.weight.copy_(fits.weight(name, each).reshape(layer.weight.shape))
     QuickRefit(refitted, fits, inputs).take(chosen)
     assert lost(refitted, block, inputs) < 0.5 * lost(apart, block, inputs)
+
+
+def test_a_batch_norm_follows_the_mean_that_arrives(
+    block: nn.Module, inputs: torch.Tensor, library: Library
+) -> None:
+    network = copy.deepcopy(block)
+    QuickRefit(network, library("cp"), inputs).take(operations(library("cp"), 2, ("first",)))
+    before, after = (outputs(nn.Sequential(each.first, each.norm), inputs) for each in (block, network))
+    assert not torch.allclose(after, before, rtol=0, atol=0.1)
+    torch.testing.assert_close(after.mean((0, 2, 3)), before.mean((0, 2, 3)), rtol=0, atol=1e-4)
 
 
 def test_what_a_plan_becomes_does_not_depend_on_the_ones_before(
