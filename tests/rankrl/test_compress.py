@@ -93,6 +93,8 @@ def test_folder_holds_what_a_run_of_the_command_line_does(
     names = {"plan.json", "model.safetensors", "model.onnx", "metrics.json", "report.html", "episodes.csv"}
     assert names <= {path.name for path in folder.iterdir()}
     assert decomposition.CompressionPlan.load(folder / "plan.json") == result.plan
+    (noted,) = [each.value for each in onnx.load(result.path).metadata_props if each.key == "plan"]
+    assert decomposition.CompressionPlan.from_json(noted) == result.plan
     loaded, plan = rankrl.load_compressed(result.dense, folder / "model.safetensors")
     assert plan == result.plan
     assert torch.equal(loaded.eval()(IMAGES, NUMBERS), result.model(IMAGES, NUMBERS))
