@@ -124,7 +124,8 @@ def test_a_network_that_is_slow_to_begin_is_left_to_its_rate(digits: ImageData) 
     recipe = dataclasses.replace(TOO_FAST, lr=1e-5, warmup=0.0, schedule="constant")
     network = plain_network()
     with torch.no_grad():
-        network.get_submodule("6").weight.zero_()  # type: ignore[union-attr, operator]
+        # Held at zero, so that not even the order of the scores tells anything.
+        network.get_submodule("6").weight.zero_().requires_grad_(False)  # type: ignore[union-attr, operator]
         network.get_submodule("6").bias.zero_()  # type: ignore[union-attr, operator]
     result = train(network, digits, recipe, precision=FLOAT32)
     assert result.history[-1].loss == pytest.approx(2.3026, abs=0.005)
@@ -201,6 +202,15 @@ def test_a_run_killed_around_its_restarts_goes_on_to_the_undisturbed_result(
     assert same(weights(resumed), expected)
     assert without_time(again.history) == without_time(result.history)
     assert (again.lr, again.halvings) == (result.lr, result.halvings)
+
+
+def test_a_state_remembers_whether_anything_was_learned(tmp_path: Path) -> None:
+    state = TrainingState(plain_network(), TOO_FAST, {})
+    state.learned = True
+    state.save(path := tmp_path / "state.safetensors")
+    restored = TrainingState(plain_network(5), TOO_FAST, {})
+    restored.restore(path)
+    assert restored.learned
 
 
 def test_a_state_without_halvings_keeps_no_first_weights(digits: ImageData, tmp_path: Path) -> None:
