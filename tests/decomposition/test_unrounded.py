@@ -21,6 +21,7 @@ from decomposition import (
     save_compressed,
     without_rounding,
 )
+from decomposition.unrounded import marked, settled, taken
 
 
 class Residual(nn.Module):
@@ -116,3 +117,12 @@ def test_a_part_that_cannot_know_where_it_is_rounded_is_refused(small: nn.Module
         torch.export.export(small.first, (torch.randn(2, 3, 8, 8),), strict=False)  # type: ignore[arg-type]
     assert without_rounding(copy.deepcopy(small))._forward_hooks == {}
     torch.export.export(small, (torch.randn(2, 3, 8, 8),), strict=False)
+
+
+def test_a_sum_of_integers_is_rounded_in_the_range_of_the_layer_that_takes_it_first() -> None:
+    summands = [marked(torch.tensor([0.3]), torch.clone) for _ in range(2)]
+    total = summands[0] + summands[1]
+    assert settled(total).item() == pytest.approx(0.6)  # nothing has taken it yet
+    for where in (torch.ceil, torch.floor):
+        assert type(taken(total, where)) is torch.Tensor
+    assert settled(total).item() == 1
