@@ -228,6 +228,7 @@ def test_one_epoch_is_a_visible_point(epochs: Sequence[EpochRow]) -> None:
         (value,) = line.get_ydata()
         assert low < value < high
         assert shown(axes, "x")[1] == ["1"]
+    assert all(text.endswith("%") for text in shown(figure.axes[0], "y")[1])
 
 
 def test_a_search_of_the_reference_plan_alone_is_a_point(episodes: Sequence[EpisodeRow]) -> None:

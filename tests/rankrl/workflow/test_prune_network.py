@@ -193,6 +193,7 @@ def test_a_finished_pruning_is_read_back(
     monkeypatch.setattr("rankrl.workflow.prune.keep_within", None)
     again = prune_network(network(data), data, quick(name, macs=0.6), calibration, state_file=file)
     assert (again.plan, list(again.epochs), again.jump) == (first.plan, list(first.epochs), first.jump)
+    assert again.rewound == first.rewound
     state = again.network.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in first.network.state_dict().items())
     with pytest.raises(CheckpointError, match=r"kept was 0\.6, is now 0\.5"):
