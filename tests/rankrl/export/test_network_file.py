@@ -218,6 +218,7 @@ def test_a_sum_is_integer_where_both_summands_are(float_file: Path) -> None:
 
     assert chosen("stem", "first", "second") == Counter(Conv=3, Relu=3, Add=1)
     assert chosen("stem", "second")["Add"] == 1
+    assert chosen("first", "second")["Add"] == 1  # the other summand is rounded for the first
     assert chosen("stem")["Add"] == 0
     assert chosen("first") == Counter(Conv=1, Relu=1)
     with pytest.raises(ExportError, match=r"the weight 'none.weight' belongs to no convolution"):
