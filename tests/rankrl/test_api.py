@@ -119,7 +119,7 @@ def test_killed_search_goes_on(
         "params": 0.5,
         "selector": "random",
         "episodes": 6,
-        "candidates": 4,
+        "candidates": 8,
     }
     options["score"] = fidelity(copy.deepcopy(model), images)
     whole = rankrl.search(model, folder=tmp_path / "whole", **options)
@@ -250,7 +250,7 @@ def test_each_plan_is_scored_in_evaluation_mode(model: nn.Module, images: torch.
         network.train()  # as many an evaluation loop leaves it
         return 0.5
 
-    options: Any = {"calibration": images, "params": 0.5, "selector": "random", "candidates": 3}
+    options: Any = {"calibration": images, "params": 0.5, "selector": "random", "candidates": 8}
     rankrl.search(model.train(), score=score, episodes=3, **options)
     assert len(modes) > 2
     assert not any(modes)
