@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import absl.logging
 import pytest
 from filelock import FileLock
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
 from hypothesis import HealthCheck, settings
-
-from rankrl.config.folder import config_folder
 
 settings.register_profile(
     "quick",
@@ -44,43 +37,6 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _hydra_reads_and_merges_files_once() -> Iterator[None]:
-    """Let compositions share what comes before their values are set, half of the time: there are hundreds.
-
-    A user's process composes two or three and would gain nothing. Folders that tests write to are read anew.
-    """
-    ours = "pkg://", "structured://", f"file://{config_folder()}"
-    read: dict[Any, Any] = {}
-    merged: dict[Any, Any] = {}
-    load, merge = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
-
-    def sources(repository: Any) -> tuple[str, ...] | None:
-        paths = tuple(source.full_path() for source in repository.get_sources())
-        return paths if all(path.startswith(ours) for path in paths) else None
-
-    def load_config(self: ConfigRepository, config_path: str) -> Any:
-        key = sources(self), config_path
-        if key[0] is None:
-            return load(self, config_path)
-        if key not in read:
-            read[key] = load(self, config_path)
-        return copy.deepcopy(read[key])
-
-    def merge_defaults(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
-        key = sources(repo), *(dataclasses.astuple(each) for each in defaults)
-        if key[0] is None:
-            return merge(self, defaults, repo)
-        if key not in merged:
-            merged[key] = merge(self, defaults, repo)
-        return copy.deepcopy(merged[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfigRepository, "load_config", load_config)
-        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_defaults)
-        yield
 
 
 def _folder(variable: str) -> Path | None:
