@@ -5,8 +5,8 @@ from .memory import reuse_memory
 from .network_compression import NetworkCompression, compress
 from .onnx_graph import ImagePreprocessing, apply_onnx_plan, compress_onnx
 from .operations import KeepChannels
+from .timing.options import LatencyOptions
 from .training import TrainingRecipe
-from .workflow.latency import LatencyOptions
 
 __all__ = [
     "ImagePreprocessing",

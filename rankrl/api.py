@@ -16,17 +16,18 @@ from decomposition.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
 from rankrl.progress import Progress
 from rankrl.selectors import check_selector
+from rankrl.timing.options import LatencyOptions
 from rankrl.workflow.calibration import CALIBRATION_BATCH
-from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import session_on_inputs
+from rankrl.workflow.session import SearchSession, check_reachable
 
 __all__ = ["apply_plan", "load_compressed", "search"]
 
@@ -172,14 +173,16 @@ def search(
         only=tuple(only),
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
-    session = session_on_inputs(
-        model,
-        batches,
-        FunctionScoring(score, batches),
-        chosen,
+    network = ModuleNetwork.on_inputs(
+        model, batches, weigh_outputs=weigh_outputs, seed=seed, progress=progress
+    )
+    check_reachable(network, chosen, options)
+    session = SearchSession(
+        network,
+        network.library(chosen, cache=None if cache is None else Path(cache), seed=seed),
+        FunctionScoring(model, score, batches),
         options,
-        cache=None if cache is None else Path(cache),
-        seed=seed,
+        candidates=candidates,
         progress=progress,
     )
     with session:

@@ -32,18 +32,19 @@ from rankrl.export import export_onnx, fast_multiple, verify_onnx
 from rankrl.export.verification import BATCH_SIZES
 from rankrl.files import storage_errors, write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
 from rankrl.plan_search.workers import Cluster
 from rankrl.progress import Progress, progress_bar
 from rankrl.report import collect_setup, write_report
 from rankrl.selectors import check_selector
+from rankrl.timing.options import LatencyOptions
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.general import steps_of_an_epoch
 from rankrl.workflow.calibration import CALIBRATION_BATCH
 from rankrl.workflow.call_record import call_record
 from rankrl.workflow.file_export import export_file
-from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_rows
 from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs
 from rankrl.workflow.rewritten import check_rewritten
@@ -52,7 +53,7 @@ from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.sample import Sample, read_samples
 from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import session_on_inputs
+from rankrl.workflow.session import SearchSession, check_reachable
 
 log = logging.getLogger(__name__)
 
@@ -268,14 +269,16 @@ def compress(
     verify_onnx(dense, baseline, split(held.inputs, max(BATCH_SIZES))[0])
     device = model_device(dense)
     batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
-    session = session_on_inputs(
-        dense,
-        batches,
-        FunctionScoring(judge, batches),
-        chosen,
+    network = ModuleNetwork.on_inputs(
+        dense, batches, weigh_outputs=weigh_outputs, seed=seed, progress=progress
+    )
+    check_reachable(network, chosen, options)
+    session = SearchSession(
+        network,
+        network.library(chosen, cache=None if kept is None else kept / "fits", seed=seed),
+        FunctionScoring(dense, judge, batches),
         options,
-        cache=None if kept is None else kept / "fits",
-        seed=seed,
+        candidates=candidates,
         progress=progress,
     )
     with session:
@@ -289,7 +292,7 @@ def compress(
         )
     if found.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
-    compressed = session.apply(found.plan)
+    compressed = session.applied(found.plan)
     rows = layer_rows(found.plan, dense, compressed)
     tuned: nn.Module = compressed
     epochs: Sequence[EpochRow] = ()

@@ -38,13 +38,14 @@ from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.export import fast_multiple
 from rankrl.models import create_model, list_models, load_checkpoint
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.evaluator import EvaluatorOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors.random_plans import spend_at_random
+from rankrl.timing.options import LatencyOptions
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.calibration import calibration_images
-from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import (
     ExportOptions,
     cost_ratios,
@@ -57,7 +58,7 @@ from rankrl.workflow.network import run_training
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.scoring import ImageScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import SearchSession, calibrated_library
+from rankrl.workflow.session import SearchSession
 
 LARGE = 224
 _SHARES = (0.35, 0.65)
@@ -232,7 +233,7 @@ def row(
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
         except (DecompositionError, RankrlError) as error:
             return f"{head}| {error} | | | | | | | | | |"
-        network = session.apply(plan)
+        network = session.applied(plan)
         export_options = ExportOptions(**_timing(data, chosen))
         baseline = export_dense(model, data, Path(scratch), export_options)
 
@@ -299,14 +300,15 @@ def _session(
     timed = LatencyOptions(**_timing(data, chosen), folder=cache / "latencies")
     # Random weights are not worth a refit to data; the time does not depend on them.
     refit_to = None if _is_large(data) else images
+    network = ModuleNetwork(
+        model, data.input_shape, images.split(32), apply=partial(apply_plan, model, calibration=refit_to)
+    )
     return SearchSession(
-        model,
-        calibrated_library(model, images.split(32), candidates, cache=cache / "fits", seed=0),
-        ImageScoring(data, EvaluatorOptions(augmented=True), images=1000),
+        network,
+        network.library(candidates, cache=cache / "fits", seed=0),
+        ImageScoring(model, data, EvaluatorOptions(augmented=True), images=1000),
         SearchOptions(latency=cell.latency, timing=timed, episodes=1),
         candidates=candidates.candidates,
-        input_shape=data.input_shape,
-        apply=partial(apply_plan, model, calibration=refit_to),
     )
 
 

@@ -35,10 +35,10 @@ from decomposition.metric import Metric, times
 from decomposition.moments import InputMoments
 from rankrl.onnx_graph import GivenFile, Site
 from rankrl.onnx_graph.capture import Captured, collect_moments
+from rankrl.onnx_graph.graph_network import measured_sensitivities
 from rankrl.onnx_graph.inputs import checked
 from rankrl.onnx_graph.network import GraphSession
 from rankrl.onnx_graph.rewrite import open_constants, without_unused
-from rankrl.onnx_graph.session import measured_sensitivities
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 

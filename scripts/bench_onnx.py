@@ -34,7 +34,7 @@ from rankrl.export.latency import LatencyComparison, compare_latency
 from rankrl.onnx_graph import OnnxNetwork, compress_onnx, split_inputs
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 Array = np.ndarray[Any, Any]
 _RUN_AT_ONCE = 20

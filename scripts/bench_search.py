@@ -25,6 +25,7 @@ import torch
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
 from rankrl.models import create_model, load_checkpoint
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.evaluator import PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import run_search
@@ -32,7 +33,6 @@ from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.selectors import create_selector
 from rankrl.workflow.search_options import CandidateOptions
-from rankrl.workflow.session import calibrated_library
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.
@@ -156,9 +156,8 @@ def search(
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(data.train), generator=generator)[:CALIBRATION_IMAGES]
     calibration = [x for x, _ in batches(data.train.subset(chosen), 128, mean=data.mean, std=data.std)]
-    library = calibrated_library(
-        model, calibration, CandidateOptions((arguments.format,)), cache=None, seed=0
-    )
+    network = ModuleNetwork(model, data.input_shape, calibration)
+    library = network.library(CandidateOptions((arguments.format,)), cache=None, seed=0)
     sites = library.all_candidates()
     costs.fitting = time.perf_counter() - start
     problem = SearchProblem.from_model(

@@ -36,6 +36,7 @@ from rankrl.data import ImageData, load_dataset
 from rankrl.envs.actions import ImportanceMap
 from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
@@ -45,7 +46,6 @@ from rankrl.wording import counted
 from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.workflow.measure import test_accuracy
 from rankrl.workflow.search_options import CandidateOptions
-from rankrl.workflow.session import calibrated_library
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",
@@ -247,9 +247,8 @@ def measure(options: argparse.Namespace, setup: str) -> list[Row]:
     model.eval()
     images = calibration_images(data, options.calibration, seed=options.seed)
     candidates = CandidateOptions((options.format,))
-    fitted = calibrated_library(
-        model, images.split(CALIBRATION_BATCH), candidates, cache=None, seed=options.seed
-    )
+    network = ModuleNetwork(model, data.input_shape, images.split(CALIBRATION_BATCH))
+    fitted = network.library(candidates, cache=None, seed=options.seed)
     libraries = {"data": fitted, "weights": FitLibrary(model, list(fitted.specs.values()), options.format)}
     sites = fitted.all_candidates(limit=candidates.candidates)
     problem = SearchProblem.from_model(model, sites, data.input_shape, params=options.params, library=fitted)

@@ -24,7 +24,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -41,7 +40,6 @@ from rankrl.agents.policy_file import read_policy
 from rankrl.data import Images
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
-from rankrl.plan_search.divergence import single_layer_divergences
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import Choices, SearchProblem
@@ -132,7 +130,7 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
         read_policy(policy).card.check_held_out(task)
     scoring = EvaluatorOptions(term=options.term, statistics=options.statistics)
     evaluator = prepared.evaluator(heldout.first(options.images), scoring)
-    problem = replace(problem, divergences=partial(single_layer_divergences, evaluator))
+    problem = replace(problem, divergences=evaluator.divergences)
     judging = heldout.subset(torch.arange(len(heldout) - options.judged, len(heldout)))
     judge = prepared.evaluator(judging, EvaluatorOptions(statistics=options.statistics))
     ends = Ends(prepared, judging, options)

@@ -31,6 +31,7 @@ from rankrl.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_p
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.pretraining.episodes import task_of
@@ -41,7 +42,6 @@ from rankrl.training import predict_logits, report_accuracy, train
 from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.workflow.run_folder import cache_folder
 from rankrl.workflow.search_options import CandidateOptions
-from rankrl.workflow.session import calibrated_library
 
 CALIBRATION_IMAGES = 768
 MEASURES = ("params", "macs", "bytes")
@@ -169,9 +169,8 @@ class Prepared:
         model.eval()
         inputs = calibration_images(data, CALIBRATION_IMAGES, seed=seed)
         candidates = asked.candidates
-        library = calibrated_library(
-            model, inputs.split(CALIBRATION_BATCH), candidates, cache=cache_folder() / "fits", seed=seed
-        )
+        network = ModuleNetwork(model, data.input_shape, inputs.split(CALIBRATION_BATCH))
+        library = network.library(candidates, cache=cache_folder() / "fits", seed=seed)
         problem = SearchProblem.from_model(
             model,
             library.all_candidates(limit=candidates.candidates),

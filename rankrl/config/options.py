@@ -19,9 +19,9 @@ from rankrl.models import default_lr
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, Term
 from rankrl.pretraining.training import PretrainingOptions
 from rankrl.selectors import SelectorEntry, check_selector, selector_options
+from rankrl.timing.options import LatencyOptions
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.calibration import check_calibration
-from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
 from rankrl.workflow.pretrain import EpisodeOptions
 from rankrl.workflow.pruner_options import PruningOptions, pruning_options
@@ -236,9 +236,9 @@ def evaluator_options(config: AppConfig) -> EvaluatorOptions:
     )
 
 
-def scoring(config: AppConfig, data: ImageData) -> ImageScoring:
+def scoring(config: AppConfig, data: ImageData, dense: nn.Module) -> ImageScoring:
     """Return what plans are scored by."""
-    return ImageScoring(data, evaluator_options(config), config.search.images)
+    return ImageScoring(dense, data, evaluator_options(config), config.search.images)
 
 
 def pruning(config: AppConfig) -> PruningOptions:

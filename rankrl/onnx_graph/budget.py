@@ -11,25 +11,19 @@ from typing import TypeVar
 
 import numpy as np
 import onnx
-from torch import nn
 
-from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, LayerSpec
+from decomposition import CompressionPlan
 from decomposition.layer_plan import without_growth
 from decomposition.operations.base import FLOAT_BYTES, dense_cost
-from rankrl.export.int8 import quantise_onnx
-from rankrl.export.latency import LatencyComparison, compare_latency, measure_latency
-from rankrl.export.layer_latency import kept_table, measuring_conditions, table_key, time_sites
+from rankrl.export.latency import LatencyComparison, compare_latency
+from rankrl.export.layer_latency import measuring_conditions
 from rankrl.export.operators import dequantises, is_standard
 from rankrl.files import write_json
-from rankrl.onnx_graph.file import write_graph
 from rankrl.onnx_graph.half import HALF
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.quantised import packed, parameters_of
-from rankrl.onnx_graph.refit import structured_graph
 from rankrl.onnx_graph.site import Site
-from rankrl.plan_search.problem import SearchProblem
-from rankrl.progress import progress_bar
-from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+from rankrl.workflow.latency import LatencyOptions
 
 _Value = TypeVar("_Value")
 _BITS = {
@@ -106,111 +100,6 @@ def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> dict[str, int]:
     return found
 
 
-class OnnxLatencyBudget(LatencyBudget):
-    """A budget in time for a network in an ONNX file.
-
-    Args:
-        network: The network.
-        found: Its nodes.
-        library: The fits of its nodes.
-        sites: The candidates of its nodes.
-        totals: What the network costs (`network_costs`).
-        fraction: Fraction of the original's time to keep at most, in (0, 1].
-        options: How time is measured; the batch is that of `feed`.
-        feed: A batch of real inputs.
-        further: As for `LatencyBudget`.
-        beside: Time of the network / that of the original, where that is another one.
-    """
-
-    def __init__(
-        self,
-        network: OnnxNetwork,
-        found: Sequence[Site],
-        library: FitLibrary,
-        sites: Sequence[CandidateSet],
-        totals: Mapping[str, int],
-        fraction: float,
-        options: LatencyOptions,
-        feed: Feed,
-        further: Mapping[str, float | None],
-        beside: float = 1.0,
-    ) -> None:
-        shape = input_shape(network, feed)
-        super().__init__(nn.Identity(), sites, shape, min(1.0, fraction / beside), options, further=further)
-        self.beside = beside
-        self.network, self.found, self.library = network, list(found), library
-        self.totals, self.feed = dict(totals), feed
-
-    def measured(self, plan: CompressionPlan) -> float:
-        """Return the time of the network under a plan / that without one, timed in turns."""
-        graph = structured_graph(self.network, self.found, plan, self.library)
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / "compressed.onnx"
-            write_graph(graph, path, [self.feed])
-            return 1 / compared_with_original(self.network, path, self.feed, self.options).ratio
-
-    def _table(self) -> LatencyTable:
-        specs = {site.name: site.spec for site in self.found}
-        beside = hashlib.sha256(self.network.model.SerializeToString()).hexdigest()
-        conditions = measuring_conditions(self.network.axes.size(self.feed), self.options.threads)
-        key = table_key(self.sites, specs, f"{conditions} {beside}", self.options.runs)
-        return kept_table(self.options.folder, key, self._measured_table)
-
-    def _measured_table(self) -> LatencyTable:
-        batch, threads, runs = self.network.axes.size(self.feed), self.options.threads, self.options.runs
-        integers = any(each.integer for site in self.sites for each in site.candidates)
-        with progress_bar("time nodes", total=len(self.sites)) as bar, tempfile.TemporaryDirectory() as name:
-            scratch = Path(name)
-            modules = {
-                site.name: site.module(_padding(site)) for site in self.found if site.spec.refusal is None
-            }
-            times = time_sites(
-                modules,
-                self.sites,
-                batch=batch,
-                threads=threads,
-                runs=runs,
-                scratch=scratch,
-                progress=lambda _: bar.advance(),
-            )
-            path = scratch / "network.onnx"
-            onnx.save(self.network.as_in_file().model, path)
-            whole = self._time(path)
-            in_integers = None
-            if integers:
-                rounded = {site.name for site in self.sites if any(each.integer for each in site.candidates)}
-                weights = [node.input[1] for node in self.network.model.graph.node if node.name in rounded]
-                quantise_onnx(path, path, [self.feed], weights=weights, partly=True)
-                in_integers = self._time(path)
-        return times.table(self.sites, whole, in_integers, measuring_conditions(batch, threads))
-
-    def _time(self, path: Path) -> float:
-        options = self.options
-        timed = measure_latency(
-            path,
-            batch=self.network.axes.size(self.feed),
-            threads=options.threads,
-            runs=options.runs,
-            inputs=self.feed,
-        )
-        return timed.median_ms
-
-    def _specs(self) -> Sequence[LayerSpec]:
-        return [site.spec for site in self.found]
-
-    def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
-        fractions = {**self.further, "latency": fraction}
-        return SearchProblem.from_costs(
-            self._specs(),
-            self._faster[1],
-            self.shape,
-            self.totals,
-            fractions,
-            latencies=table,
-            library=library,
-        )
-
-
 def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
     """Return the time of a network / that of the one it was rewritten from, measured once.
 
@@ -281,13 +170,3 @@ def compared_with_original(
             runs=options.runs,
             inputs=feed,
         )
-
-
-def _padding(site: Site) -> tuple[int, ...]:
-    """Return the padding, the same on both sides, with which a layer costs what the node does."""
-    if site.spec.kind == "linear":
-        return ()
-    return tuple(
-        (before + after + 1) // 2
-        for before, after in site.widths(site.spec.input_sizes[0][-len(site.spec.kernel_size) :])
-    )

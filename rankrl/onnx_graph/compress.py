@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,28 +27,23 @@ from rankrl.onnx_graph.axis_suggestions import Axes
 from rankrl.onnx_graph.budget import compared_with_original, network_costs, plan_costs, time_beside
 from rankrl.onnx_graph.file import check_contracted, write_graph
 from rankrl.onnx_graph.given import GivenFile, Inputs
+from rankrl.onnx_graph.graph_network import GraphNetwork, measured_sensitivities
 from rankrl.onnx_graph.half import check_without_integers, without_integers
 from rankrl.onnx_graph.image_files import ImagePreprocessing
 from rankrl.onnx_graph.inputs import HELDOUT
-from rankrl.onnx_graph.network import Feed, OnnxNetwork, open_session
+from rankrl.onnx_graph.network import OnnxNetwork, open_session
 from rankrl.onnx_graph.positions import METADATA, faster_positions, from_metadata, to_metadata
-from rankrl.onnx_graph.refit import CompressedGraph, check_plan, refitted_graph
+from rankrl.onnx_graph.refit import check_plan
 from rankrl.onnx_graph.rewrite import check_formats, writable_formats
 from rankrl.onnx_graph.scoring import FileTerm, OnnxScoring, SessionScore
-from rankrl.onnx_graph.session import (
-    OnnxSearchSession,
-    check_reachable,
-    fit_library,
-    measured_sensitivities,
-)
 from rankrl.onnx_graph.site import Site
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.run import SearchResult
-from rankrl.progress import progress_bar
 from rankrl.selectors import check_selector
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.workflow.session import SearchSession, check_reachable
 
 log = logging.getLogger(__name__)
 
@@ -303,51 +297,35 @@ def compress_file(
         candidates = replace(
             candidates, precisions=without_integers(candidates.precisions, given.network.source)
         )
-    check_reachable(given, candidates, search)
+    network = _network(given, finishing, options)
+    check_reachable(network, candidates, search)
+    timing = replace(finishing.timing, batch=given.network.axes.size(network.feed))
+    finishing, search = replace(finishing, timing=timing), replace(search, timing=timing)
     if suit_processor and search.latency is not None:
-        candidates = replace(candidates, multiple=fast_multiple(finishing.timing.folder))
-    split, feed, finishing = given.split, *_timed(given, finishing)
-    beside, timing = 1.0, finishing.timing
+        candidates = replace(candidates, multiple=fast_multiple(timing.folder))
     if search.latency is not None:
         in_time_alone = not any(search.further.values())
         if in_time_alone:
-            faster = faster_positions(given.network, given.sites, feed, timing)
+            faster = faster_positions(given.network, given.sites, network.feed, timing)
             given = given.with_several_positions(faster)
             if faster:
                 check_as_read(given)
         if given.network is not given.original:
-            beside = time_beside(given.original, given.network, feed, timing)
+            beside = time_beside(given.original, given.network, network.feed, timing)
+            network = replace(network, given=given, time_of_original=beside)
             if in_time_alone and beside <= search.latency:
                 log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", beside)
-                return _finished(given, _as_it_is(given), Path(target), {}, finishing, feed)
-    library = fit_library(given, candidates, options=options, folder=_fits(cache), seed=seed)
-    with tempfile.TemporaryDirectory() as scratch:
-
-        def applied(plan: CompressionPlan) -> OnnxNetwork:
-            refitted = _refitted(given, plan, split.calibration, library.sensitivities, finishing)
-            file = Path(scratch) / "finalist.onnx"
-            write_graph(refitted, file, split.calibration, reduce_range=timing.reduce_range)
-            return OnnxNetwork.load(file)
-
-        # A rule's plan is one, so that no input chooses it.
-        scoring = OnnxScoring(given.network, given.sites, split.scored or split.heldout, score, term)
-        session = OnnxSearchSession(
-            given,
-            library,
-            scoring,
-            replace(search, timing=timing),
-            candidates=candidates.candidates,
-            feed=feed,
-            apply=applied,
-            beside=beside,
-        )
-        with session:
-            found = session.search(
-                selector, selector_options, seed=seed, folder=folder, on_episode=on_episode
-            )
+                return _finished(network, _as_it_is(given), Path(target), {}, finishing)
+    library = network.library(candidates, cache=_fits(cache), seed=seed)
+    # A rule's plan is one, so that no input chooses it.
+    split = given.split
+    scored, single = split.scored or split.heldout, split.scored or split.calibration
+    scoring = OnnxScoring(given.network, given.sites, scored, score, term, single)
+    with SearchSession(network, library, scoring, search, candidates=candidates.candidates) as session:
+        found = session.search(selector, selector_options, seed=seed, folder=folder, on_episode=on_episode)
     if found.stopped_by == "interrupt":
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
-    return _finished(given, found.plan, Path(target), library.sensitivities, finishing, feed, found)
+    return _finished(network, found.plan, Path(target), library.sensitivities, finishing, found)
 
 
 @storage_errors()
@@ -401,10 +379,9 @@ def apply_onnx_plan(
     check_as_read(given)
     timing = LatencyOptions(batch=TIMED_BATCH) if timing is None else timing
     finishing = Finishing(score, timing, weigh_outputs, final_options, seed)
-    feed, finishing = _timed(given, finishing)
     folder = _fits(cache)
     sensitivities = measured_sensitivities(given, folder=folder, seed=seed) if weigh_outputs else {}
-    return _finished(given, plan, Path(target), sensitivities, finishing, feed)
+    return _finished(_network(given, finishing), plan, Path(target), sensitivities, finishing)
 
 
 def chosen_formats(decomposition: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -431,10 +408,17 @@ def _check_target(target: str | Path, path: str | Path) -> None:
         raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
 
 
-def _timed(given: GivenFile, finishing: Finishing) -> tuple[Feed, Finishing]:
-    """Return the batch that is timed, and its size where times are asked for."""
-    feed = given.feed(finishing.timing.batch)
-    return feed, replace(finishing, timing=replace(finishing.timing, batch=given.network.axes.size(feed)))
+def _network(given: GivenFile, finishing: Finishing, options: FitOptions = CHOOSING) -> GraphNetwork:
+    """Return the network as searches see it."""
+    timing = finishing.timing
+    return GraphNetwork(
+        given,
+        given.feed(timing.batch),
+        options,
+        finishing.options,
+        timing.reduce_range,
+        finishing.seed,
+    )
 
 
 def _as_it_is(given: GivenFile) -> CompressionPlan:
@@ -444,44 +428,24 @@ def _as_it_is(given: GivenFile) -> CompressionPlan:
     return CompressionPlan(layers, fingerprint([site.spec for site in given.sites]), given.shape, "rewriting")
 
 
-def _refitted(
-    given: GivenFile,
-    plan: CompressionPlan,
-    batches: Sequence[Feed],
-    sensitivities: Mapping[str, torch.Tensor],
-    finishing: Finishing,
-) -> CompressedGraph:
-    with progress_bar("refit nodes", total=len(given.sites)) as bar:
-        return refitted_graph(
-            given.network,
-            given.sites,
-            plan,
-            batches,
-            sensitivities=sensitivities,
-            options=finishing.options,
-            seed=finishing.seed,
-            progress=lambda _: bar.advance(),
-        )
-
-
 def _finished(
-    given: GivenFile,
+    rewritten: GraphNetwork,
     plan: CompressionPlan,
     target: Path,
     sensitivities: Mapping[str, torch.Tensor],
     finishing: Finishing,
-    feed: Feed,
     search: SearchResult | None = None,
 ) -> OnnxCompression:
     """Carry out a plan, write the file and compare it with the original."""
+    given, feed = rewritten.given, rewritten.feed
+    timing = replace(finishing.timing, batch=given.network.axes.size(feed))
     network, split, score = given.original.as_in_file(), given.split, finishing.score
     batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
     if given.several:
         plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(given.several)})
-    graph = _refitted(given, plan, batches, sensitivities, finishing)
+    graph = rewritten.refitted(plan, batches, sensitivities)
     verified = check_contracted(graph, split.heldout[:2], network.source)
-    range_of_weights = finishing.timing.reduce_range
-    write_graph(graph, target, batches, {"plan": plan.to_json()}, reduce_range=range_of_weights)
+    write_graph(graph, target, batches, {"plan": plan.to_json()}, reduce_range=timing.reduce_range)
     compressed = open_session(OnnxNetwork.load(target).model, str(target))
     scoring = OnnxScoring(network, given.sites, split.heldout, score)
     outputs = scoring.agreement(compressed)
@@ -511,7 +475,7 @@ def _finished(
         baseline_score=baseline,
         verified=verified,
         errors=graph.errors,
-        latency=compared_with_original(network, target, feed, finishing.timing),
+        latency=compared_with_original(network, target, feed, timing),
         search=search,
         collapsed=collapsed,
     )

@@ -31,7 +31,7 @@ from rankrl.onnx_graph.network import Array, Feed, OnnxNetwork, free_ends, part_
 from rankrl.onnx_graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx_graph.site import Site
 from rankrl.progress import progress_bar
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,13 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
-from torch import nn
 
 from decomposition import CandidateSet, FitLibrary
 from rankrl.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
@@ -114,6 +113,8 @@ class OnnxScoring:
         network: The network.
         found: Its nodes.
         feeds: Batches of inputs that nothing is fitted to.
+        single: Batches on which single nodes are looked at (`OnnxPlanEvaluator.divergences`); none that
+            results are compared on.
         score: The user's score, or None for the agreement with the original on `feeds`.
         term: `agreement`: how often the largest number of an output (N, classes) is in the same place, 1 -
             the relative error of an output without classes, averaged over the outputs; `soft_agreement`: 1 -
@@ -125,6 +126,7 @@ class OnnxScoring:
     feeds: Sequence[Feed]
     score: SessionScore | None = None
     term: FileTerm = "soft_agreement"
+    single: Sequence[Feed] = ()
 
     def __post_init__(self) -> None:
         if self.term not in get_args(FileTerm):
@@ -133,35 +135,25 @@ class OnnxScoring:
                 f"which comes without labels, got {self.term!r}"
             )
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Score the original, so that a score that fails does so before nodes are fitted.
-
-        Args:
-            model: Not used.
 
         Raises:
             ConfigError: The user's score is no number.
             NonFiniteError: It is NaN or an infinity.
         """
-        del model
         if self.score is not None:
             self.of_session(open_session(self.network.model, self.network.source), "the original network")
 
     def evaluator(
-        self,
-        model: nn.Module,
-        library: FitLibrary,
-        problem: SearchProblem,
-        *,
-        cluster: WorkerCluster | None = None,
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None = None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process."""
-        del model, cluster
+        """Return what scores the plans of a search, in this process: workers only fit nodes."""
+        del cluster
         return nullcontext(OnnxPlanEvaluator(self, library, problem))
 
-    def of_networks(self, dense: nn.Module) -> Callable[[OnnxNetwork], float]:
+    def of_networks(self) -> Callable[[OnnxNetwork], float]:
         """Return what scores compressed networks as they are written."""
-        del dense
         return lambda network: self.of_session(
             open_session(network.model, network.source), "the compressed network"
         )
@@ -239,23 +231,23 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         what = f"the plan with candidates {list(choices)}"
         return self.scoring.of_session(self.graph.session(choices), what)
 
+    def divergences(self, batches: int) -> list[np.ndarray]:
+        """Measure how far the outputs move when one node alone is compressed.
 
-def single_node_divergences(graph: ScoringGraph, scoring: OnnxScoring) -> list[np.ndarray]:
-    """Measure how far the outputs move when one node alone is compressed.
+        Args:
+            batches: On how many batches, or on all where there are fewer.
 
-    Args:
-        graph: What takes on the weights of any plan.
-        scoring: The original's answers, and the inputs to compare on.
+        Returns:
+            For every site the squared relative error of the outputs, averaged over them, under each of its
+            candidates; shape (candidates,), 0 for the dense one.
+        """
+        scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
-    Returns:
-        For every site the squared relative error of the outputs, averaged over them, under each of its
-        candidates; shape (candidates,), 0 for the dense one.
-    """
+        def divergence(plan: Choices) -> float:
+            outputs = scoring.agreement(self.graph.session(plan))
+            return float(np.mean([each.error**2 for each in outputs]))
 
-    def divergence(plan: Choices) -> float:
-        return float(np.mean([each.error**2 for each in scoring.agreement(graph.session(plan))]))
-
-    return each_alone(graph.sites, divergence)
+        return each_alone(self.graph.sites, divergence)
 
 
 @dataclass(frozen=True)

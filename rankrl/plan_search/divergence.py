@@ -6,35 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch.nn.functional import kl_div
 
 from decomposition.candidates import CandidateSet
-from rankrl.plan_search.evaluator import PlanEvaluator
 from rankrl.plan_search.problem import Choices
-
-
-def single_layer_divergences(evaluator: PlanEvaluator, batches: int) -> list[np.ndarray]:
-    """Measure how far the answers move when one layer alone is compressed.
-
-    Args:
-        evaluator: What scores plans; its first batches of held-out images are used.
-        batches: How many batches.
-
-    Returns:
-        For every site the mean Kullback-Leibler divergence of the class probabilities from the dense
-        network's, in nats, under each of its candidates; shape (candidates,), 0 for the dense one.
-    """
-    sites = evaluator.problem.sites
-    batches = min(batches, evaluator.batches)
-    dense = tuple(site.dense for site in sites)
-    wanted = evaluator.forward(dense, 0, batches).log_softmax(1)
-
-    def divergence(plan: Choices) -> float:
-        answers = evaluator.forward(plan, 0, batches).log_softmax(1)
-        found = kl_div(answers.double(), wanted.double(), log_target=True, reduction="batchmean")
-        return max(0.0, float(found))
-
-    return each_alone(sites, divergence)
 
 
 def each_alone(sites: Sequence[CandidateSet], measure: Callable[[Choices], float]) -> list[np.ndarray]:

@@ -6,16 +6,18 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 
 from decomposition.library import FitLibrary
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
+from rankrl.plan_search.divergence import each_alone
 from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.refitting_network import RefittingNetwork
 from rankrl.plan_search.scoring_network import CACHE_BYTES, ScoringNetwork
@@ -139,6 +141,22 @@ class Evaluator(Protocol):
 
     def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
         """Take over a state, and the evaluations of the plans scored so far."""
+
+
+@runtime_checkable
+class MeasuresDivergences(Protocol):
+    """A scorer that can look at each site alone."""
+
+    def divergences(self, batches: int) -> list[np.ndarray]:
+        """Measure how far the network's answers move when one site alone is compressed.
+
+        Args:
+            batches: On how many of its batches, or on all where there are fewer.
+
+        Returns:
+            For every site the divergence under each of its candidates; shape (candidates,), 0 for the dense
+            one.
+        """
 
 
 class PlanEvaluator:
@@ -292,6 +310,25 @@ class PlanEvaluator:
         if start == stop:
             return self._dense_logits[:0]
         return self.network.logits(self._x[start:stop])
+
+    def divergences(self, batches: int) -> list[np.ndarray]:
+        """Measure how far the class probabilities move when one layer alone is compressed.
+
+        Args:
+            batches: On how many batches of held-out images, or on all where there are fewer.
+
+        Returns:
+            For every site the mean Kullback-Leibler divergence from the dense network's, in nats, under each
+            of its candidates; shape (candidates,), 0 for the dense one.
+        """
+        sites, last = self.problem.sites, min(batches, self.batches)
+        dense = self.forward(tuple(site.dense for site in sites), 0, last).log_softmax(1).double()
+
+        def divergence(plan: Choices) -> float:
+            answers = self.forward(plan, 0, last).log_softmax(1).double()
+            return max(0.0, float(kl_div(answers, dense, log_target=True, reduction="batchmean")))
+
+        return each_alone(sites, divergence)
 
     def goes_on(self, choices: Choices, first: Tensor) -> bool:
         """Tell whether a plan is scored beyond the first round; asked once for every plan, in order.

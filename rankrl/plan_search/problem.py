@@ -79,7 +79,7 @@ class SearchProblem:
         budget: What every plan must keep within, or None when the reward alone weighs size.
         library: The fits behind the candidates, for selectors that look into them; None when there are none.
         divergences: Measures the divergence of every site's candidates on so many batches of held-out images
-            (`single_layer_divergences`); None where that cannot be done.
+            (`MeasuresDivergences`); None where that cannot be done.
         preparation: What was rewritten in the network before, for its plans.
     """
 
@@ -143,7 +143,7 @@ class SearchProblem:
             "macs": count_macs(model, input_shape),
             "bytes": FLOAT_BYTES * parameters,
         }
-        problem = cls.from_costs(
+        return cls.from_costs(
             inspect_layers(model, input_shape),
             sites,
             input_shape,
@@ -151,8 +151,8 @@ class SearchProblem:
             {"params": params, "macs": macs, "bytes": bytes, "latency": latency},
             latencies=latencies,
             library=library,
+            preparation=rewrites_of(model),
         )
-        return replace(problem, preparation=rewrites_of(model))
 
     @classmethod
     def from_costs(
@@ -165,6 +165,7 @@ class SearchProblem:
         *,
         latencies: LatencyTable | None = None,
         library: FitLibrary | None = None,
+        preparation: tuple[Rewrite, ...] = (),
     ) -> SearchProblem:
         """Describe the search over a network of which layers and costs are known.
 
@@ -176,6 +177,7 @@ class SearchProblem:
             fractions: Fractions that may be kept, by measure; `latency` is the last.
             latencies: As for `from_model`.
             library: As for `from_model`.
+            preparation: What was rewritten in the network before, for its plans.
 
         Raises:
             ConfigError: As `from_model`.
@@ -208,6 +210,7 @@ class SearchProblem:
             totals["macs"],
             budget,
             library,
+            preparation=preparation,
         )
 
     @property

@@ -39,7 +39,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     with steps.search_session(config, data, dense, images) as session:
         results = search_all(session, entered, folder.searches)
     with_preprocessing(winner(results).plan, data).save(folder.plan)
-    final = FinalTest(data, dense, session.apply, recipe, folder.state / "plans")
+    final = FinalTest(data, dense, session.applied, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),

@@ -65,7 +65,8 @@ def _fitted(
     config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec]
 ) -> Mapping[str, CandidateSet]:
     """Return a few fitted candidates of every layer that can be decomposed."""
-    library = steps.candidate_fits(config, network, steps.calibration(config, data, network))
+    images = steps.calibration(config, data, network)
+    library = steps.candidate_fits(config, steps.searched_network(config, data, network, images))
     found = {}
     with progress_bar("fit layers", len(library.specs)) as bar:
         for spec in specs:

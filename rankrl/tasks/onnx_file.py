@@ -30,8 +30,8 @@ from rankrl.plan_search.run import search_numbers
 from rankrl.report import LayerRow
 from rankrl.tasks import steps
 from rankrl.tasks.compressed import method_of
+from rankrl.timing.options import LatencyOptions
 from rankrl.wording import counted
-from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import layer_row
 from rankrl.workflow.run_folder import RunFolder, cache_folder
 

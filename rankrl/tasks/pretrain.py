@@ -44,7 +44,7 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
         for network in _fitted(one, data, folder)
         for each in play_tasks(
             network,
-            options.scoring(config, data),
+            options.scoring(config, data, network.model),
             episode_options,
             kept,
             seed=config.seed,
@@ -109,10 +109,11 @@ def _networks(config: AppConfig) -> list[AppConfig]:
 def _fitted(config: AppConfig, data: ImageData, folder: RunFolder) -> Iterator[FittedNetwork]:
     dense = build_network(config.model, data, seed=config.seed)
     images = steps.calibration(config, data, dense)
+    network = steps.searched_network(config, data, dense, images)
     yield FittedNetwork(
         model_title(config.model, dense),
         dense,
-        steps.candidate_fits(config, dense, images),
+        steps.candidate_fits(config, network),
         options.candidate_options(config).candidates,
         data,
     )

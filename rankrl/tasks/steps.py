@@ -24,6 +24,7 @@ from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import RunStoppedError
 from rankrl.files import write_json
 from rankrl.models import checkpoint_heldout, save_checkpoint
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult
 from rankrl.report import (
@@ -47,7 +48,7 @@ from rankrl.workflow.network import (
     run_training,
 )
 from rankrl.workflow.run_folder import RunFolder, cache_folder
-from rankrl.workflow.session import SearchSession, calibrated_library, check_reachable
+from rankrl.workflow.session import SearchSession, check_reachable
 from rankrl.workflow.training_step import write_training_step
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ def check_budget(config: AppConfig, data: ImageData) -> None:
         return
     network = build_network(config.model, data, seed=config.seed)
     check_reachable(
-        network, data.input_shape, options.candidate_options(config), options.search_options(config)
+        ModuleNetwork(network, data.input_shape),
+        options.candidate_options(config),
+        options.search_options(config),
     )
 
 
@@ -112,28 +115,31 @@ def calibration(config: AppConfig, data: ImageData, network: nn.Module) -> Tenso
     return in_layout(images, accepted_layout(network, images[:2]))
 
 
-def candidate_fits(config: AppConfig, dense: nn.Module, images: Tensor) -> FitLibrary:
-    """Return the library of fits, calibrated on `images`; nothing is fitted yet."""
-    return calibrated_library(
+def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor) -> ModuleNetwork:
+    """Return the dense network as searches see it, calibrated on `images`."""
+    return ModuleNetwork(
         dense,
+        data.input_shape,
         images.split(CALIBRATION_BATCH),
-        options.candidate_options(config),
-        cache=cache_folder() / "fits",
-        seed=config.seed,
+        apply=lambda plan: applied_plan(config, data, plan, dense, images),
+        preprocessing=data.preprocessing,
     )
+
+
+def candidate_fits(config: AppConfig, network: ModuleNetwork) -> FitLibrary:
+    """Return the library of fits; nothing is fitted yet."""
+    return network.library(options.candidate_options(config), cache=cache_folder() / "fits", seed=config.seed)
 
 
 def search_session(config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor) -> SearchSession:
     """Return the session that the configuration's searches share."""
+    network = searched_network(config, data, dense, images)
     return SearchSession(
-        dense,
-        candidate_fits(config, dense, images),
-        options.scoring(config, data),
+        network,
+        candidate_fits(config, network),
+        options.scoring(config, data, dense),
         options.search_options(config),
         candidates=options.candidate_options(config).candidates,
-        input_shape=data.input_shape,
-        apply=lambda plan: applied_plan(config, data, plan, dense, images),
-        preprocessing=data.preprocessing,
     )
 
 

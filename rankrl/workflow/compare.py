@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from rankrl.selectors import SelectorEntry, create_selector, selector_is_seeded
 from rankrl.training import TrainingRecipe
 from rankrl.workflow.measure import test_accuracy
 from rankrl.workflow.network import run_training
-from rankrl.workflow.session import Apply, SearchSession
+from rankrl.workflow.session import SearchSession
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class FinalTest:
 
     data: ImageData
     teacher: nn.Module
-    apply: Apply
+    apply: Callable[[CompressionPlan], nn.Module]
     recipe: TrainingRecipe | None
     folder: Path
 

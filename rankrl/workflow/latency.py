@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from decomposition import (
     CandidateSet,
@@ -22,26 +20,17 @@ from decomposition import (
     FitLibrary,
     LatencyTable,
     LayerPlan,
-    LayerSpec,
-    build_structure,
-    factorised_layers,
-    inspect_layers,
     plan_from_choices,
 )
-from decomposition.inputs import InputShape
 from decomposition.reachable import least_fraction
-from rankrl.data import Preprocessing
-from rankrl.device import channel_block
-from rankrl.export import compare_latency, export_network, measure_layer_latencies
-from rankrl.export.feeds import random_feed
 from rankrl.export.latency import SMALLEST_CHANGE
-from rankrl.export.runtimes import Batch
 from rankrl.files import write_json
+from rankrl.networks.base import Network
 from rankrl.operations import KeepChannels
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.progress import progress_bar
+from rankrl.timing.options import LatencyOptions
 from rankrl.workflow.latency_fit import Trial, corrected, correction, first_trials
 
 log = logging.getLogger(__name__)
@@ -90,87 +79,40 @@ class _Tried:
     table: LatencyTable
 
 
-@dataclass(frozen=True)
-class LatencyOptions:
-    """How time is measured; the exported network is timed alike.
-
-    Attributes:
-        batch: Inputs of a forward pass.
-        threads: Threads of onnxruntime.
-        runs: Timed passes.
-        folder: Where tables of measured layers are kept for later runs, or None.
-        preprocess: Whether the exported network normalises its images itself.
-        pad_channels: Whether fewer channels than the processor computes at a time are filled up.
-        reduce_range: Whether weights of what computes in 8-bit integers take 7 of the 8 bits in the finished
-            file (`quantise_onnx`); times are the same.
-    """
-
-    batch: int = 64
-    threads: int = 1
-    runs: int = 30
-    folder: Path | None = None
-    preprocess: bool = False
-    pad_channels: bool = True
-    reduce_range: bool | None = None
-
-    def kept_in(self, cache: str | Path | None, folder: str | Path | None) -> LatencyOptions:
-        """Return these options with times kept in a cache, or without one in the folder of the search.
-
-        A budget in time is part of what is searched: with times that are measured anew it would be another
-        search. `folder`, where it is set, stays.
-        """
-        above = folder if cache is None else cache
-        if self.folder is not None or above is None:
-            return self
-        return replace(self, folder=Path(above) / "latencies")
-
-    @property
-    def channel_block(self) -> int:
-        """What channels are filled up to in exported networks (`export_onnx`)."""
-        return channel_block() if self.pad_channels else 1
-
-
 class LatencyBudget:
     """A budget in time for one network: the table of its layers, and whole networks timed beside it.
 
     Args:
-        model: The dense network.
+        network: The network.
         sites: The candidates of its layers.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        fraction: Fraction of the dense network's time to keep at most, in (0, 1].
+        fraction: Fraction of the original's time to keep at most, in (0, 1].
         options: How time is measured.
-        preprocessing: What an exported network that preprocesses does to its images.
-        further: Fractions of other costs that have to be kept as well, by measure.
-
-    Attributes:
-        beside: What messages multiply fractions by: the time of the network / that of what a user calls the
-            original.
+        library: The fits of its layers.
+        further: Fractions of other costs of the original that have to be kept as well, by measure.
     """
-
-    beside = 1.0
 
     def __init__(
         self,
-        model: nn.Module,
+        network: Network,
         sites: Sequence[CandidateSet],
-        input_shape: InputShape,
         fraction: float,
         options: LatencyOptions,
-        preprocessing: Preprocessing | None = None,
+        library: FitLibrary | None = None,
         *,
         further: Mapping[str, float | None] | None = None,
     ) -> None:
-        self.model, self.sites, self.shape = model, list(sites), input_shape
-        self.fraction, self.options = fraction, options
-        self.further = {name: kept for name, kept in (further or {}).items() if kept is not None}
-        self.inside = preprocessing if options.preprocess else None
-        self._scratch = tempfile.TemporaryDirectory()
+        self.network, self.sites = network, list(sites)
+        self.fraction, self.options = min(1.0, fraction / network.time_of_original), options
+        kept = network.fractions(further or {})
+        self.further = {name: value for name, value in kept.items() if value is not None}
+        self._timer = network.timer(options, library)
         self._timed: dict[tuple[LayerPlan, ...], float] = {}
+        self._ratio = network.time_of_original  # a user knows fractions of the original's time
 
     @property
     def asked(self) -> float:
         """The fraction as a user gave it."""
-        return round(self.beside * self.fraction, 6)
+        return round(self._ratio * self.fraction, 6)
 
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
@@ -230,7 +172,7 @@ class LatencyBudget:
             if new:
                 tried.add(plan.layers)
                 later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], kept))
-            shown = (self.beside * each for each in (self.fraction, wanted, kept))
+            shown = (self._ratio * each for each in (self.fraction, wanted, kept))
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", *shown)
             loss = sum(float(site.losses[j]) for site, j in choices)
             found.append(_Tried(kept, loss, wanted, fitted))
@@ -244,7 +186,7 @@ class LatencyBudget:
         if not keeping:
             raise DecompositionError(
                 f"budget.latency={self.asked} cannot be reached: the fastest plan takes "
-                f"{self.beside * fastest.kept:.3f} of the dense network's time ({table.conditions}). Ask for "
+                f"{self._ratio * fastest.kept:.3f} of the dense network's time ({table.conditions}). Ask for "
                 "that, or try another format"
             )
         best = min(keeping, key=lambda each: each.loss)
@@ -257,11 +199,11 @@ class LatencyBudget:
             return []
         if path is not None and path.exists():
             return [Trial(tuple(parts), time) for parts, time in json.loads(path.read_text(encoding="utf-8"))]
-        specs = self._specs()
+        specs, shape = self.network.specs, self.network.input_shape
 
         def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
             return self.measured(
-                plan_from_choices(sites, choices, specs, self.shape, "a trial", keep=KeepChannels)
+                plan_from_choices(sites, choices, specs, shape, "a trial", keep=KeepChannels)
             )
 
         found = first_trials(table, self._faster[1], measured)
@@ -276,48 +218,8 @@ class LatencyBudget:
         return self._timed[plan.layers]
 
     def measured(self, plan: CompressionPlan) -> float:
-        """Return the time of the network under a plan / that of the dense one, exported and timed in turns.
-
-        The weights do not matter for that, so none are fitted.
-        """
-        compressed = build_structure(self.model, plan)
-        for layer in factorised_layers(compressed).values():
-            for parameter in layer.parameters():
-                nn.init.normal_(parameter, std=0.1)
-        options, sample = self.options, self._sample
-        path = Path(self._scratch.name) / "compressed.onnx"
-        self._export(compressed, path)
-        times = compare_latency(
-            self._dense_file,
-            path,
-            batch=options.batch,
-            threads=options.threads,
-            runs=options.runs,
-            inputs=sample,
-        )
-        return 1 / times.ratio
-
-    def _export(self, network: nn.Module, path: Path) -> None:
-        block = self.options.channel_block
-        export_network(
-            network, path, self.shape, [self._sample], preprocessing=self.inside, channel_block=block
-        )
-
-    @cached_property
-    def _sample(self) -> Batch:
-        """The batch that files are timed on."""
-        sizes = self.inside
-        if sizes is None:
-            return random_feed(self.model, self.shape, self.options.batch)
-        size = (self.options.batch, sizes.height, sizes.width, sizes.channels)
-        return np.random.default_rng(0).integers(256, size=size, dtype=np.uint8)
-
-    @cached_property
-    def _dense_file(self) -> Path:
-        """The dense network's file, which dozens of plans are timed beside."""
-        path = Path(self._scratch.name) / "dense.onnx"
-        self._export(self.model, path)
-        return path
+        """Return the time of the network under a plan / that without one, timed in turns."""
+        return self._timer.whole(plan)
 
     def holding(
         self, problem: SearchProblem, result: SearchResult, count: int, *, folder: Path | None = None
@@ -354,7 +256,7 @@ class LatencyBudget:
         return TimedPlans(
             [nearest],
             f"budget.latency={self.asked} is missed: {_none_of(len(tried))} that fast when it is exported. "
-            f"The fastest was taken; it keeps {self.beside * least:.3f} of the dense network's time. Ask for "
+            f"The fastest was taken; it keeps {self._ratio * least:.3f} of the dense network's time. Ask for "
             "a little less, measure on a quiet machine, or raise search.episodes",
         )
 
@@ -375,7 +277,7 @@ class LatencyBudget:
                 losses,
                 further,
                 *([self.further] if self.further else []),
-                self.inside,
+                self._timer.conditions,
             )
         )
         return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{kind}.json"
@@ -387,31 +289,20 @@ class LatencyBudget:
 
     def _table(self) -> LatencyTable:
         """Measure all candidates of all sites, or read what was measured before."""
-        with progress_bar("time layers", total=len(self.sites)) as bar:
-            return measure_layer_latencies(
-                self.model,
-                self.sites,
-                self.shape,
-                batch=self.options.batch,
-                threads=self.options.threads,
-                runs=self.options.runs,
-                channel_block=self.options.channel_block,
-                folder=self.options.folder,
-                progress=lambda _: bar.advance(),
-            )
-
-    def _specs(self) -> Sequence[LayerSpec]:
-        return inspect_layers(self.model, self.shape)
+        return self._timer.layers(self.sites)
 
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
-        return SearchProblem.from_model(
-            self.model,
+        """Return the problem within this and the further budgets, which are fractions of this network's."""
+        network = self.network
+        return SearchProblem.from_costs(
+            network.specs,
             self._faster[1],
-            self.shape,
-            **self.further,
-            latency=fraction,
+            network.input_shape,
+            network.costs,
+            {**self.further, "latency": fraction},
             latencies=table,
             library=library,
+            preparation=network.preparation,
         )
 
 

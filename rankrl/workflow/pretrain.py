@@ -138,7 +138,7 @@ def _played(
     folder: Path,
     seed: int,
 ) -> TaskEpisodes:
-    evaluator = scoring.plan_evaluator(network.model, network.library, problem)
+    evaluator = scoring.plan_evaluator(network.library, problem)
     drawn = asdict(options)
     del drawn["params"], drawn["macs"]
     identity = json.dumps([problem.fingerprint, evaluator.fingerprint, DESCRIBING, seed, drawn])

@@ -29,20 +29,15 @@ from rankrl.workflow.calibration import calibration_images
 class Scoring(Protocol):
     """From plans, and from whole networks, to scores."""
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Fail before anything takes time if the dense network cannot be scored."""
 
     def evaluator(
-        self,
-        model: nn.Module,
-        library: FitLibrary,
-        problem: SearchProblem,
-        *,
-        cluster: WorkerCluster | None,
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
 
-    def of_networks(self, dense: nn.Module) -> Callable[[Any], float]:
+    def of_networks(self) -> Callable[[Any], float]:
         """Return what scores compressed networks as they will be used, refit and all."""
 
 
@@ -51,34 +46,33 @@ class ImageScoring:
     """Scores by images held out of the training set; test images choose nothing.
 
     Attributes:
+        model: The dense network.
         data: The dataset.
         options: What is scored, and how.
         images: Held-out images that the plans of a search are scored on at most.
     """
 
+    model: nn.Module
     data: ImageData
     options: EvaluatorOptions
     images: int
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Do nothing: that the network is a classifier was checked when it was built."""
 
     def evaluator(
-        self,
-        model: nn.Module,
-        library: FitLibrary,
-        problem: SearchProblem,
-        *,
-        cluster: WorkerCluster | None,
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
         if cluster is None:
-            return nullcontext(self.plan_evaluator(model, library, problem))
-        return ParallelEvaluator(model, library, problem, self._images, cluster=cluster, **self._arguments)
+            return nullcontext(self.plan_evaluator(library, problem))
+        return ParallelEvaluator(
+            self.model, library, problem, self._images, cluster=cluster, **self._arguments
+        )
 
-    def plan_evaluator(self, model: nn.Module, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
+    def plan_evaluator(self, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
         """Return what scores plans in this process."""
-        return PlanEvaluator(model, library, problem, self._images, **self._arguments)
+        return PlanEvaluator(self.model, library, problem, self._images, **self._arguments)
 
     @property
     def _images(self) -> Images:
@@ -97,7 +91,7 @@ class ImageScoring:
             "options": options,
         }
 
-    def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
+    def of_networks(self) -> Callable[[nn.Module], float]:
         """Return the search's accuracy term on all held-out images.
 
         A search scores some of them, for speed; networks that are nearly equally good need all.
@@ -105,7 +99,7 @@ class ImageScoring:
         data, images = self.data, self.data.heldout
         if self.options.augmented:
             images = augmented_copy(images, data.augmentation, self.options.seed)
-        wanted = predict_logits(dense, images, mean=data.mean, std=data.std)
+        wanted = predict_logits(self.model, images, mean=data.mean, std=data.std)
 
         def score(network: nn.Module) -> float:
             logits = predict_logits(network, images, mean=data.mean, std=data.std)
@@ -119,36 +113,33 @@ class FunctionScoring:
     """Scores by a user's own function.
 
     Attributes:
+        model: The dense network.
         score: From a network to a number; higher is better.
         inputs: Batches of model inputs, at least one, to try the network on.
     """
 
+    model: nn.Module
     score: Score
     inputs: Sequence[Inputs]
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Call the function on the dense network.
 
         Raises:
             ConfigError: It returned no number.
             NonFiniteError: It returned NaN or an infinity.
         """
-        check_score(self.score, model)
+        check_score(self.score, self.model)
 
     def evaluator(
-        self,
-        model: nn.Module,
-        library: FitLibrary,
-        problem: SearchProblem,
-        *,
-        cluster: WorkerCluster | None,
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
         """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
         example = joined([rows(batch, slice(2)) for batch in self.inputs[:4]])
         if cluster is None:
-            return nullcontext(ScoreEvaluator(model, library, problem, self.score, example))
-        return ParallelScoreEvaluator(model, library, problem, self.score, example, cluster=cluster)
+            return nullcontext(ScoreEvaluator(self.model, library, problem, self.score, example))
+        return ParallelScoreEvaluator(self.model, library, problem, self.score, example, cluster=cluster)
 
-    def of_networks(self, dense: nn.Module) -> Callable[[nn.Module], float]:
+    def of_networks(self) -> Callable[[nn.Module], float]:
         """Return the function, its answers checked."""
         return lambda network: scored(self.score, network, "a finalist")

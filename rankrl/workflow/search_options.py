@@ -15,7 +15,7 @@ from rankrl.plan_search.rewards import check_reward, reward_source
 from rankrl.plan_search.run import check_limits
 from rankrl.plan_search.setting import SearchSetting
 from rankrl.plan_search.workers import Cluster, check_workers
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 DEFAULT_KEPT_PARAMS = 0.4
 

@@ -6,22 +6,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
-
-from decomposition import CandidateSet, CompressionPlan, FitLibrary, Inputs, apply_plan
-from decomposition.fitting import CHOOSING
-from decomposition.inputs import InputShape, input_shape_of
-from decomposition.listing import CandidateLister
-from rankrl.data import Preprocessing
+from decomposition import CandidateSet, CompressionPlan, FitLibrary
+from decomposition.errors import DecompositionError
 from rankrl.errors import ConfigError
+from rankrl.networks.base import Network
 from rankrl.plan_search.clusters import open_cluster
-from rankrl.plan_search.divergence import single_layer_divergences
-from rankrl.plan_search.evaluator import Evaluator, PlanEvaluator
+from rankrl.plan_search.evaluator import Evaluator, MeasuresDivergences
 from rankrl.plan_search.history import EpisodeRow
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.rewards import Reward, create_reward
@@ -30,8 +24,6 @@ from rankrl.plan_search.workers import WorkerCluster, Workers
 from rankrl.progress import Progress, progress_bar
 from rankrl.selectors import create_selector
 from rankrl.wording import counted
-from rankrl.workflow.blocks import block_removals
-from rankrl.workflow.channels import channel_narrowings
 from rankrl.workflow.finalists import best_finalist, finalists
 from rankrl.workflow.latency import LatencyBudget
 from rankrl.workflow.scoring import Scoring
@@ -39,147 +31,64 @@ from rankrl.workflow.search_options import CandidateOptions, SearchOptions
 
 log = logging.getLogger(__name__)
 
-Apply = Callable[[CompressionPlan], nn.Module]
-"""From a plan to the compressed network."""
 
-
-def calibrated_library(
-    model: nn.Module,
-    inputs: Sequence[Inputs],
-    options: CandidateOptions,
-    *,
-    cache: Path | None,
-    seed: int,
-) -> FitLibrary:
-    """Calibrate and return the library of fits; nothing is fitted yet.
+def problem_of(
+    network: Network,
+    sites: Sequence[CandidateSet],
+    options: SearchOptions,
+    library: FitLibrary | None = None,
+) -> SearchProblem:
+    """Return what is searched over in a network where there is no budget in time.
 
     Args:
-        model: The dense network.
-        inputs: Batches of calibration inputs, at least one.
-        options: Formats and effort.
-        cache: Folder of fits that later runs reuse, or None.
-        seed: Seed of the sampled patches.
+        network: The network.
+        sites: The candidates of its layers.
+        options: The budgets, as fractions of the original.
+        library: The fits that the candidates come from.
 
     Raises:
-        ConfigError: If a fraction of `options.channels` is out of range, or no channel or block can be
-            removed.
-        DecompositionError: If no layer can be decomposed.
+        ConfigError: The network has nothing to search over.
+        DecompositionError: No plan can reach a budget.
     """
-    return FitLibrary.calibrated(
-        model,
-        inputs[0],
-        options.formats,
-        inputs,
-        weigh_outputs=options.weigh_outputs,
-        skip=options.skip,
-        only=options.only,
-        precisions=options.precisions,
-        tensorised=options.tensorised,
-        multiple=options.multiple,
-        **_removable(model, input_shape_of(inputs[0]), options),
-        options=replace(CHOOSING, iterations=options.iterations),
-        folder=cache,
-        seed=seed,
+    return SearchProblem.from_costs(
+        network.specs,
+        sites,
+        network.input_shape,
+        network.costs,
+        network.fractions({**options.further, "params": options.kept_params}),
+        library=library,
+        preparation=network.preparation,
     )
 
 
-def _removable(model: nn.Module, input_shape: InputShape, options: CandidateOptions) -> dict[str, Any]:
-    """Return which channels and blocks may go, as `FitLibrary` takes it."""
-    found: dict[str, Any] = {}
-    if options.channels:
-        found["narrowings"] = channel_narrowings(model, input_shape, options.channels, options.multiple)
-    if options.blocks:
-        found["removals"] = block_removals(model, input_shape)
-    return found
-
-
-def check_reachable(
-    model: nn.Module, input_shape: InputShape, candidates: CandidateOptions, search: SearchOptions
-) -> None:
+def check_reachable(network: Network, candidates: CandidateOptions, search: SearchOptions) -> None:
     """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
 
-    Ranks are not rounded up to multiples here, so a budget that is passed may still be refused later.
+    Ranks are not rounded up to multiples here, nor are layers left out that integers do not suit, so a budget
+    that is passed may still be refused later.
 
     Args:
-        model: The network, trained or not.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
+        network: The network, trained or not; no inputs are needed.
         candidates: What may become of its layers.
         search: The budgets.
 
     Raises:
         ConfigError: The network has nothing to search over, or blocks may go and no budget says how many.
-        DecompositionError: No plan can reach a budget, or no layer can be decomposed.
+        DecompositionError: No plan can reach a budget, or no layer can be compressed.
     """
     if candidates.blocks and not search.setting(candidates).measures:
         raise ConfigError(
             "decomposition.blocks removes as many blocks as a budget asks for, and there is none; set "
             "budget.latency, budget.macs or budget.params"
         )
-    lister = CandidateLister.of_network(
-        model,
-        input_shape,
-        candidates.formats,
-        skip=candidates.skip,
-        only=candidates.only,
-        precisions=candidates.precisions,
-        tensorised=candidates.tensorised,
-        **_removable(model, input_shape, candidates),
-    )
-    SearchProblem.from_model(
-        model,
-        [lister.candidates(name, limit=candidates.candidates) for name in lister.specs],
-        input_shape,
-        params=search.kept_params,
-        macs=search.macs,
-        bytes=search.bytes,
-    )
-
-
-def session_on_inputs(
-    model: nn.Module,
-    inputs: Sequence[Inputs],
-    scoring: Scoring,
-    candidates: CandidateOptions,
-    options: SearchOptions,
-    *,
-    cache: Path | None,
-    seed: int,
-    progress: Progress = None,
-) -> SearchSession:
-    """Return the session of a search over a network of the user's own.
-
-    Args:
-        model: The dense network.
-        inputs: Batches of calibration inputs, at least one.
-        scoring: What plans are scored by.
-        candidates: What may become of its layers.
-        options: Budget, reward, limits.
-        cache: Folder of fits that later searches reuse, or None.
-        seed: Seed of everything random.
-        progress: As for `SearchSession`.
-
-    Raises:
-        ConfigError: The network has nothing to search over.
-        DecompositionError: No plan can reach a budget, or no layer can be decomposed.
-    """
-    shape = input_shape_of(inputs[0])
-    check_reachable(model, shape, candidates, options)
-    library = calibrated_library(model, inputs, candidates, cache=cache, seed=seed)
-
-    def applied(plan: CompressionPlan) -> nn.Module:
-        weighed = candidates.weigh_outputs
-        return apply_plan(model, plan, inputs, weigh_outputs=weighed, seed=seed, progress=progress)
-
-    return SearchSession(
-        model,
-        library,
-        scoring,
-        options,
-        candidates=candidates.candidates,
-        input_shape=shape,
-        apply=applied,
-        progress=progress,
-    )
+    lister = network.lister(candidates)
+    sites = [lister.candidates(name, limit=candidates.candidates) for name in lister.specs]
+    try:
+        problem_of(network, sites, search)
+    except DecompositionError as error:
+        if network.caveat is None:
+            raise
+        raise DecompositionError(f"{error}. {network.caveat}") from error
 
 
 class SearchSession:
@@ -189,15 +98,11 @@ class SearchSession:
     entered, before the fits take their time.
 
     Args:
-        model: The dense network.
+        network: The dense network.
         library: The fits of its layers.
         scoring: What plans are scored by.
         options: Budget, reward, limits.
         candidates: Candidate ranks a layer and format at most.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        apply: From a plan to the compressed network as `scoring` takes it, for finalists.
-        preprocessing: What the network's images go through, for a budget in time of files that do it
-            themselves.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage, the number of its steps that are done and the number of all.
 
@@ -219,21 +124,17 @@ class SearchSession:
 
     def __init__(
         self,
-        model: nn.Module,
+        network: Network,
         library: FitLibrary,
         scoring: Scoring,
         options: SearchOptions,
         *,
         candidates: int,
-        input_shape: InputShape,
-        apply: Callable[[CompressionPlan], Any],
-        preprocessing: Preprocessing | None = None,
         progress: Progress = None,
     ) -> None:
         self.progress = progress
-        self.model, self.library, self.scoring, self.options = model, library, scoring, options
-        self.candidates, self.input_shape, self.apply = candidates, input_shape, apply
-        self.preprocessing = preprocessing
+        self.network, self.library, self.scoring, self.options = network, library, scoring, options
+        self.candidates = candidates
         self._network_score: Callable[[Any], float] | None = None
         self._cluster: WorkerCluster | None = None
         self._stack = ExitStack()
@@ -250,8 +151,8 @@ class SearchSession:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
         unfitted = [self.library.unfitted(name, limit=self.candidates) for name in self.library.specs]
         if options.latency is None:
-            self._problem(unfitted)
-        self.scoring.check(self.model)
+            problem_of(self.network, unfitted, options)
+        self.scoring.check()
         if options.workers is not None:
             asked = Workers(options.workers, options.cluster, options.worker_cpus, options.worker_gpus)
             self._cluster = open_cluster(asked)
@@ -259,44 +160,23 @@ class SearchSession:
         sites = self._fitted(unfitted)
         self.latency = None
         if options.latency is None:
-            self.problem = self._problem(sites, self.library)
+            self.problem = problem_of(self.network, sites, options, self.library)
         else:
-            self.latency = self._latency_budget(sites, options.latency)
+            self.latency = LatencyBudget(
+                self.network, sites, options.latency, options.timing, self.library, further=options.further
+            )
             self.problem = self.latency.problem(self.library)
         self.reward = create_reward(
             options.reward, budgeted=self.problem.budget is not None, **options.reward_options
         )
-        scoring = self.scoring.evaluator(self.model, self.library, self.problem, cluster=self._cluster)
-        self.evaluator = self._stack.enter_context(scoring)
-        if isinstance(self.evaluator, PlanEvaluator):
-            self.problem = replace(
-                self.problem, divergences=partial(single_layer_divergences, self.evaluator)
-            )
+        evaluator = self.scoring.evaluator(self.library, self.problem, cluster=self._cluster)
+        self.evaluator = self._stack.enter_context(evaluator)
+        if isinstance(self.evaluator, MeasuresDivergences):
+            self.problem = replace(self.problem, divergences=self.evaluator.divergences)
 
-    def _problem(self, sites: Sequence[CandidateSet], library: FitLibrary | None = None) -> SearchProblem:
-        """Return what is searched over where there is no budget in time."""
-        options = self.options
-        return SearchProblem.from_model(
-            self.model,
-            sites,
-            self.input_shape,
-            params=options.kept_params,
-            macs=options.macs,
-            bytes=options.bytes,
-            library=library,
-        )
-
-    def _latency_budget(self, sites: Sequence[CandidateSet], fraction: float) -> LatencyBudget:
-        """Return the budget in time."""
-        return LatencyBudget(
-            self.model,
-            sites,
-            self.input_shape,
-            fraction,
-            self.options.timing,
-            self.preprocessing,
-            further=self.options.further,
-        )
+    def applied(self, plan: CompressionPlan) -> Any:
+        """Return the network that a plan becomes, refit and all."""
+        return self.network.applied(plan, self.library)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -383,10 +263,10 @@ class SearchSession:
         if self.options.finalists == 1:
             return rows[0]
         if self._network_score is None:
-            self._network_score = self.scoring.of_networks(self.model)
+            self._network_score = self.scoring.of_networks()
         score = self._network_score
         by = result.plan.chosen_by
-        return best_finalist(self.problem, rows, lambda plan: score(self.apply(plan)), self.reward, by)
+        return best_finalist(self.problem, rows, lambda plan: score(self.applied(plan)), self.reward, by)
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
         sites: dict[str, CandidateSet] = {}

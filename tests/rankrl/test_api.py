@@ -17,7 +17,7 @@ import decomposition
 import rankrl
 from rankrl.errors import CheckpointError, ConfigError, NonFiniteError
 from rankrl.plan_search.score_evaluator import ScoreEvaluator
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from rankrl.data import load_dataset
 from rankrl.plan_search.evaluator import EvaluatorOptions, Halving
 from rankrl.pretraining.training import PretrainingOptions
 from rankrl.selectors import create_selector
+from rankrl.timing.options import LatencyOptions
 from rankrl.training import TrainingRecipe
-from rankrl.workflow.latency import LatencyOptions
 from rankrl.workflow.measure import ExportOptions
 from rankrl.workflow.pretrain import EpisodeOptions
 from rankrl.workflow.pruner_options import PruningOptions

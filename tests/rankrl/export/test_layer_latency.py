@@ -32,11 +32,13 @@ from rankrl.errors import ConfigError
 from rankrl.export import measure_layer_latencies
 from rankrl.export.layer_latency import _fitted, kept_table
 from rankrl.export.layer_timing import LayerTimer
+from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.evaluator import Evaluation
 from rankrl.plan_search.history import make_row
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.workflow.latency import LatencyBudget, LatencyOptions, TimedPlans
+from rankrl.timing.options import LatencyOptions
+from rankrl.workflow.latency import LatencyBudget, TimedPlans
 
 SHAPE = (3, 12, 12)
 
@@ -158,15 +160,15 @@ def test_dense_network_is_exported_once_for_all_plans(
     small: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported: list[nn.Module] = []
-    really = rankrl.workflow.latency.export_network
+    really = rankrl.networks.module.export_network
 
     def export(network: nn.Module, *arguments: Any, **options: Any) -> Any:
         exported.append(network)
         return really(network, *arguments, **options)
 
-    monkeypatch.setattr(rankrl.workflow.latency, "export_network", export)
+    monkeypatch.setattr(rankrl.networks.module, "export_network", export)
     sites = library_of(small, "tucker").all_candidates(limit=2)
-    budget = LatencyBudget(small, sites, SHAPE, 0.9, LatencyOptions(batch=2, runs=2))
+    budget = LatencyBudget(ModuleNetwork(small, SHAPE), sites, 0.9, LatencyOptions(batch=2, runs=2))
     specs = compressible_layers(small, SHAPE)
     for choice in (0, 1):
         plan = plan_from_choices(sites, [choice] * len(sites), specs, SHAPE, "a test")
@@ -233,7 +235,7 @@ def _site(name: str, *integers: bool) -> Any:
 @pytest.mark.slow
 def test_a_whole_network_is_measured(model: nn.Module, library: FitLibrary, folder: Path) -> None:
     options = LatencyOptions(batch=4, runs=3, folder=folder)
-    budget = LatencyBudget(model, library.all_candidates(limit=3), SHAPE, 0.95, options)
+    budget = LatencyBudget(ModuleNetwork(model, SHAPE), library.all_candidates(limit=3), 0.95, options)
     problem = budget.problem(library)
     measured = budget.measured(problem.plan(problem.preset, "greedy"))
     assert measured > 0  # how much less than 1 is the machine's affair
@@ -250,12 +252,11 @@ def test_a_network_is_timed_in_the_form_in_which_it_is_exported(
         inputs.extend(onnx.load(path).graph.input[0].type.tensor_type.elem_type for path in paths)
         return types.SimpleNamespace(ratio=2.0)
 
-    monkeypatch.setattr("rankrl.workflow.latency.compare_latency", look)
+    monkeypatch.setattr("rankrl.networks.module.compare_latency", look)
     how = Preprocessing(*SHAPE, mean=(0.5,) * 3, std=(0.2,) * 3)
     options = LatencyOptions(preprocess=preprocess)
-    budget = LatencyBudget(
-        small, library_of(small, "tucker").all_candidates(limit=1), SHAPE, 0.8, options, how
-    )
+    network = ModuleNetwork(small, SHAPE, preprocessing=how)
+    budget = LatencyBudget(network, library_of(small, "tucker").all_candidates(limit=1), 0.8, options)
     assert budget.measured(make_plan(small, SHAPE, "tucker", 4)) == 0.5
     assert inputs == 2 * [onnx.TensorProto.UINT8 if preprocess else onnx.TensorProto.FLOAT]
 
@@ -280,7 +281,9 @@ class Summing(LatencyBudget):
 def test_the_budget_is_adjusted_until_the_whole_network_keeps_it(
     model: nn.Module, library: FitLibrary, tmp_path: Path, factor: float
 ) -> None:
-    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions(folder=tmp_path))
+    budget = Summing(
+        ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions(folder=tmp_path)
+    )
     budget.factor = factor
     problem = budget.problem(library)
     assert 0.5 < budget.measured(problem.plan(problem.preset, "greedy")) <= 0.6
@@ -312,7 +315,7 @@ class Restless(Summing):
 def test_of_the_plans_that_keep_a_budget_on_a_restless_machine_the_best_is_taken(
     model: nn.Module, library: FitLibrary
 ) -> None:
-    budget = Restless(model, library.all_candidates(limit=16), SHAPE, 0.65, LatencyOptions())
+    budget = Restless(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.65, LatencyOptions())
     problem = budget.problem(library)
     keeping = [budget.loss(plan) for plan, kept in budget.timed if kept <= 0.65]
     assert len(set(keeping)) > 1, "several plans keep it"
@@ -322,7 +325,7 @@ def test_of_the_plans_that_keep_a_budget_on_a_restless_machine_the_best_is_taken
 def test_a_table_that_is_too_pessimistic_does_not_rule_a_budget_out(
     model: nn.Module, library: FitLibrary
 ) -> None:
-    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.02, LatencyOptions())
+    budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.02, LatencyOptions())
     budget.factor = 0.02
     problem = budget.problem(library)
     assert budget.measured(problem.plan(problem.preset, "greedy")) <= 0.02
@@ -331,7 +334,7 @@ def test_a_table_that_is_too_pessimistic_does_not_rule_a_budget_out(
 def test_a_budget_that_the_whole_network_cannot_keep_is_refused_with_the_least(
     model: nn.Module, library: FitLibrary
 ) -> None:
-    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.3, LatencyOptions())
+    budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.3, LatencyOptions())
     budget.factor = 30.0
     with pytest.raises(
         DecompositionError, match=r"budget\.latency=0\.3 cannot be reached: the fastest plan takes"
@@ -350,7 +353,7 @@ def test_senseless_budgets_in_time_are_refused(model: nn.Module, library: FitLib
 
 
 def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: FitLibrary) -> None:
-    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
     rows = []
     for number, choice in enumerate((problem.sites[0].dense, 0, 1)):
@@ -362,7 +365,7 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
     result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
     for count in (1, 2, 5):
         assert budget.holding(problem, result, count) == TimedPlans(best_rows(rows, count))
-    slow = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    slow = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     slow.factor = 100.0
     timed = slow.holding(problem, result, 1)
     assert timed.rows == [min(rows, key=lambda row: problem.cost(row.key).params)], (
@@ -375,7 +378,7 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
 def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
     model: nn.Module, library: FitLibrary
 ) -> None:
-    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
     choices = tuple(problem.preset.tolist())
     cost = problem.cost(choices)
@@ -384,7 +387,7 @@ def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
     budget.factor, measurements = 1.5, budget.measurements
     assert budget.holding(problem, result, 1) == TimedPlans([row])
     assert budget.measurements == measurements
-    another = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    another = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     another.factor = 1.5
     missed = another.holding(problem, result, 1).missed
     assert missed is not None
@@ -394,13 +397,13 @@ def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
 def test_a_resumed_search_comes_to_the_plan_that_kept_its_budget_before(
     model: nn.Module, library: FitLibrary, tmp_path: Path
 ) -> None:
-    budget = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
     choices = tuple(problem.preset.tolist())
     row = make_row((), choices, "test", Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 1, 0.0), 1.0)
     result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
     assert budget.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
-    resumed = Summing(model, library.all_candidates(limit=16), SHAPE, 0.6, LatencyOptions())
+    resumed = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     resumed.factor = 1.5  # timed again, the plan would miss the budget
     assert resumed.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
     other = replace(problem, budget=None)
@@ -413,7 +416,7 @@ def test_a_budget_that_is_missed_by_a_hair_is_searched_all_the_same(
 ) -> None:
     sites = library.all_candidates(limit=16)
     least = sum(site.params.min() for site in sites) / sum(site.spec.params for site in sites)
-    budget = Summing(model, sites, SHAPE, float(least), LatencyOptions(folder=tmp_path))
+    budget = Summing(ModuleNetwork(model, SHAPE), sites, float(least), LatencyOptions(folder=tmp_path))
     budget.factor = factor
     if refused:
         with pytest.raises(DecompositionError, match="cannot be reached"):

@@ -16,9 +16,9 @@ from decomposition import collect_sensitivities as torch_sensitivities
 from decomposition import compressible_layers
 from decomposition.metric import whole
 from rankrl.export import export_onnx
-from rankrl.onnx_graph import GivenFile, OnnxNetwork, capture, find_sites, sensitivity, session
+from rankrl.onnx_graph import GivenFile, OnnxNetwork, capture, find_sites, graph_network, sensitivity
+from rankrl.onnx_graph.graph_network import measured_sensitivities
 from rankrl.onnx_graph.inputs import split_inputs
-from rankrl.onnx_graph.session import measured_sensitivities
 
 
 def torch_network() -> nn.Module:
@@ -99,7 +99,7 @@ def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
         calls.append(1)
         return measured
 
-    monkeypatch.setattr(session, "collect_sensitivities", spied)
+    monkeypatch.setattr(graph_network, "collect_sensitivities", spied)
     again = measured_sensitivities(given, folder=folder)
     assert not calls
     assert set(again) == set(measured)

@@ -18,7 +18,7 @@ from decomposition import CompressionPlan, DecompositionError, Factorise, FitOpt
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.export.network_file import INT4_OPSET
 from rankrl.onnx_graph import OnnxCompression, OnnxGraphError, compress
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 LITTLE: dict[str, Any] = {
     "decomposition": "tucker",
@@ -227,7 +227,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str,
 def test_a_budget_out_of_reach_is_refused_before_anything_is_measured(
     options: dict[str, Any], tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(compress, "fit_library", None)
+    monkeypatch.setattr(compress.GraphNetwork, "library", None)
     monkeypatch.setattr(compress, "fast_multiple", None)
     monkeypatch.setattr(compress, "time_beside", None)
     with pytest.raises(DecompositionError, match=r"0\.001"):

@@ -31,7 +31,7 @@ from rankrl.onnx_graph.positions import (
 )
 from rankrl.onnx_graph.site import Site
 from rankrl.onnx_graph.sites import find_sites
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 GROUP = 16
 
@@ -261,7 +261,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankrl.onnx_graph.compress.faster_positions", lambda *_: found)
         patch.setattr("rankrl.onnx_graph.compress.time_beside", lambda *_: 1.1)
-        patch.setattr("rankrl.onnx_graph.budget.OnnxLatencyBudget.measured", lambda *_: 0.7)
+        patch.setattr("rankrl.onnx_graph.timer.GraphTimer.whole", lambda *_: 0.7)
         return rankrl.compress_onnx(
             folder / "net.onnx",
             x,
@@ -297,7 +297,7 @@ def test_nothing_more_is_done_where_that_is_fast_enough(
     found = {"first": SeveralPositions(1, 4)}
     monkeypatch.setattr("rankrl.onnx_graph.compress.faster_positions", lambda *_: found)
     monkeypatch.setattr("rankrl.onnx_graph.compress.time_beside", lambda *_: 0.55)
-    monkeypatch.setattr("rankrl.onnx_graph.compress.fit_library", lambda *_, **__: pytest.fail("fitted"))
+    monkeypatch.setattr("rankrl.onnx_graph.graph_network.fit_library", lambda *_, **__: pytest.fail("fitted"))
     path, x = compressed.path.parent / "net.onnx", compressed.path.parent / "x.npy"
     kept = rankrl.compress_onnx(path, x, tmp_path / "small.onnx", latency=0.6, timing=OPTIONS, multiple=1)
     assert kept.score == pytest.approx(1, abs=1e-5)

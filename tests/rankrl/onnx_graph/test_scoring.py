@@ -12,13 +12,12 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, shared, tokens, upsampling
-from torch import nn
 
 from decomposition import FitLibrary, FitOptions
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.onnx_graph import GivenFile, OnnxNetwork
-from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph, single_node_divergences
-from rankrl.onnx_graph.session import fit_library
+from rankrl.onnx_graph.graph_network import fit_library
+from rankrl.onnx_graph.scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.workflow.search_options import CandidateOptions
 
@@ -120,9 +119,9 @@ def test_a_session_gives_what_the_file_with_these_weights_gives(
 
 def test_divergences_are_those_of_one_compressed_node(name: str, searched: Searched) -> None:
     given, library, problem = searched(name)
-    graph = ScoringGraph(given.network, given.sites, library, problem.sites)
     feeds = given.split.scored
-    found = single_node_divergences(graph, OnnxScoring(given.network, given.sites, feeds))
+    scoring = OnnxScoring(given.network, given.sites, given.split.heldout, single=feeds)
+    found = OnnxPlanEvaluator(scoring, library, problem).divergences(len(feeds))
     dense = plan_of(problem, 99)
 
     def whole(choices: tuple[int, ...]) -> list[Array]:
@@ -208,4 +207,4 @@ def test_a_score_that_fails_does_so_before_nodes_are_fitted(searched: Searched) 
     for value, error in (("0.5", ConfigError), (None, ConfigError), (float("inf"), NonFiniteError)):
         scoring = OnnxScoring(given.network, given.sites, given.split.scored, lambda _, value=value: value)
         with pytest.raises(error, match=r"score returned .* for the original network"):
-            scoring.check(nn.Identity())
+            scoring.check()

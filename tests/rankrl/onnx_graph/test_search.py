@@ -17,10 +17,11 @@ from small_graphs import convolutions, images, sentences, tokens
 import rankrl
 from decomposition import CompressionPlan, Factorise, FitOptions, PlanError
 from rankrl.errors import ConfigError
-from rankrl.onnx_graph import GivenFile, OnnxCompression
+from rankrl.onnx_graph import GivenFile, OnnxCompression, OnnxNetwork
+from rankrl.onnx_graph.graph_network import GraphNetwork
 from rankrl.onnx_graph.scoring import OnnxPlanEvaluator
 from rankrl.operations import KeepChannels
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 FITS: dict[str, Any] = {"final_options": FitOptions(iterations=10), "timing": LatencyOptions(batch=2, runs=2)}
 LITTLE: dict[str, Any] = {
@@ -139,19 +140,17 @@ def test_a_search_that_was_killed_goes_on(
 def test_finalists_are_carried_out_and_scored_again(
     searched: Callable[..., OnnxCompression], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankrl.onnx_graph import compress
+    applied: list[CompressionPlan] = []
+    apply = GraphNetwork.applied
 
-    written: list[Path] = []
-    write = compress.write_graph
+    def noted(network: GraphNetwork, plan: CompressionPlan, *rest: Any) -> OnnxNetwork:
+        applied.append(plan)
+        return apply(network, plan, *rest)
 
-    def noted(graph: Any, path: Path, *rest: Any, **options: Any) -> None:
-        written.append(path)
-        write(graph, path, *rest, **options)
-
-    monkeypatch.setattr(compress, "write_graph", noted)
+    monkeypatch.setattr(GraphNetwork, "applied", noted)
     result = searched(finalists=2, precisions=("float32", "int8"))
     assert result.search is not None
-    assert 2 <= len(written) - 1 <= 3  # the two best, the first one beside them, and the result
+    assert 2 <= len(applied) <= 3  # the two best, and the first one beside them
     assert result.search.chosen in result.search.rows
 
 

@@ -17,7 +17,7 @@ import rankrl
 from decomposition import Factorise, FitOptions, LayerPlan, PlanError, Quantise
 from rankrl.onnx_graph import OnnxCompression, find_sites, sensitivity
 from rankrl.onnx_graph.site import Site
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 TIMING = LatencyOptions(batch=2, runs=2)
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from rankrl.errors import ConfigError
-from rankrl.plan_search.divergence import single_layer_divergences
 from rankrl.selectors import create_selector
 
 
 def test_each_is_that_of_the_answers_of_one_compressed_layer(small_problem, small_evaluator) -> None:
     """The oracle is torch's own distribution."""
-    found = single_layer_divergences(small_evaluator, 2)
+    found = small_evaluator.divergences(2)
     dense = [site.dense for site in small_problem.sites]
     before = torch.distributions.Categorical(logits=small_evaluator.forward(tuple(dense), 0, 2))
     for index, site in enumerate(small_problem.sites):

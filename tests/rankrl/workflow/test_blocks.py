@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +27,8 @@ from rankrl.errors import ConfigError
 from rankrl.export.layer_latency import time_sites
 from rankrl.export.layer_timing import LayerTimer
 from rankrl.models.resnet import CifarResNet
+from rankrl.networks.module import ModuleNetwork
 from rankrl.operations import RemoveBlock, removed_blocks
-from rankrl.plan_search.divergence import single_layer_divergences
 from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.problem import SearchProblem
 from rankrl.selectors import create_selector
@@ -161,7 +160,7 @@ def test_the_score_is_that_of_a_network_whose_block_adds_its_mean(
 def test_what_a_block_does_is_put_down_to_its_last_layer(
     problem: SearchProblem, evaluator: PlanEvaluator
 ) -> None:
-    divergences = single_layer_divergences(evaluator, 1)
+    divergences = evaluator.divergences(1)
     for site, values in zip(problem.sites, divergences, strict=True):
         for index in np.flatnonzero(site.removed):
             last = site.name.endswith("conv2")
@@ -173,7 +172,7 @@ def test_what_a_block_does_is_put_down_to_its_last_layer(
 def test_selectors_keep_the_budget_and_blocks_whole(
     problem: SearchProblem, evaluator: PlanEvaluator, network: nn.Module, selector: str
 ) -> None:
-    measured = replace(problem, divergences=partial(single_layer_divergences, evaluator))
+    measured = replace(problem, divergences=evaluator.divergences)
     chosen = create_selector(selector, measured, seed=0, episodes=4)
     for _ in range(3):
         proposals = chosen.propose()
@@ -267,6 +266,6 @@ def test_what_cannot_be_is_refused(network: nn.Module) -> None:
         block_removals(plain, SHAPE)
     candidates = CandidateOptions(("spatial_svd",), blocks=True)
     with pytest.raises(ConfigError, match=r"decomposition\.blocks removes as many blocks as a budget asks"):
-        check_reachable(network, SHAPE, candidates, SearchOptions(reward="amc"))
+        check_reachable(ModuleNetwork(network, SHAPE), candidates, SearchOptions(reward="amc"))
     with pytest.raises(DecompositionError, match=r"budget\.macs=0\.001 cannot be reached"):
-        check_reachable(network, SHAPE, candidates, SearchOptions(macs=0.001))
+        check_reachable(ModuleNetwork(network, SHAPE), candidates, SearchOptions(macs=0.001))

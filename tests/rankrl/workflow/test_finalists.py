@@ -86,9 +86,11 @@ class Finalists(SearchSession):
     def __init__(self, problem, evaluator, reward, score, finalists: int) -> None:
         self.problem, self.evaluator, self.reward, self.latency = problem, evaluator, reward, None
         self.options = SearchOptions(params=0.5, episodes=12, finalists=finalists)
-        self.apply = lambda plan: plan
         self._network_score = score
         self.progress = None
+
+    def applied(self, plan):
+        return plan
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -119,7 +121,7 @@ class Clock(LatencyBudget):
     """Times plans by a table instead of a clock."""
 
     def __init__(self, fraction, times) -> None:
-        self.fraction, self.times, self.timed, self._timed = fraction, times, [], {}
+        self.fraction, self.times, self.timed, self._timed, self._ratio = fraction, times, [], {}, 1.0
 
     def measured(self, plan) -> float:
         self.timed.append(plan)
@@ -206,7 +208,7 @@ def test_the_dense_network_agrees_with_itself(term) -> None:
     data = load_dataset("digits", seed=0)
     torch.manual_seed(0)
     dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
-    score = ImageScoring(data, EvaluatorOptions(term=term, augmented=False), images=10).of_networks(dense)
+    score = ImageScoring(dense, data, EvaluatorOptions(term=term, augmented=False), images=10).of_networks()
     assert score(dense) == pytest.approx(1.0, abs=1e-6)
 
 
@@ -217,5 +219,6 @@ def test_all_held_out_images_are_scored() -> None:
     logits = predict_logits(dense, data.heldout, mean=data.mean, std=data.std)
     expected = float((logits.argmax(1) == data.heldout.y).double().mean())
     assert (
-        ImageScoring(data, EvaluatorOptions(augmented=False), images=10).of_networks(dense)(dense) == expected
+        ImageScoring(dense, data, EvaluatorOptions(augmented=False), images=10).of_networks()(dense)
+        == expected
     )

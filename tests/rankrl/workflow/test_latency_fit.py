@@ -12,8 +12,10 @@ from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTabl
 from decomposition.candidates import Candidate
 from decomposition.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
+from rankrl.networks.module import ModuleNetwork
 from rankrl.selectors.random_plans import spend_at_random
-from rankrl.workflow.latency import LatencyBudget, LatencyOptions
+from rankrl.timing.options import LatencyOptions
+from rankrl.workflow.latency import LatencyBudget
 from rankrl.workflow.latency_fit import Trial, corrected, correction, first_trials
 
 DENSE = Cost(100, 100, 400)
@@ -90,7 +92,7 @@ def test_a_budget_beside_the_time_is_kept_too() -> None:
             )
 
     problem = Timed(
-        model, sites, (3, 12, 12), 0.9, LatencyOptions(), further={"bytes": 0.7, "macs": None}
+        ModuleNetwork(model, (3, 12, 12)), sites, 0.9, LatencyOptions(), further={"bytes": 0.7, "macs": None}
     ).problem(library)
     assert problem.budget is not None
     assert problem.budget.measures == ("latency", "bytes")
@@ -121,7 +123,7 @@ def test_what_was_measured_to_be_slow_does_not_come_back_when_its_kind_is_correc
                 total += times[each.name][index] * (0.5 if operations[index] else 1.0)
             return float(total) / table.total
 
-    problem = Halved(model, sites, (3, 12, 12), 0.8, LatencyOptions()).problem(library)
+    problem = Halved(ModuleNetwork(model, (3, 12, 12)), sites, 0.8, LatencyOptions()).problem(library)
     found = [each.operations for each in problem.sites[1].candidates]
     assert slow.operations not in found
     assert len(found) == len(sites[1]) - 1

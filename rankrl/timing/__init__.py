@@ -1,0 +1,1 @@
+"""Time: how it is measured, and budgets in it."""
