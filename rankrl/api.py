@@ -16,7 +16,6 @@ from decomposition.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors
-from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.score_evaluator import Score
 from rankrl.plan_search.workers import Cluster
@@ -24,10 +23,9 @@ from rankrl.progress import Progress
 from rankrl.selectors import check_selector
 from rankrl.timing.options import LatencyOptions
 from rankrl.workflow.calibration import CALIBRATION_BATCH
+from rankrl.workflow.module_session import session_on_inputs
 from rankrl.workflow.run_lock import alone_in_folder
-from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import SearchSession, check_reachable
 
 __all__ = ["apply_plan", "load_compressed", "search"]
 
@@ -173,16 +171,14 @@ def search(
         only=tuple(only),
     )
     check_selector(selector, selector_options or {}, options.setting(chosen))
-    network = ModuleNetwork.on_inputs(
-        model, batches, weigh_outputs=weigh_outputs, seed=seed, progress=progress
-    )
-    check_reachable(network, chosen, options)
-    session = SearchSession(
-        network,
-        network.library(chosen, cache=None if cache is None else Path(cache), seed=seed),
-        FunctionScoring(model, score, batches),
+    session = session_on_inputs(
+        model,
+        batches,
+        score,
+        chosen,
         options,
-        candidates=candidates,
+        cache=None if cache is None else Path(cache),
+        seed=seed,
         progress=progress,
     )
     with session:

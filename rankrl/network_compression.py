@@ -32,7 +32,6 @@ from rankrl.export import export_onnx, fast_multiple, verify_onnx
 from rankrl.export.verification import BATCH_SIZES
 from rankrl.files import storage_errors, write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
-from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.score_evaluator import Score, scored
 from rankrl.plan_search.workers import Cluster
@@ -46,14 +45,13 @@ from rankrl.workflow.calibration import CALIBRATION_BATCH
 from rankrl.workflow.call_record import call_record
 from rankrl.workflow.file_export import export_file
 from rankrl.workflow.measure import layer_rows
+from rankrl.workflow.module_session import session_on_inputs
 from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs
 from rankrl.workflow.rewritten import check_rewritten
 from rankrl.workflow.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.workflow.run_lock import alone_in_folder
 from rankrl.workflow.sample import Sample, read_samples
-from rankrl.workflow.scoring import FunctionScoring
 from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import SearchSession, check_reachable
 
 log = logging.getLogger(__name__)
 
@@ -269,16 +267,14 @@ def compress(
     verify_onnx(dense, baseline, split(held.inputs, max(BATCH_SIZES))[0])
     device = model_device(dense)
     batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
-    network = ModuleNetwork.on_inputs(
-        dense, batches, weigh_outputs=weigh_outputs, seed=seed, progress=progress
-    )
-    check_reachable(network, chosen, options)
-    session = SearchSession(
-        network,
-        network.library(chosen, cache=None if kept is None else kept / "fits", seed=seed),
-        FunctionScoring(dense, judge, batches),
+    session = session_on_inputs(
+        dense,
+        batches,
+        judge,
+        chosen,
         options,
-        candidates=candidates,
+        cache=None if kept is None else kept / "fits",
+        seed=seed,
         progress=progress,
     )
     with session:

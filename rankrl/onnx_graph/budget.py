@@ -23,7 +23,7 @@ from rankrl.onnx_graph.half import HALF
 from rankrl.onnx_graph.network import Feed, OnnxNetwork
 from rankrl.onnx_graph.quantised import packed, parameters_of
 from rankrl.onnx_graph.site import Site
-from rankrl.workflow.latency import LatencyOptions
+from rankrl.timing.options import LatencyOptions
 
 _Value = TypeVar("_Value")
 _BITS = {

@@ -300,10 +300,9 @@ def compress_file(
     network = _network(given, finishing, options)
     check_reachable(network, candidates, search)
     timing = replace(finishing.timing, batch=given.network.axes.size(network.feed))
-    finishing, search = replace(finishing, timing=timing), replace(search, timing=timing)
-    if suit_processor and search.latency is not None:
-        candidates = replace(candidates, multiple=fast_multiple(timing.folder))
     if search.latency is not None:
+        if suit_processor:
+            candidates = replace(candidates, multiple=fast_multiple(timing.folder))
         in_time_alone = not any(search.further.values())
         if in_time_alone:
             faster = faster_positions(given.network, given.sites, network.feed, timing)
@@ -321,6 +320,7 @@ def compress_file(
     split = given.split
     scored, single = split.scored or split.heldout, split.scored or split.calibration
     scoring = OnnxScoring(given.network, given.sites, scored, score, term, single)
+    search = replace(search, timing=timing)
     with SearchSession(network, library, scoring, search, candidates=candidates.candidates) as session:
         found = session.search(selector, selector_options, seed=seed, folder=folder, on_episode=on_episode)
     if found.stopped_by == "interrupt":
