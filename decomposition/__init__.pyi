@@ -1,23 +1,35 @@
-from .allocation import allocate, allocate_many
-from .apply import apply_plan, build_structure, contracted, factorised_layers
-from .attention import PlainAttention, plain_attention
-from .batch_norm import reestimate_batch_norm
-from .budget import Budget
-from .candidates import Candidate, CandidateSet, plan_from_choices
-from .compensation import compensate
-from .cost import count_macs, count_parameters, evaluation_mode
+from .apply.apply import apply_plan, build_structure, contracted, factorised_layers
+from .apply.exchange import apply_fits, from_tensorly
+from .apply.saving import load_compressed, save_compressed
+from .calibration.batch_norm import reestimate_batch_norm
+from .calibration.moments import InputMoments, collect_moments
+from .calibration.sensitivity import collect_sensitivities
+from .candidates.candidates import Candidate, CandidateSet, plan_from_choices
+from .candidates.library import FitLibrary
+from .choose.allocation import allocate, allocate_many
+from .choose.budget import Budget
+from .choose.heuristics import (
+    Heuristic,
+    get_heuristic,
+    list_heuristics,
+    plan_by_heuristic,
+    register_heuristic,
+)
+from .choose.latency import LatencyTable
+from .choose.vbmf import MatrixRank, matrix_rank
 from .errors import DecompositionError, PlanError
-from .exchange import apply_fits, from_tensorly
-from .factorised import FactorisedLayer
-from .fitting import Fit, FitOptions, fit_weight
+from .fit.compensation import compensate
+from .fit.fitting import Fit, FitOptions, fit_weight
 from .formats import TensorFormat, get_format, list_formats, register_format
-from .heuristics import Heuristic, get_heuristic, list_heuristics, plan_by_heuristic, register_heuristic
-from .inputs import ExampleInputs, Inputs, InputSpec, Positional, TensorSpec, example_batch, run_model
-from .latency import LatencyTable
-from .layers import LayerSpec, compressible_layers, inspect_layers
-from .library import FitLibrary
-from .modes import WeightModes
-from .moments import InputMoments, collect_moments
+from .formats.factorised import FactorisedLayer
+from .formats.rank_grid import candidate_ranks
+from .network.cost import count_macs, count_parameters, evaluation_mode
+from .network.inputs import ExampleInputs, Inputs, InputSpec, Positional, TensorSpec, example_batch, run_model
+from .network.layers import LayerSpec, compressible_layers, inspect_layers
+from .network.modes import WeightModes
+from .network.permanent_weights import plain_weights
+from .network.rewriting import Rewrite
+from .network.rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
 from .operations import (
     ApplyOptions,
     ChannelFactors,
@@ -30,17 +42,11 @@ from .operations import (
     list_operations,
     register_operation,
 )
-from .own_layers import plain_layers
-from .permanent_weights import plain_weights
-from .plan import CompressionPlan, LayerPlan, fingerprint, make_plan
-from .rank_grid import candidate_ranks
+from .plan.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from .registry import Registry
-from .rewriting import Rewrite
-from .rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
-from .saving import load_compressed, save_compressed
-from .sensitivity import collect_sensitivities
-from .transposed import PlainTransposed, plain_transposed
-from .vbmf import MatrixRank, matrix_rank
+from .rewrites.attention import PlainAttention, plain_attention
+from .rewrites.own_layers import plain_layers
+from .rewrites.transposed import PlainTransposed, plain_transposed
 
 __all__ = [
     "ApplyOptions",

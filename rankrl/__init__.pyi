@@ -1,11 +1,12 @@
 from .api import apply_plan, load_compressed, search
-from .envs import RankSelectionEnv
-from .export import export_onnx
 from .memory import reuse_memory
 from .network_compression import NetworkCompression, compress
-from .onnx_graph import ImagePreprocessing, apply_onnx_plan, compress_onnx
+from .onnx.export import export_onnx
+from .onnx.graph import ImagePreprocessing
+from .onnx_compression import apply_onnx_plan, compress_onnx
 from .operations import KeepChannels
-from .timing.options import LatencyOptions
+from .options.timing import LatencyOptions
+from .plan_search.envs import RankSelectionEnv
 from .training import TrainingRecipe
 
 __all__ = [

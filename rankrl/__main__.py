@@ -1,6 +1,6 @@
 """`python -m rankrl`: the console command, also where installed scripts are not on the path."""
 
-from rankrl.app import main
+from rankrl.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -9,23 +9,23 @@ from typing import Any
 from torch import nn
 
 from decomposition import apply_plan, load_compressed
-from decomposition.calibration_set import CalibrationInputs
-from decomposition.input_check import checked_batches
-from decomposition.inputs import split
-from decomposition.wrappers import unwrapped
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.calibration.input_check import checked_batches
+from decomposition.network.inputs import split
+from decomposition.network.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
+from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors
+from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.module_session import session_on_inputs
 from rankrl.plan_search.run import SearchResult
-from rankrl.plan_search.score_evaluator import Score
-from rankrl.plan_search.workers import Cluster
+from rankrl.plan_search.scores.score_evaluator import Score
+from rankrl.plan_search.selectors import check_selector
 from rankrl.progress import Progress
-from rankrl.selectors import check_selector
-from rankrl.timing.options import LatencyOptions
-from rankrl.workflow.calibration import CALIBRATION_BATCH
-from rankrl.workflow.module_session import session_on_inputs
-from rankrl.workflow.run_lock import alone_in_folder
-from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.runs.run_lock import alone_in_folder
+from rankrl.workers.base import Cluster
 
 __all__ = ["apply_plan", "load_compressed", "search"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decomposition.cost import evaluation_mode
-from decomposition.inputs import Inputs, run_model
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Inputs, run_model
 
 
 @dataclass(frozen=True)

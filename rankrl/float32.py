@@ -11,9 +11,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from decomposition.inputs import Inputs, mapped
-from decomposition.surgery import copied
-from decomposition.wrappers import unwrapped
+from decomposition.network.inputs import Inputs, mapped
+from decomposition.network.surgery import copied
+from decomposition.network.wrappers import unwrapped
 
 _NARROW = (torch.float16, torch.bfloat16)
 _OWN_CLASS = "_class_in_own_types"

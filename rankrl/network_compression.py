@@ -18,40 +18,41 @@ from decomposition import (
     plain_weights,
     save_compressed,
 )
-from decomposition.calibration_set import CalibrationInputs
-from decomposition.inputs import input_shape_of, mapped, split
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.network.inputs import input_shape_of, mapped, split
+from decomposition.network.surgery import copied
+from decomposition.network.wrappers import unwrapped
 from decomposition.operations.base import FLOAT_BYTES
-from decomposition.surgery import copied
-from decomposition.wrappers import unwrapped
-from rankrl.agreement import agreement_score
 from rankrl.argument_types import checked_arguments
-from rankrl.compression import Compression, missed_latency, summary
+from rankrl.data.calibration import CALIBRATION_BATCH
+from rankrl.data.sample import Sample, read_samples
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
-from rankrl.export import export_onnx, fast_multiple, verify_onnx
-from rankrl.export.verification import BATCH_SIZES
 from rankrl.files import storage_errors, write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
+from rankrl.onnx.export import export_onnx, verify_onnx
+from rankrl.onnx.export.verification import BATCH_SIZES
+from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.module_session import session_on_inputs
 from rankrl.plan_search.run import SearchResult, search_numbers
-from rankrl.plan_search.score_evaluator import Score, scored
-from rankrl.plan_search.workers import Cluster
+from rankrl.plan_search.scores.score_evaluator import Score, scored
+from rankrl.plan_search.selectors import check_selector
 from rankrl.progress import Progress, progress_bar
 from rankrl.report import collect_setup, write_report
-from rankrl.selectors import check_selector
-from rankrl.timing.options import LatencyOptions
+from rankrl.runs.call_record import call_record
+from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
+from rankrl.runs.run_lock import alone_in_folder
+from rankrl.timing import fast_multiple
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.general import steps_of_an_epoch
-from rankrl.workflow.calibration import CALIBRATION_BATCH
-from rankrl.workflow.call_record import call_record
-from rankrl.workflow.file_export import export_file
-from rankrl.workflow.measure import layer_rows
-from rankrl.workflow.module_session import session_on_inputs
-from rankrl.workflow.own_inputs import HeldoutScore, OwnInputs
-from rankrl.workflow.rewritten import check_rewritten
-from rankrl.workflow.run_folder import SAME_CALL, RunFolder, check_writable
-from rankrl.workflow.run_lock import alone_in_folder
-from rankrl.workflow.sample import Sample, read_samples
-from rankrl.workflow.search_options import CandidateOptions, SearchOptions
+from rankrl.verify.agreement import agreement_score
+from rankrl.verify.compression import Compression, missed_latency, summary
+from rankrl.verify.file_export import export_file
+from rankrl.verify.measure import layer_rows
+from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
+from rankrl.verify.rewritten import check_rewritten
+from rankrl.workers.base import Cluster
 
 log = logging.getLogger(__name__)
 

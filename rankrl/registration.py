@@ -13,4 +13,6 @@ def register() -> None:
     """Register the environment with Gymnasium, and announce the operations to `decomposition`."""
     announce("operation", "rankrl.operations")
     if ENVIRONMENT_ID not in gymnasium.registry:
-        gymnasium.register(ENVIRONMENT_ID, entry_point="rankrl.envs.rank_selection:RankSelectionEnv")
+        gymnasium.register(
+            ENVIRONMENT_ID, entry_point="rankrl.plan_search.envs.rank_selection:RankSelectionEnv"
+        )

@@ -64,15 +64,15 @@ from decomposition import (
     plan_from_choices,
     reestimate_batch_norm,
 )
-from decomposition.fitting import CHOOSING
-from decomposition.heuristics import get_heuristic
+from decomposition.choose.heuristics import get_heuristic
+from decomposition.fit.fitting import CHOOSING
 from decomposition.operations.base import FINAL
 from rankrl.data import ImageData, load_dataset
+from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training.accuracy import report_accuracy
-from rankrl.workflow.calibration import calibration_images
 
 ALGEBRAIC = FitOptions(iterations=0)
 ITERATED = FitOptions(iterations=300, starts=64)

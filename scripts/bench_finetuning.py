@@ -25,11 +25,11 @@ from torch import nn
 from decomposition import CompressionPlan, apply_plan, load_compressed, plan_by_heuristic, save_compressed
 from rankrl import reuse_memory
 from rankrl.data import ImageData, load_dataset
+from rankrl.data.calibration import calibration_images
 from rankrl.models import checkpoint_heldout, create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import RankConstraint, TrainingRecipe, report_accuracy, train
-from rankrl.workflow.calibration import calibration_images
 
 FULL = TrainingRecipe(
     lr=1e-3,

@@ -28,14 +28,14 @@ from decomposition import (
     plan_by_heuristic,
 )
 from rankrl.device import channel_block
-from rankrl.export import DEFAULT_RUNTIME, export_onnx, quantise_onnx
-from rankrl.export.latency import time_in_turns
-from rankrl.export.layer_timing import LayerTimer
-from rankrl.export.runtimes import open_session
 from rankrl.models import create_model, load_checkpoint
+from rankrl.onnx.export import export_onnx, quantise_onnx
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, open_session
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.workflow.form import faster_contracted
+from rankrl.timing.form import faster_contracted
+from rankrl.timing.latency import time_in_turns
+from rankrl.timing.layer_timing import LayerTimer
 
 SHAPES = ((16, 32), (32, 16), (64, 8))
 """Channels and size of the layers of the second table: those of a CIFAR ResNet."""

@@ -35,18 +35,23 @@ from torch import nn
 
 from decomposition import DecompositionError, apply_plan
 from rankrl.data import ImageData, Images, TestImages, load_dataset
+from rankrl.data.calibration import calibration_images
 from rankrl.errors import RankrlError
-from rankrl.export import fast_multiple
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
-from rankrl.plan_search.evaluator import EvaluatorOptions
+from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
+from rankrl.plan_search.scores.scoring import ImageScoring
+from rankrl.plan_search.selectors.random_plans import spend_at_random
+from rankrl.plan_search.session import SearchSession
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.selectors.random_plans import spend_at_random
-from rankrl.timing.options import LatencyOptions
+from rankrl.runs.run_folder import cache_folder
+from rankrl.timing import fast_multiple
 from rankrl.training import TrainingRecipe
-from rankrl.workflow.calibration import calibration_images
-from rankrl.workflow.measure import (
+from rankrl.training.networks import run_training
+from rankrl.verify.measure import (
     ExportOptions,
     cost_ratios,
     export_dense,
@@ -54,11 +59,6 @@ from rankrl.workflow.measure import (
     int8_numbers,
     network_numbers,
 )
-from rankrl.workflow.network import run_training
-from rankrl.workflow.run_folder import cache_folder
-from rankrl.workflow.scoring import ImageScoring
-from rankrl.workflow.search_options import CandidateOptions, SearchOptions
-from rankrl.workflow.session import SearchSession
 
 LARGE = 224
 _SHARES = (0.35, 0.65)

@@ -29,16 +29,16 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.layers import weight_of
-from decomposition.low_rank import LowRank
-from decomposition.metric import Metric, times
-from decomposition.moments import InputMoments
-from rankrl.onnx_graph import GivenFile, Site
-from rankrl.onnx_graph.capture import Captured, collect_moments
-from rankrl.onnx_graph.graph_network import measured_sensitivities
-from rankrl.onnx_graph.inputs import checked
-from rankrl.onnx_graph.network import GraphSession
-from rankrl.onnx_graph.rewrite import open_constants, without_unused
+from decomposition.calibration.metric import Metric, times
+from decomposition.calibration.moments import InputMoments
+from decomposition.fit.low_rank import LowRank
+from decomposition.network.layers import weight_of
+from rankrl.networks.graph import measured_sensitivities
+from rankrl.onnx.graph import GivenFile, Site
+from rankrl.onnx.graph.capture import Captured, collect_moments
+from rankrl.onnx.graph.inputs import checked
+from rankrl.onnx.graph.network import GraphSession
+from rankrl.onnx.graph.rewrite import open_constants, without_unused
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 

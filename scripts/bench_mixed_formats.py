@@ -30,10 +30,10 @@ from decomposition import (
     plan_from_choices,
 )
 from rankrl.data import load_dataset
+from rankrl.data.calibration import calibration_images
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy
-from rankrl.workflow.calibration import calibration_images
 
 BUDGETS = {"4x params": ("params", 1 / 4), "8x params": ("params", 1 / 8), "0.5 MACs": ("macs", 0.5)}
 AUTO = "auto"

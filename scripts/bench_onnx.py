@@ -27,14 +27,15 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from rankrl.agreement import agreement, agreement_score
 from rankrl.errors import RankrlError
-from rankrl.export.int8 import quantise_onnx
-from rankrl.export.latency import LatencyComparison, compare_latency
-from rankrl.onnx_graph import OnnxNetwork, compress_onnx, split_inputs
+from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.graph import OnnxNetwork, split_inputs
+from rankrl.onnx_compression import compress_onnx
+from rankrl.options.timing import LatencyOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.timing.options import LatencyOptions
+from rankrl.timing.latency import LatencyComparison, compare_latency
+from rankrl.verify.agreement import agreement, agreement_score
 
 Array = np.ndarray[Any, Any]
 _RUN_AT_ONCE = 20

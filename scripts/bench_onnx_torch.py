@@ -27,13 +27,13 @@ from torch import nn
 from decomposition import apply_plan, count_parameters, plan_by_heuristic
 from rankrl import compress_onnx
 from rankrl.data import load_dataset
-from rankrl.export import export_network
-from rankrl.onnx_graph import OnnxNetwork
-from rankrl.onnx_graph.budget import network_costs
+from rankrl.data.calibration import calibration_images
+from rankrl.onnx.export import export_network
+from rankrl.onnx.graph import OnnxNetwork
+from rankrl.onnx.graph.budget import network_costs
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy
-from rankrl.workflow.calibration import calibration_images
 
 TORCH, FILE = "in PyTorch", "as an ONNX file"
 HELDOUT = 0.2

@@ -33,15 +33,16 @@ from torch import nn
 from decomposition import count_macs, count_parameters, reestimate_batch_norm
 from pruning import get_pruner, list_pruners
 from rankrl.data import batches, load_dataset
+from rankrl.data.calibration import calibration_images
 from rankrl.device import channel_block, inference_precision, select_device
-from rankrl.export import compare_latency, export_onnx
 from rankrl.models import create_model, load_checkpoint
 from rankrl.models.resnet import BasicBlock, ZeroPadShortcut
+from rankrl.onnx.export import export_onnx
 from rankrl.progress import progress_bar
+from rankrl.pruners.options import pruning_options
+from rankrl.pruners.prune import prune_network
+from rankrl.timing import compare_latency
 from rankrl.training import TrainingRecipe, report_accuracy, train
-from rankrl.workflow.calibration import calibration_images
-from rankrl.workflow.prune import prune_network
-from rankrl.workflow.pruner_options import pruning_options
 
 SPARSE_LR, REGULARISATION, PRUNING_STEPS = 0.01, 5e-4, 400
 MULTIPLE = 8

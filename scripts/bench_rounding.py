@@ -35,14 +35,14 @@ from decomposition import (
     inspect_layers,
     plan_by_heuristic,
 )
+from decomposition.network.rounding import rounded_weight
+from decomposition.network.surgery import replace_module
 from decomposition.operations import quantise
-from decomposition.rounding import rounded_weight
-from decomposition.surgery import replace_module
 from rankrl.data import load_dataset
+from rankrl.data.calibration import calibration_images
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy
-from rankrl.workflow.calibration import calibration_images
 
 ALL, AT_THE_END = "nothing", "the refit: rounded at the end, as a quantiser does"
 NEAREST = "every weight to its nearest integer"

@@ -26,13 +26,13 @@ from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
 from rankrl.models import create_model, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
-from rankrl.plan_search.evaluator import PlanEvaluator
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.options.search import CandidateOptions
 from rankrl.plan_search.run import run_search
+from rankrl.plan_search.scores.evaluator import PlanEvaluator
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.selectors import create_selector
-from rankrl.workflow.search_options import CandidateOptions
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.

@@ -114,13 +114,13 @@ def timed(code: str, arguments: Sequence[str], checkout: Path, **environment: st
 
 def called(arguments: Sequence[str], checkout: Path) -> Timing:
     """Call the command line."""
-    return timed("from rankrl.app import main; main()", arguments, checkout, **COMPLETED)
+    return timed("from rankrl.cli.app import main; main()", arguments, checkout, **COMPLETED)
 
 
 def startup_table(checkouts: Mapping[str, Path], runs: int) -> str:
     """Return the table of start-up times: a row a case, two columns a checkout."""
     cases = {f"import {name}": (f"import {name}", ()) for name in IMPORTS}
-    cases |= {name: ("from rankrl.app import main; main()", args) for name, args in COMMANDS.items()}
+    cases |= {name: ("from rankrl.cli.app import main; main()", args) for name, args in COMMANDS.items()}
     heads = [f"{name}, {kind}" for name in checkouts for kind in ("wall", "processor")]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for name, (code, arguments) in cases.items():

@@ -50,8 +50,9 @@ from decomposition import (
     reestimate_batch_norm,
     save_compressed,
 )
-from decomposition.rewriting import rewrites_of
-from rankrl.export import ExportError, export_onnx, verify_onnx
+from decomposition.network.rewriting import rewrites_of
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import export_onnx, verify_onnx
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from rankrl.plan_search.history import EPISODES_FILE
+from rankrl.plan_search.scores.history import EPISODES_FILE
 from rankrl.plan_search.state import STATE_FILE, SearchState
 
 # A ResNet whose plans differ in reward, with an agent that learns within a few episodes.
@@ -68,7 +68,7 @@ def start(folder: Path, options: list[str]) -> subprocess.Popen[bytes]:
     arguments = [f"resume={folder}"] if recorded else ["task=search", *options, f"hydra.run.dir={folder}"]
     if not recorded:
         shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "rankrl.app", *arguments]
+    command = [sys.executable, "-m", "rankrl.cli.app", *arguments]
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -168,7 +168,7 @@ def _without_clock(state: SearchState) -> dict[str, Any]:
 def small_checkpoint(folder: Path) -> str:
     """Train the small network for a few epochs; return its weights as an option."""
     options = ["model=resnet20", "dataset=digits", "train.epochs=3", f"hydra.run.dir={folder}"]
-    command = [sys.executable, "-m", "rankrl.app", "task=train", *options]
+    command = [sys.executable, "-m", "rankrl.cli.app", "task=train", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return f"model.checkpoint={folder / 'dense.safetensors'}"
 

@@ -1,4 +1,4 @@
-"""The text of rankrl/config/catalogue.py: what the command line knows without importing the registries."""
+"""The text of config/catalogue.py: what the command line knows without importing the registries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from omegaconf import MISSING
 
 from decomposition import get_format, list_formats
-from rankrl.config import schema
-from rankrl.config.groups import GROUPS
-from rankrl.config.taken import REFERENCES, live_default
-from rankrl.tasks import get_task, list_tasks
+from rankrl.cli.config import schema
+from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.taken import REFERENCES, live_default
+from rankrl.cli.tasks import get_task, list_tasks
 
-CATALOGUE = Path(__file__).parents[1] / "rankrl" / "config" / "catalogue.py"
-HEAD = '''"""What the command line knows of all that is registered; `rankrl.config.choices` says why.
+CATALOGUE = Path(__file__).parents[1] / "rankrl" / "cli" / "config" / "catalogue.py"
+HEAD = '''"""What the command line knows of all that is registered; `rankrl.cli.config.choices` says why.
 
 Written by `scripts/make_config_reference.py` from the registries; a test checks that it is current.
 """
@@ -29,7 +29,7 @@ import pathlib
 import typing
 from typing import Any
 
-from rankrl.config.group import Choice, Group, catalogued
+from rankrl.cli.config.group import Choice, Group, catalogued
 '''
 
 
@@ -41,7 +41,7 @@ def catalogue() -> str:
     formats = {name: get_format(name).tensorisable for name in list_formats()}
     parts = [
         HEAD,
-        _mapping("DEFAULTS", "Any", defaults, "Defaults by reference (`rankrl.config.taken`)."),
+        _mapping("DEFAULTS", "Any", defaults, "Defaults by reference (`rankrl.cli.config.taken`)."),
         _mapping("TASKS", "str", tasks, "What each task does."),
         _mapping("FORMATS", "bool", formats, "The tensor formats; whether they can split channel counts."),
         "GROUPS: dict[str, Group] = {",

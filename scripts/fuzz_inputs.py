@@ -33,8 +33,8 @@ import torch
 from fuzz_cases import KINDS, Case, make_case, make_good
 from hydra.core.global_hydra import GlobalHydra
 
-from rankrl.app import BUDGET_MISSED, COLLAPSED
-from rankrl.app import main as rankrl_main
+from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
+from rankrl.cli.app import main as rankrl_main
 
 LONGEST_SECONDS = 20.0
 """Processor time that a case may take."""
@@ -140,7 +140,7 @@ def _run_alone(case: Case) -> tuple[int, str]:
     words = [each for each in case.arguments if "\0" not in each]  # no process can be given those
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "rankrl.app", *words],
+            [sys.executable, "-m", "rankrl.cli.app", *words],
             cwd=case.folder,
             capture_output=True,
             timeout=_HANGS_AFTER,

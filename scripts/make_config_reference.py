@@ -1,7 +1,7 @@
 """Write docs/configuration.md, every option with type, default and explanation, and the options' catalogue.
 
 Types and explanations are those of the dataclass, class or function that takes the option; the defaults are
-the composed configuration's. The catalogue, rankrl/config/catalogue.py, is what the command line reads
+the composed configuration's. The catalogue, rankrl/cli/config/catalogue.py, is what the command line reads
 instead of importing all of these.
 
     python scripts/make_config_reference.py            # writes both
@@ -28,12 +28,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from optim import optimizer_record
-from rankrl.config.choices import group_choices, group_names
-from rankrl.config.docstrings import explanations
-from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS
-from rankrl.config.schema import AppConfig
-from rankrl.config.taken import owner_of
+from rankrl.cli.config.choices import group_choices, group_names
+from rankrl.cli.config.docstrings import explanations
+from rankrl.cli.config.folder import config_folder
+from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.taken import owner_of
 from rankrl.option_types import described, parameter_defaults, parameter_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -71,7 +71,7 @@ def section_options(section: type, values: Mapping[str, Any], prefix: str) -> It
     """Yield the options of a section of the schema, those of the sections within it too.
 
     Args:
-        section: A dataclass of `rankrl.config.schema`.
+        section: A dataclass of `rankrl.cli.config.schema`.
         values: The defaults.
         prefix: What the names begin with.
     """

@@ -19,10 +19,10 @@ import torch
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-from rankrl.agents.policy_file import PolicyFile, read_policy
-from rankrl.envs.descriptors import DESCRIPTOR_NAMES, OF_THE_TASK
 from rankrl.files import write_atomically
-from rankrl.pretraining.episodes import TaskEpisodes, read_episodes
+from rankrl.plan_search.agents.policy_file import PolicyFile, read_policy
+from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES, OF_THE_TASK
+from rankrl.plan_search.pretraining.episodes import TaskEpisodes, read_episodes
 from rankrl.report.figures import FONT, PALETTE, style_axes
 
 SHOWN = 14

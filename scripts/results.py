@@ -28,7 +28,7 @@ import torch
 import yaml
 from result_rows import ResultRows, epochs_of
 
-from rankrl.app import BUDGET_MISSED, COLLAPSED
+from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 
@@ -90,7 +90,7 @@ class Cell:
 
     def command(self, folder: Path) -> list[str]:
         """Return the command that runs it in a folder, or goes on there."""
-        start = [sys.executable, "-c", "from rankrl.app import main; main()"]
+        start = [sys.executable, "-c", "from rankrl.cli.app import main; main()"]
         if (folder / ".hydra").exists():
             return [*start, f"resume={folder}"]
         epochs = [f"finetune.epochs={self.epochs}"] if self.epochs else []

@@ -33,19 +33,19 @@ from torch import nn
 from decomposition import CompressionPlan, FitLibrary, apply_plan, list_formats
 from rankrl import reuse_memory
 from rankrl.data import ImageData, load_dataset
-from rankrl.envs.actions import ImportanceMap
+from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
-from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.options.search import CandidateOptions
+from rankrl.plan_search.envs.actions import ImportanceMap
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import TrainingRecipe, accuracy, train
+from rankrl.verify.measure import test_accuracy
 from rankrl.wording import counted
-from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
-from rankrl.workflow.measure import test_accuracy
-from rankrl.workflow.search_options import CandidateOptions
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",

@@ -36,21 +36,21 @@ from transfer import Asked, Prepared, augmented_accuracy, finetuned_accuracy
 
 from decomposition import apply_plan
 from rankrl import reuse_memory
-from rankrl.agents.policy_file import read_policy
 from rankrl.data import Images
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
-from rankrl.plan_search.history import EpisodeRow
-from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.agents.policy_file import read_policy
+from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.run import run_search
-from rankrl.pretraining.episodes import task_of
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
+from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.axes import percent_axis
 from rankrl.report.comparison import Spread, milestones
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.selectors import SelectorEntry, create_selector, selector_is_seeded
 
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _DASHES = ((0, (1, 1.5)), (0, (5, 2)), (0, (5, 2, 1, 2)))

@@ -17,8 +17,8 @@ import torch
 from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
 from rankrl.data import Images, batches, load_dataset
-from rankrl.export import export_onnx
 from rankrl.models import load_checkpoint
+from rankrl.onnx.export import export_onnx
 
 
 def small_transformer(width: int = 64, depth: int = 3, num_classes: int = 10) -> VisionTransformer:

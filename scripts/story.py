@@ -32,10 +32,11 @@ import pruning
 import rankrl
 from decomposition import CompressionPlan, count_macs, count_parameters, inspect_layers
 from rankrl.data import ImageData, TestImages, augmented_copy, batches, load_dataset
-from rankrl.export import compare_latency, export_onnx, onnx_accuracy, verify_onnx
 from rankrl.models import create_model, load_checkpoint
+from rankrl.onnx.export import export_onnx, onnx_accuracy, verify_onnx
 from rankrl.report.markdown import shown_command
 from rankrl.report.provenance import hardware_line
+from rankrl.timing import compare_latency
 from rankrl.training import TrainingRecipe, accuracy, report_accuracy, train
 
 CURVE_IMAGES = 2000  # test images behind the curves of chapter 3; the summary's numbers are of all

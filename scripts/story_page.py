@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from decomposition import LayerSpec
-from rankrl.export import Latency
 from rankrl.report.axes import percent_axis, plain_numbers, whole_axis
+from rankrl.timing import Latency
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Positions and heights of the points of a line."""

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from result_rows import epochs_of
 
-from rankrl.config.options import default_precisions
+from rankrl.cli.config.options import default_precisions
 from rankrl.data import load_dataset
-from rankrl.export import DEFAULT_RUNTIME, quantise_onnx
-from rankrl.export.latency import TimedTurns, time_in_turns
+from rankrl.onnx.export import quantise_onnx
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.report.run_folder import read_metrics
-from rankrl.workflow.measure import ExportOptions, range_batches
+from rankrl.timing.latency import TimedTurns, time_in_turns
+from rankrl.verify.measure import ExportOptions, range_batches
 
 HEAD = [
     "| network | chosen from | asked | time | of the integers' | ms | before | after | in the file | epochs "

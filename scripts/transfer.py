@@ -27,21 +27,21 @@ from torch import Tensor, nn
 from decomposition import apply_plan
 from decomposition.operations.quantise import PRECISIONS
 from rankrl import reuse_memory
-from rankrl.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
 from rankrl.data import ImageData, Images, augmented_copy, load_dataset
+from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.problem import Choices, SearchProblem
-from rankrl.pretraining.episodes import task_of
+from rankrl.options.search import CandidateOptions
+from rankrl.plan_search.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
+from rankrl.plan_search.pretraining.episodes import task_of
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.selectors import create_selector
+from rankrl.runs.run_folder import cache_folder
 from rankrl.training import predict_logits, report_accuracy, train
-from rankrl.workflow.calibration import CALIBRATION_BATCH, calibration_images
-from rankrl.workflow.run_folder import cache_folder
-from rankrl.workflow.search_options import CandidateOptions
 
 CALIBRATION_IMAGES = 768
 MEASURES = ("params", "macs", "bytes")

@@ -21,15 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from decomposition.errors import DecompositionError
-from rankrl.app import _run_task, checked_arguments, main
-from rankrl.config.applicable import check_applicable
-from rankrl.config.choices import group_names, store_groups
-from rankrl.config.composition import composed_config, composing
-from rankrl.config.overrides import parsed_overrides
-from rankrl.config.schema import AppConfig
+from rankrl.cli.app import _run_task, checked_arguments, main
+from rankrl.cli.config.applicable import check_applicable
+from rankrl.cli.config.choices import group_names, store_groups
+from rankrl.cli.config.composition import composed_config, composing
+from rankrl.cli.config.overrides import parsed_overrides
+from rankrl.cli.config.schema import AppConfig
 from rankrl.errors import ConfigError, RankrlError
 from rankrl.models import save_checkpoint
-from rankrl.workflow.run_folder import RunFolder
+from rankrl.runs.run_folder import RunFolder
 
 QUICK = (
     "model=conv4",

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from rankrl.onnx_graph.network import OnnxNetwork
+from rankrl.onnx.graph.network import OnnxNetwork
 
 NEWEST = onnx.defs.onnx_opset_version()
 OPSETS = (13, min(NEWEST, 23))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from decomposition.surgery import copied
+from decomposition.network.surgery import copied
 from pruning.copies import copied as copied_to_prune
 
 COPIES = [copied, copied_to_prune]

@@ -34,15 +34,15 @@ from small_graphs import convolutions, drawn, images, save_photos, with_state
 from torch import nn
 
 from decomposition.registry import Registry
-from rankrl.app import main
-from rankrl.config.docstrings import explanations, summary
-from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS
-from rankrl.config.overrides import check_overrides
-from rankrl.export import get_runtime, list_runtimes
-from rankrl.plan_search.rewards import register_reward
-from rankrl.selectors import list_selectors
-from rankrl.tasks import list_tasks
+from rankrl.cli.app import main
+from rankrl.cli.config.docstrings import explanations, summary
+from rankrl.cli.config.folder import config_folder
+from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.overrides import check_overrides
+from rankrl.cli.tasks import list_tasks
+from rankrl.onnx.runtimes import get_runtime, list_runtimes
+from rankrl.plan_search.scores.rewards import register_reward
+from rankrl.plan_search.selectors import list_selectors
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -63,14 +63,14 @@ SMALL = {
 # Registries that a page may add to; they are as before afterwards.
 REGISTRIES = [
     ("decomposition.formats.base", "_FORMATS"),
-    ("decomposition.heuristics", "_HEURISTICS"),
+    ("decomposition.choose.heuristics", "_HEURISTICS"),
     ("decomposition.operations.base", "_OPERATIONS"),
-    ("rankrl.selectors.registry", "_SELECTORS"),
-    ("rankrl.plan_search.rewards", "_REWARDS"),
+    ("rankrl.plan_search.selectors.registry", "_SELECTORS"),
+    ("rankrl.plan_search.scores.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
-    ("rankrl.tracking.registry", "_TRACKERS"),
-    ("rankrl.export.runtimes.registry", "_RUNTIMES"),
+    ("rankrl.runs.tracking.registry", "_TRACKERS"),
+    ("rankrl.onnx.runtimes.registry", "_RUNTIMES"),
 ]
 NEED_NOT_BE_HERE = ("lightning",)
 NEEDS_MORE = re.compile(

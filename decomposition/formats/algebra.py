@@ -34,7 +34,7 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices that a weight is made of.
 
     A fit computes it, and its gradient, in every step, in less time than by `einsum`. That of a batch of one:
-    what a layer makes of its cores is not counted among its operations (`decomposition.cost`).
+    what a layer makes of its cores is not counted among its operations (`decomposition.network.cost`).
     """
     return torch.bmm(left[None], right[None])[0]
 

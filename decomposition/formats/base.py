@@ -10,12 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
+from decomposition.calibration.metric import Metric
 from decomposition.errors import DecompositionError
-from decomposition.factorised import FactorisedLayer
+from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric
-from decomposition.modes import WeightModes, plain_modes, tensorised_modes
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.modes import WeightModes, plain_modes, tensorised_modes
 from decomposition.registry import Registry
 
 Cores = list[torch.Tensor]

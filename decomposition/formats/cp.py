@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from decomposition.factorised import FactorisedLayer, StagedLayer
+from decomposition.calibration.metric import Metric
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.formats.factorised import FactorisedLayer, StagedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric
-from decomposition.modes import WeightModes
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.modes import WeightModes
 
 # Terms smaller than that, relative to the largest, are treated as if they were that large.
 _SMALLEST_TERM = 1e-2

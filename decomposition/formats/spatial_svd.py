@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from decomposition.factorised import FactorisedLayer
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.modes import WeightModes
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.modes import WeightModes
 
 
 @register_format

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from decomposition.factorised import FactorisedLayer, StagedLayer
+from decomposition.calibration.metric import Metric, RowFactor, channel_moments, times, whole
 from decomposition.formats.algebra import leading_left_vectors, product
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
+from decomposition.formats.factorised import FactorisedLayer, StagedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.metric import Metric, RowFactor, channel_moments, times, whole
-from decomposition.modes import WeightModes
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.modes import WeightModes
 
 _HOOI_SWEEPS = 10
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from decomposition.batch_norm import reestimate_batch_norm
+from decomposition.calibration.batch_norm import reestimate_batch_norm
 from decomposition.errors import PlanError
-from decomposition.fitting import FitOptions
-from decomposition.inputs import Inputs, InputShape, count_inputs, split
-from decomposition.layers import LayerSpec
+from decomposition.fit.fitting import FitOptions
+from decomposition.network.inputs import Inputs, InputShape, count_inputs, split
+from decomposition.network.layers import LayerSpec
 from decomposition.registry import Registry
 
 if TYPE_CHECKING:
-    from decomposition.lockstep import RefitProblem
+    from decomposition.fit.lockstep import RefitProblem
 
 FLOAT_BYTES = 4
 """Bytes of a stored parameter: files hold float32."""

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from decomposition.errors import PlanError
-from decomposition.factorised import FactorisedLayer
-from decomposition.fitting import FitOptions, fit_weight
+from decomposition.fit.fitting import FitOptions, fit_weight
+from decomposition.fit.lockstep import RefitProblem
 from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
-from decomposition.layers import DecomposableModule, LayerSpec
-from decomposition.lockstep import RefitProblem
-from decomposition.modes import WeightModes, modes_from_dict
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.modes import WeightModes, modes_from_dict
 from decomposition.operations.base import (
     FLOAT_BYTES,
     Cost,

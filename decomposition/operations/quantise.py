@@ -11,16 +11,18 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
-from decomposition.compensated_rounding import compensated_weight
+from decomposition.calibration.metric import Metric, RowFactor, channel_moments, powers, times
+from decomposition.calibration.metric import columns as metric_columns
 from decomposition.errors import DecompositionError, PlanError
-from decomposition.factorised import ContractedLayer, FactorisedLayer, StagedLayer
-from decomposition.fitting import FitOptions
+from decomposition.fit.compensated_rounding import compensated_weight
+from decomposition.fit.fitting import FitOptions
+from decomposition.fit.lockstep import PATCHES_TO_SOLVE, RefitProblem
 from decomposition.formats import Cores, TensorFormat
-from decomposition.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
-from decomposition.lockstep import PATCHES_TO_SOLVE, RefitProblem
-from decomposition.metric import Metric, RowFactor, channel_moments, powers, times
-from decomposition.metric import columns as metric_columns
-from decomposition.modes import WeightModes
+from decomposition.formats.factorised import ContractedLayer, FactorisedLayer, StagedLayer
+from decomposition.network.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
+from decomposition.network.modes import WeightModes
+from decomposition.network.rounding import REDUCED_BITS, round_activations, round_weights, rounded_weight
+from decomposition.network.surgery import copied
 from decomposition.operations.base import (
     FLOAT_BYTES,
     Cost,
@@ -28,8 +30,6 @@ from decomposition.operations.base import (
     LayerOperation,
     register_operation,
 )
-from decomposition.rounding import REDUCED_BITS, round_activations, round_weights, rounded_weight
-from decomposition.surgery import copied
 
 BITS = (8, REDUCED_BITS, 4)
 INTEGERS, FLOATS = "uint8", "float32"

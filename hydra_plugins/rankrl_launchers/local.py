@@ -24,8 +24,8 @@ class LocalLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return what came of them, in their order."""
-        from rankrl.sweeps.launching import SweepJobs
-        from rankrl.sweeps.submitit_jobs import run_locally
+        from rankrl.runs.sweeps.launching import SweepJobs
+        from rankrl.runs.sweeps.submitit_jobs import run_locally
 
         jobs = SweepJobs(self.hydra_context, self.task_function, self.config, job_overrides, initial_job_idx)
         return run_locally(

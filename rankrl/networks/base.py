@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, LayerSpec
-from decomposition.inputs import InputShape
-from decomposition.listing import CandidateLister
-from decomposition.rewriting import Rewrite
-from rankrl.timing.options import LatencyOptions
-from rankrl.workflow.search_options import CandidateOptions
+from decomposition.candidates.listing import CandidateLister
+from decomposition.network.inputs import InputShape
+from decomposition.network.rewriting import Rewrite
+from rankrl.options.search import CandidateOptions
+from rankrl.options.timing import LatencyOptions
 
 
 class Timer(Protocol):

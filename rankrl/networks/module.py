@@ -26,20 +26,21 @@ from decomposition import (
     factorised_layers,
     inspect_layers,
 )
-from decomposition.fitting import CHOOSING
-from decomposition.inputs import InputShape, input_shape_of
-from decomposition.listing import CandidateLister
+from decomposition.candidates.listing import CandidateLister
+from decomposition.fit.fitting import CHOOSING
+from decomposition.network.inputs import InputShape, input_shape_of
+from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations.base import FLOAT_BYTES
-from decomposition.rewriting import Rewrite, rewrites_of
 from rankrl.data import Preprocessing
-from rankrl.export import compare_latency, export_network, measure_layer_latencies
-from rankrl.export.feeds import random_feed
-from rankrl.export.runtimes import Batch
+from rankrl.networks.blocks import block_removals
+from rankrl.networks.channels import channel_narrowings
+from rankrl.onnx.export import export_network
+from rankrl.onnx.export.feeds import random_feed
+from rankrl.onnx.runtimes import Batch
+from rankrl.options.search import CandidateOptions
+from rankrl.options.timing import LatencyOptions
 from rankrl.progress import Progress, progress_bar
-from rankrl.timing.options import LatencyOptions
-from rankrl.workflow.blocks import block_removals
-from rankrl.workflow.channels import channel_narrowings
-from rankrl.workflow.search_options import CandidateOptions
+from rankrl.timing import compare_latency, measure_layer_latencies
 
 
 @dataclass(frozen=True, eq=False)

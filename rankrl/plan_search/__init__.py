@@ -1,6 +1,6 @@
 """The search for the best plan.
 
-`problem` says what there is to choose, `evaluator` scores a plan in a `scoring_network`, `rewards` turn
-scores into one number, `run` lets a selector (`rankrl.selectors`) look for the best, `history` and `state`
-keep what happened.
+A selector (`selectors`) proposes plans of a problem (`space`), an evaluator scores them (`scores`), and `run`
+keeps the best. Reinforcement learning has its environment (`envs`), its agents and their `pretraining` here.
+`session` is the way in.
 """

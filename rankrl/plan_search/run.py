@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from decomposition.plan import CompressionPlan
+from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import ConfigError
-from rankrl.plan_search.evaluator import Evaluator
-from rankrl.plan_search.history import (
+from rankrl.plan_search.interrupt import FinishOnInterrupt
+from rankrl.plan_search.scores.evaluator import Evaluator
+from rankrl.plan_search.scores.history import (
     CANDIDATES_FILE,
     EPISODES_FILE,
     EpisodeRow,
@@ -22,11 +23,10 @@ from rankrl.plan_search.history import (
     make_row,
     write_candidates,
 )
-from rankrl.plan_search.interrupt import FinishOnInterrupt
-from rankrl.plan_search.problem import SearchProblem
-from rankrl.plan_search.rewards import Reward, create_reward
+from rankrl.plan_search.scores.rewards import Reward, create_reward
+from rankrl.plan_search.selectors.base import Selector, SelectorState
+from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.plan_search.state import STATE_FILE, SearchState
-from rankrl.selectors.base import Selector, SelectorState
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rankrl.errors import CheckpointError
-from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.state_file import read_state, write_state
 
 STATE_FILE = "search.safetensors"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.errors import ReportError
 from rankrl.report.gather import gather_runs

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.training import EpochRow
 
 WARM_UP_PHASE = "warm-up"

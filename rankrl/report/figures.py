@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.report.axes import number_axis, percent_axis, whole_axis
 from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
 from rankrl.training import EpochRow

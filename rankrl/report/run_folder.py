@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rankrl.plan_search.history import EpisodeRow
+from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.report.errors import ReportError
 
 EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow))

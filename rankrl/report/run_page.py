@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rankrl.plan_search.history import fully_scored
+from rankrl.plan_search.scores.history import fully_scored
 from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import (
     LEFT_DENSE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankrl.export import DEFAULT_RUNTIME
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.report.stages import (
     UNKNOWN,
     format_accuracy,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rankrl.export import is_unchanged
 from rankrl.report.errors import ReportError
+from rankrl.timing import is_unchanged
 from rankrl.wording import counted
 
 _SPACE = "\N{NO-BREAK SPACE}"

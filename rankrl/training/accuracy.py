@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import contracted, factorised_layers
-from decomposition.cost import evaluation_mode
+from decomposition.network.cost import evaluation_mode
 from rankrl.data.batches import batches
 from rankrl.data.images import Images, TestImages
 from rankrl.device import (

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, Factorise, collect_moments, collect_sensitivities
-from decomposition.fitting import FAST, FitOptions, Fitter
-from decomposition.layers import is_decomposable_module, weight_of
-from decomposition.metric import whole
-from decomposition.sensitivity_root import floored
+from decomposition.calibration.metric import whole
+from decomposition.calibration.sensitivity_root import floored
+from decomposition.fit.fitting import FAST, FitOptions, Fitter
+from decomposition.network.layers import is_decomposable_module, weight_of
 from rankrl.errors import ConfigError
 
 

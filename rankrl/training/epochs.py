@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import FactorisedLayer, Inputs, factorised_layers, run_model
-from decomposition.rounding import is_rounded
+from decomposition.network.rounding import is_rounded
 from rankrl.device import Precision
 from rankrl.errors import NonFiniteError
 from rankrl.training.recipe import TrainingRecipe

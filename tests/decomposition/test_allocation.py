@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decomposition.allocation import allocate, allocate_many
-from decomposition.budget import Budget
-from decomposition.candidates import Candidate, CandidateSet
+from decomposition.candidates.candidates import Candidate, CandidateSet
+from decomposition.choose.allocation import allocate, allocate_many
+from decomposition.choose.budget import Budget
 from decomposition.errors import DecompositionError
-from decomposition.layers import LayerSpec
+from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 
 

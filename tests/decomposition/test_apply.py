@@ -31,10 +31,10 @@ from decomposition import (
     make_plan,
     reestimate_batch_norm,
     save_compressed,
-    saving,
 )
-from decomposition.apply import dense_form
-from decomposition.fitting import Fit, FitOptions, fit_weight
+from decomposition.apply import saving
+from decomposition.apply.apply import dense_form
+from decomposition.fit.fitting import Fit, FitOptions, fit_weight
 
 QUICK = FitOptions(iterations=30)
 COARSE = FitOptions(iterations=2)

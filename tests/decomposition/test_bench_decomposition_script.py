@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decomposition.formats import get_format
-from decomposition.modes import WeightModes
+from decomposition.network.modes import WeightModes
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decomposition import Budget, CandidateSet, LatencyTable, Quantise, allocate, allocate_many
-from decomposition.candidates import Candidate
-from decomposition.cost_table import CostTable
-from decomposition.layers import LayerSpec
+from decomposition.candidates.candidates import Candidate
+from decomposition.choose.cost_table import CostTable
+from decomposition.choose.reachable import least_fraction
+from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
-from decomposition.reachable import least_fraction
 
 
 def site(name: str, floats: list[tuple[float, float]], integers: list[tuple[float, float]]) -> CandidateSet:

@@ -22,7 +22,7 @@ from decomposition import (
     plan_by_heuristic,
     reestimate_batch_norm,
 )
-from decomposition.inputs import as_inputs, plain, run_model
+from decomposition.network.inputs import as_inputs, plain, run_model
 
 QUICK = FitOptions(iterations=10)
 

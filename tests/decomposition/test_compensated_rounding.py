@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decomposition import compensated_rounding
-from decomposition.compensated_rounding import compensated_weight
-from decomposition.metric import RowFactor
-from decomposition.rounding import rounded_weight
+from decomposition.calibration.metric import RowFactor
+from decomposition.fit import compensated_rounding
+from decomposition.fit.compensated_rounding import compensated_weight
+from decomposition.network.rounding import rounded_weight
 
 
 def drawn(seed: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition import DecompositionError, count_macs, count_parameters, get_format, list_formats
-from decomposition.factorised import ContractedLayer, FactorisedLayer
-from decomposition.layers import LayerSpec, inspect_layers
-from decomposition.modes import WeightModes
+from decomposition.formats.factorised import ContractedLayer, FactorisedLayer
+from decomposition.network.layers import LayerSpec, inspect_layers
+from decomposition.network.modes import WeightModes
 
 FORMATS = [(name, False) for name in list_formats()]
 FORMATS += [(name, True) for name in list_formats() if get_format(name).tensorisable]

@@ -14,12 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decomposition.calibration.metric import Metric, RowFactor, times, whole
 from decomposition.errors import DecompositionError
-from decomposition.fitting import CHOOSING, FAST, LARGEST_AMPLIFICATION, THOROUGH, Fit, FitOptions, fit_weight
+from decomposition.fit.fitting import (
+    CHOOSING,
+    FAST,
+    LARGEST_AMPLIFICATION,
+    THOROUGH,
+    Fit,
+    FitOptions,
+    fit_weight,
+)
+from decomposition.fit.least_squares import LeastSquares
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
-from decomposition.least_squares import LeastSquares
-from decomposition.metric import Metric, RowFactor, times, whole
-from decomposition.modes import WeightModes
+from decomposition.network.modes import WeightModes
 
 SMALL = WeightModes((8,), (6,), 9)
 TENSORISED = WeightModes((4, 2), (3, 2), 9)
@@ -349,7 +357,7 @@ def test_a_layer_that_no_bounded_fit_is_found_for_gets_the_algebraic_solution(
 ) -> None:
     tensor_format, weight = get_format(name), normal_weight(modes)
     ranks, metric = middle_ranks(tensor_format, modes), second_moment(modes.columns)
-    monkeypatch.setattr("decomposition.fitting.LARGEST_AMPLIFICATION", 0.0)
+    monkeypatch.setattr("decomposition.fit.fitting.LARGEST_AMPLIFICATION", 0.0)
     fit = fit_weight(tensor_format, weight, modes, ranks, metric, FitOptions(iterations=5))
     start = tensor_format.reconstruct(tensor_format.start(weight, modes, ranks), modes)
     torch.testing.assert_close(tensor_format.reconstruct(fit.cores, modes), start)
@@ -468,7 +476,7 @@ def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
         return starter(self, *arguments)
 
     monkeypatch.setattr(type(tucker), "starter", recorded)
-    monkeypatch.setattr("decomposition.least_squares._FULL_STEP", 1.0)
+    monkeypatch.setattr("decomposition.fit.least_squares._FULL_STEP", 1.0)
     large = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
     assert asked[0] is not None
     assert large.error <= small.error * 1.02 + 1e-6
@@ -483,7 +491,7 @@ def test_products_in_float32_end_where_those_in_float64_do(
     modes, cp = WeightModes((12,), (12,), 9), get_format("cp")
     weight, metric = normal_weight(modes), second_moment(modes.columns)
     rounded = fit_weight(cp, weight, modes, (rank,), metric, CHOOSING)
-    monkeypatch.setattr("decomposition.least_squares._COARSE", 1.0)
+    monkeypatch.setattr("decomposition.fit.least_squares._COARSE", 1.0)
     exact = fit_weight(cp, weight, modes, (rank,), metric, CHOOSING)
     assert not torch.equal(rounded.cores[1], exact.cores[1])
     assert rounded.error == pytest.approx(exact.error, rel=0.02)

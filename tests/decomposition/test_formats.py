@@ -15,11 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.cost import count_macs
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats, register_format
-from decomposition.layers import LayerSpec, compressible_layers
-from decomposition.modes import WeightModes, tensorised_modes
+from decomposition.network.cost import count_macs
+from decomposition.network.layers import LayerSpec, compressible_layers
+from decomposition.network.modes import WeightModes, tensorised_modes
 
 
 @dataclass(frozen=True)

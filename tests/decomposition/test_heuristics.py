@@ -14,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.budget import Budget
-from decomposition.candidates import CandidateSet
-from decomposition.cost import count_macs, count_parameters
-from decomposition.errors import DecompositionError
-from decomposition.fitting import FitOptions
-from decomposition.heuristics import (
+from decomposition.candidates.candidates import CandidateSet
+from decomposition.candidates.library import FitLibrary
+from decomposition.choose.budget import Budget
+from decomposition.choose.heuristics import (
     energy,
     get_heuristic,
     greedy,
@@ -29,10 +27,12 @@ from decomposition.heuristics import (
     uniform,
     vbmf,
 )
-from decomposition.layers import compressible_layers, inspect_layers
-from decomposition.library import FitLibrary
+from decomposition.errors import DecompositionError
+from decomposition.fit.fitting import FitOptions
+from decomposition.network.cost import count_macs, count_parameters
+from decomposition.network.layers import compressible_layers, inspect_layers
 from decomposition.operations import Factorise, dense_cost
-from decomposition.plan import CompressionPlan
+from decomposition.plan.plan import CompressionPlan
 
 SHAPE = (4, 9, 9)
 QUICK = FitOptions(iterations=3)

@@ -22,9 +22,9 @@ from decomposition import (
     make_plan,
     reestimate_batch_norm,
 )
-from decomposition.calibration_set import calibration_batches, labelled_batches
-from decomposition.input_check import accepted, checked_batches, gaps
-from decomposition.inputs import joined, tensors_of
+from decomposition.calibration.calibration_set import calibration_batches, labelled_batches
+from decomposition.calibration.input_check import accepted, checked_batches, gaps
+from decomposition.network.inputs import joined, tensors_of
 
 IMAGES = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(20) % 4

@@ -33,8 +33,8 @@ from decomposition import (
     plan_by_heuristic,
     save_compressed,
 )
-from decomposition.calibration_set import calibration_batches
-from decomposition.inputs import (
+from decomposition.calibration.calibration_set import calibration_batches
+from decomposition.network.inputs import (
     as_inputs,
     count_inputs,
     example_batch,

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.cost import count_macs, count_parameters
+from decomposition.choose.heuristics import plan_by_heuristic
 from decomposition.errors import DecompositionError
-from decomposition.heuristics import plan_by_heuristic
-from decomposition.layers import (
+from decomposition.network.cost import count_macs, count_parameters
+from decomposition.network.layers import (
     LayerSpec,
     compressible_layers,
     inspect_layers,

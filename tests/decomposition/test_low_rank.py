@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decomposition.fitting import LARGEST_AMPLIFICATION, Fitter, fit_weight
+from decomposition.calibration.metric import Metric, RowFactor, whole
+from decomposition.calibration.sensitivity_root import floored, symmetric_root, triangular_root
+from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fitter, fit_weight
+from decomposition.fit.low_rank import LowRank
 from decomposition.formats import get_format, list_formats
-from decomposition.low_rank import LowRank
-from decomposition.metric import Metric, RowFactor, whole
-from decomposition.modes import WeightModes
-from decomposition.sensitivity_root import floored, symmetric_root, triangular_root
+from decomposition.network.modes import WeightModes
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from decomposition import apply_plan, collect_moments, compressible_layers, fit_weight, get_format, make_plan
-from decomposition.lockstep import _few_patches, _many_patches
-from decomposition.metric import (
+from decomposition.calibration.metric import (
     RowFactor,
     channel_moments,
     gram,
@@ -21,7 +20,8 @@ from decomposition.metric import (
     trace,
     with_mean,
 )
-from decomposition.modes import WeightModes
+from decomposition.fit.lockstep import _few_patches, _many_patches
+from decomposition.network.modes import WeightModes
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

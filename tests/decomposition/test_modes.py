@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition.errors import DecompositionError
-from decomposition.layers import LayerSpec, compressible_layers
-from decomposition.modes import (
+from decomposition.network.layers import LayerSpec, compressible_layers
+from decomposition.network.modes import (
     LARGEST_FACTOR,
     WeightModes,
     factorise,

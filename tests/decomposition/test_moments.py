@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from decomposition.calibration.moments import InputMoments, collect_moments
 from decomposition.errors import DecompositionError
-from decomposition.layers import compressible_layers
-from decomposition.moments import InputMoments, collect_moments
+from decomposition.network.layers import compressible_layers
 
 SHAPE = (3, 10, 10)
 

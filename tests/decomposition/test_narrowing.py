@@ -32,10 +32,10 @@ from decomposition import (
     compressible_layers,
     plan_from_choices,
 )
-from decomposition.cost_table import CostTable
-from decomposition.input_selection import Narrowing
-from decomposition.layers import LayerSpec
-from decomposition.reachable import least_fraction
+from decomposition.calibration.input_selection import Narrowing
+from decomposition.choose.cost_table import CostTable
+from decomposition.choose.reachable import least_fraction
+from decomposition.network.layers import LayerSpec
 
 SHAPE = (3, 10, 10)
 

@@ -27,8 +27,8 @@ from decomposition import (
     plain_attention,
     plan_by_heuristic,
 )
-from decomposition.opaque import OPAQUE_KINDS
-from rankrl.export import export_onnx, verify_onnx
+from decomposition.network.opaque import OPAQUE_KINDS
+from rankrl.onnx.export import export_onnx, verify_onnx
 
 QUICK = FitOptions(iterations=10)
 TOKENS = torch.randint(20, (24, 7), generator=torch.Generator().manual_seed(0))

@@ -36,8 +36,8 @@ from decomposition import (
     register_operation,
     save_compressed,
 )
-from decomposition.layers import weight_of
-from decomposition.lockstep import RefitProblem
+from decomposition.fit.lockstep import RefitProblem
+from decomposition.network.layers import weight_of
 from decomposition.operations import FittedLayer, dense_cost, operation_kind
 from decomposition.operations.base import _OPERATIONS
 

@@ -17,7 +17,7 @@ from decomposition import (
     plain_layers,
     plan_by_heuristic,
 )
-from decomposition.layers import skipping
+from decomposition.network.layers import skipping
 
 IMAGES = torch.randn(16, 3, 10, 10, generator=torch.Generator().manual_seed(1))
 

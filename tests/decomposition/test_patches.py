@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.patches import padded_input, sample_patches
+from decomposition.network.patches import padded_input, sample_patches
 
 PADDING_MODES = ["zeros", "reflect", "replicate", "circular"]
 EVERY = 10**9

@@ -19,9 +19,9 @@ from torch import nn
 from decomposition import FitOptions, apply_plan, build_structure, load_compressed, save_compressed
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.formats import get_format, list_formats
-from decomposition.layers import inspect_layers
+from decomposition.network.layers import inspect_layers
 from decomposition.operations import ChannelFactors, Factorise
-from decomposition.plan import CompressionPlan, LayerPlan, fingerprint, make_plan, without_growth
+from decomposition.plan.plan import CompressionPlan, LayerPlan, fingerprint, make_plan, without_growth
 
 SHAPE = (3, 10, 10)
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from decomposition import processes
+from decomposition.candidates import processes
+from decomposition.candidates.processes import in_processes
 from decomposition.errors import DecompositionError
-from decomposition.processes import in_processes
 
 
 @pytest.fixture(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decomposition.metric import Metric, RowFactor, whole
-from decomposition.quadratic import Quadratic
+from decomposition.calibration.metric import Metric, RowFactor, whole
+from decomposition.fit.quadratic import Quadratic
 
 COLUMNS = 12
 

@@ -31,8 +31,8 @@ from decomposition import (
     save_compressed,
     without_rounding,
 )
-from decomposition.layers import weight_of
-from decomposition.lockstep import RefitProblem
+from decomposition.fit.lockstep import RefitProblem
+from decomposition.network.layers import weight_of
 from decomposition.operations import dense_cost
 from decomposition.operations.quantise import PRECISIONS
 

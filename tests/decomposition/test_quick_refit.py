@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from decomposition import Quantise, apply_plan, list_formats, make_plan
+from decomposition.candidates.library import FitLibrary
+from decomposition.candidates.quick_refit import QuickRefit
 from decomposition.errors import DecompositionError
-from decomposition.fitting import FitOptions, Fitter
-from decomposition.library import FitLibrary
+from decomposition.fit.fitting import FitOptions, Fitter
 from decomposition.operations import Factorise, LayerOperation
-from decomposition.quick_refit import QuickRefit
 
 SHAPE = (3, 10, 10)
 OPTIONS = FitOptions(iterations=40)

@@ -22,7 +22,7 @@ from decomposition import (
     rounded_parameters,
     without_rounding,
 )
-from decomposition.rounding import ActivationRange, is_rounded, round_weights, rounded_weight
+from decomposition.network.rounding import ActivationRange, is_rounded, round_weights, rounded_weight
 
 
 def quantised(*layers: nn.Module) -> nn.Sequential:

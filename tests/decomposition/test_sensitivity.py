@@ -21,9 +21,9 @@ from decomposition import (
     list_formats,
     make_plan,
 )
+from decomposition.calibration.sensitivity_root import floored
 from decomposition.errors import DecompositionError
-from decomposition.modes import WeightModes
-from decomposition.sensitivity_root import floored
+from decomposition.network.modes import WeightModes
 
 MODES = WeightModes((8,), (6,), 9)
 TENSORISED = WeightModes((4, 2), (3, 2), 9)

@@ -27,8 +27,8 @@ from decomposition import (
     plain_transposed,
     save_compressed,
 )
-from decomposition.rounding import is_rounded
-from rankrl.export import export_onnx
+from decomposition.network.rounding import is_rounded
+from rankrl.onnx.export import export_onnx
 
 
 @st.composite

@@ -19,11 +19,11 @@ from decomposition import (
     get_heuristic,
     list_heuristics,
 )
-from decomposition.candidates import Candidate
+from decomposition.candidates.candidates import Candidate
+from decomposition.choose.reachable import cheapest_choices, check_reachable
 from decomposition.errors import DecompositionError
-from decomposition.layers import LayerSpec
+from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
-from decomposition.reachable import cheapest_choices, check_reachable
 
 
 def random_sites(seed: int, count: int = 5, candidates: int = 4) -> list[CandidateSet]:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decomposition.choose.vbmf import matrix_rank
 from decomposition.errors import DecompositionError
-from decomposition.vbmf import matrix_rank
 
 
 def low_rank(rows: int, columns: int, rank: int, noise: float, seed: int = 0) -> torch.Tensor:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from rankrl.export import compare_latency
 from rankrl.models import create_model
 from rankrl.models.resnet import CifarResNet
+from rankrl.timing import compare_latency
 
 pytestmark = pytest.mark.slow
 

@@ -16,16 +16,16 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from decomposition.layers import compressible_layers
-from decomposition.library import FitLibrary
-from decomposition.moments import collect_moments
+from decomposition.calibration.moments import collect_moments
+from decomposition.candidates.library import FitLibrary
+from decomposition.network.layers import compressible_layers
 from decomposition.operations import Factorise
-from rankrl.config.choices import group_choices
-from rankrl.config.folder import config_folder
-from rankrl.config.groups import GROUPS
+from rankrl.cli.config.choices import group_choices
+from rankrl.cli.config.folder import config_folder
+from rankrl.cli.config.groups import GROUPS
 from rankrl.data import Images
-from rankrl.plan_search.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.problem import Choices, SearchProblem
+from rankrl.plan_search.scores.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)
 
@@ -183,7 +183,7 @@ def small_evaluator(
 def staged_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write networks as they are: which form of a file is faster takes most of the exports of a small one."""
     monkeypatch.setattr(
-        "rankrl.workflow.file_export.fastest_form", lambda network, *_, **__: (network, "staged", None)
+        "rankrl.verify.file_export.fastest_form", lambda network, *_, **__: (network, "staged", None)
     )
 
 

@@ -16,8 +16,8 @@ from torch import nn
 import decomposition
 import rankrl
 from rankrl.errors import CheckpointError, ConfigError, NonFiniteError
-from rankrl.plan_search.score_evaluator import ScoreEvaluator
-from rankrl.timing.options import LatencyOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.scores.score_evaluator import ScoreEvaluator
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 import decomposition
 import rankrl
-from rankrl.compression import Compression
+from rankrl.data.sample import Sample
 from rankrl.errors import ConfigError, DataError, NonFiniteError, StorageError
-from rankrl.export import ExportError
-from rankrl.workflow.own_inputs import HeldoutScore
-from rankrl.workflow.sample import Sample
+from rankrl.onnx.errors import ExportError
+from rankrl.verify.compression import Compression
+from rankrl.verify.own_inputs import HeldoutScore
 
 pytestmark = pytest.mark.usefixtures(
     "staged_files", "no_report"
@@ -112,7 +112,7 @@ def test_labels_of_classes_make_the_score_an_accuracy(result: rankrl.NetworkComp
     held = Sample.read(LOADER, result.dense, "data").parted(0.2, 0)[1]
     assert len(held) == 12
     with torch.no_grad():
-        inputs = decomposition.inputs.tensors_of(held.inputs)
+        inputs = decomposition.network.inputs.tensors_of(held.inputs)
         expected = float((result.model(*inputs).argmax(1) == held.labels).float().mean())
     assert result.score == pytest.approx(expected)
     assert result.score >= result.compressed_score  # the best epoch is kept, or none
@@ -339,7 +339,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("decomposition.saving.save_file", full)
+    monkeypatch.setattr("decomposition.apply.saving.save_file", full)
     with pytest.raises(StorageError, match=r"cannot write .*model\.safetensors: .*that the disk has room"):
         rankrl.compress(two(), LOADER, tmp_path, params=0.6, **QUICK)
     assert not (tmp_path / "model.safetensors").exists()
@@ -351,7 +351,7 @@ def test_file_that_computes_something_else_does_not_take_its_name(
     def differs(*_: object, **__: object) -> float:
         raise ExportError("it differs")
 
-    monkeypatch.setattr("rankrl.workflow.own_inputs.verify_onnx", differs)
+    monkeypatch.setattr("rankrl.verify.own_inputs.verify_onnx", differs)
     with pytest.raises(ExportError, match="it differs"):
         rankrl.compress(two(), LOADER, tmp_path, params=0.6, **QUICK)
     assert not (tmp_path / "model.onnx").exists()

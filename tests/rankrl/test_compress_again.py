@@ -14,11 +14,11 @@ from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, LatencyTable
-from rankrl.config.resuming import resumed_arguments
+from rankrl.cli.config.resuming import resumed_arguments
 from rankrl.errors import ConfigError, FolderInUseError
-from rankrl.onnx_graph import compress_onnx
-from rankrl.workflow.latency import LatencyBudget
-from rankrl.workflow.run_lock import locked
+from rankrl.onnx_compression import compress_onnx
+from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.runs.run_lock import locked
 
 IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {
@@ -50,7 +50,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 def staged_files() -> Iterator[None]:  # for the fixture `whole`, too
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "rankrl.workflow.file_export.fastest_form", lambda network, *_, **__: (network, "staged", None)
+            "rankrl.verify.file_export.fastest_form", lambda network, *_, **__: (network, "staged", None)
         )
         yield
 
@@ -83,7 +83,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
         }
         return LatencyTable(times, rest=1.0, conditions="drawn")
 
-    monkeypatch.setattr("rankrl.export.layer_latency._measured", table)
+    monkeypatch.setattr("rankrl.timing.layer_latency._measured", table)
     monkeypatch.setattr(LatencyBudget, "measured", lambda *_: drawn.uniform(0.75, 0.85))
     return drawn
 

@@ -16,10 +16,10 @@ from torchvision import tv_tensors
 import decomposition
 import rankrl
 from decomposition import DecompositionError
+from rankrl.data.sample import Sample, read_samples
 from rankrl.errors import ConfigError, DataError
 from rankrl.training import train_on
-from rankrl.workflow.own_inputs import HeldoutScore
-from rankrl.workflow.sample import Sample, read_samples
+from rankrl.verify.own_inputs import HeldoutScore
 
 pytestmark = pytest.mark.usefixtures("staged_files", "no_report")
 

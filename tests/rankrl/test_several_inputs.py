@@ -17,11 +17,13 @@ from torch import nn
 
 import decomposition
 import rankrl
-from decomposition.inputs import input_shape_of
+from decomposition.network.inputs import input_shape_of
 from rankrl.errors import ConfigError
-from rankrl.export import ExportError, measure_latency, verify_onnx
-from rankrl.export.feeds import random_feed
-from rankrl.workflow.latency import LatencyBudget
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import verify_onnx
+from rankrl.onnx.export.feeds import random_feed
+from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.timing import measure_latency
 
 TOKENS = torch.randint(1, WORDS, (40, LENGTH), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -52,9 +52,9 @@ def test_command_works_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: 
     zipfile.ZipFile(wheel).extractall(site)
     (tmp_path / "empty").mkdir()
     code = (
-        "import rankrl.app, pathlib, sys;"
-        f"assert pathlib.Path(rankrl.app.__file__).is_relative_to({str(site)!r}), rankrl.app.__file__;"
-        "sys.argv = ['rankrl', '--cfg', 'job']; rankrl.app.main()"
+        "import rankrl.cli.app, pathlib, sys;"
+        f"assert pathlib.Path(rankrl.cli.app.__file__).is_relative_to({str(site)!r});"
+        "sys.argv = ['rankrl', '--cfg', 'job']; rankrl.cli.app.main()"
     )
     # -P keeps the current folder off the path; the wheel comes before the editable checkout.
     done = subprocess.run(

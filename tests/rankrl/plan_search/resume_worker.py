@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from decomposition.candidates import Candidate, CandidateSet
+from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.formats import get_format
-from decomposition.layers import inspect_layers
+from decomposition.formats.rank_grid import candidate_ranks
+from decomposition.network.layers import inspect_layers
 from decomposition.operations import Factorise, dense_cost
-from decomposition.rank_grid import candidate_ranks
-from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
-from rankrl.selectors import create_selector
+from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 SHAPE = (3, 8, 8)
 

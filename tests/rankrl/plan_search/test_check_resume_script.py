@@ -12,10 +12,10 @@ import check_resume as script
 import pytest
 import torch
 
-from rankrl.plan_search.history import EPISODES_FILE
 from rankrl.plan_search.run import run_search
+from rankrl.plan_search.scores.history import EPISODES_FILE
+from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.state import STATE_FILE, SearchState
-from rankrl.selectors import create_selector
 
 pytestmark = pytest.mark.slow
 

@@ -22,20 +22,20 @@ from torch import nn
 
 from decomposition import Factorise, FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.plan_search.clusters import open_cluster
-from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
-from rankrl.plan_search.parallel import GivenFits, ParallelEvaluator, ParallelScoreEvaluator
-from rankrl.plan_search.problem import Choices, SearchProblem
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.workers import (
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.plan_search.scores.parallel import GivenFits, ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.selectors.random_plans import random_choices
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.workers.base import (
     LocalCluster,
     LocalWorkers,
     WorkerError,
     Workers,
     check_workers,
 )
-from rankrl.selectors import create_selector
-from rankrl.selectors.random_plans import random_choices
+from rankrl.workers.clusters import open_cluster
 
 SHAPE = (1, 8, 8)
 NORMALISATION = {"mean": (0.5,), "std": (0.25,)}
@@ -284,7 +284,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\n"
-        "from rankrl.plan_search.workers import LocalWorkers\n"
+        "from rankrl.workers.base import LocalWorkers\n"
         "import operator\n"
         "def build():\n"
         "    return os.getpgid\n"

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from decomposition.layers import compressible_layers
-from decomposition.library import FitLibrary
-from decomposition.quick_refit import QuickRefit
+from decomposition.candidates.library import FitLibrary
+from decomposition.candidates.quick_refit import QuickRefit
+from decomposition.network.layers import compressible_layers
 from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
-from rankrl.plan_search.problem import Choices, SearchProblem
-from rankrl.plan_search.refitting_network import RefittingNetwork
-from rankrl.plan_search.scoring_network import ScoringNetwork
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.plan_search.scores.refitting_network import RefittingNetwork
+from rankrl.plan_search.scores.scoring_network import ScoringNetwork
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 EXACT = Precision(torch.device("cpu"), torch.float32)
 NORMALISATION = {"mean": (0.5,), "std": (0.25,)}

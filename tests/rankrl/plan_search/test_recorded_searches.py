@@ -29,10 +29,10 @@ from decomposition import (
 )
 from rankrl.data import Images
 from rankrl.device import Precision
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.problem import SearchProblem
 from rankrl.plan_search.run import run_search
-from rankrl.selectors import create_selector
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.space.problem import SearchProblem
 
 SHAPE = (1, 8, 8)
 EPISODES = 30

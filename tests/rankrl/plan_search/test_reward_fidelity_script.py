@@ -11,8 +11,8 @@ from scipy.stats import spearmanr
 
 from decomposition import FitLibrary
 from rankrl.data import Augmentation, ImageData, TestImages, batches
-from rankrl.plan_search.evaluator import EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.space.problem import SearchProblem
 
 pytestmark = pytest.mark.slow
 

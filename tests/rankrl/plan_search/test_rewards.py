@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.rewards import (
+from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.rewards import (
     Reward,
     create_reward,
     list_rewards,

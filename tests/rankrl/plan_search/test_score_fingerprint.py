@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankrl.data import load_dataset
-from rankrl.plan_search.installed import is_installed
-from rankrl.plan_search.score_fingerprint import ScoreFingerprint
+from rankrl.plan_search.scores.installed import is_installed
+from rankrl.plan_search.scores.score_fingerprint import ScoreFingerprint
 
 MODULE = '''
 """{docstring}"""
@@ -161,7 +161,8 @@ def test_lines_comments_and_docstrings_do_not_matter(fingerprints: Any) -> None:
 def test_another_process_finds_the_same(fingerprints: Any, tmp_path: Path, seed: str) -> None:
     expected = fingerprints()
     code = (
-        "import scores_of_user as module; from rankrl.plan_search.score_fingerprint import ScoreFingerprint\n"
+        "import scores_of_user as module\n"
+        "from rankrl.plan_search.scores.score_fingerprint import ScoreFingerprint\n"
         f"for name in {NAMES!r}: print(name, ScoreFingerprint.of(getattr(module, name)).digest)"
     )
     environment = {

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decomposition import Cost, Factorise, FitLibrary, FitOptions, LayerPlan, build_structure
-from decomposition.cost import count_macs, count_parameters
 from decomposition.errors import DecompositionError
-from rankrl.envs import create_action_map
+from decomposition.network.cost import count_macs, count_parameters
 from rankrl.errors import ConfigError
-from rankrl.plan_search.problem import SearchProblem
+from rankrl.plan_search.envs import create_action_map
+from rankrl.plan_search.space.problem import SearchProblem
 
 SHAPE = (1, 8, 8)
 

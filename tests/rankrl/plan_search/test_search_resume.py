@@ -20,11 +20,11 @@ import safetensors.torch
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.plan_search.evaluator import EvaluatorOptions, Halving, PlanEvaluator
-from rankrl.plan_search.history import EPISODES_FILE
 from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.plan_search.scores.history import EPISODES_FILE
+from rankrl.plan_search.selectors import create_selector, list_selectors, selector_options
 from rankrl.plan_search.state import STATE_FILE
-from rankrl.selectors import create_selector, list_selectors, selector_options
 
 EPISODES = 10
 FAST_POLICY = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}

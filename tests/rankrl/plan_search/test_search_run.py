@@ -11,11 +11,11 @@ import pytest
 
 from decomposition.operations import operation_from_dict
 from rankrl.errors import ConfigError, StorageError
-from rankrl.plan_search.evaluator import Evaluation
-from rankrl.plan_search.history import CANDIDATES_FILE, EPISODES_FILE
 from rankrl.plan_search.run import best_rows, run_search
+from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.history import CANDIDATES_FILE, EPISODES_FILE
+from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.state import SearchState
-from rankrl.selectors import create_selector
 
 
 def press_ctrl_c() -> None:

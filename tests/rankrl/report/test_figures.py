@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decomposition import list_formats
-from rankrl.export import Latency
 from rankrl.report import EpisodeRow, LayerRow
 from rankrl.report.axes import number_axis, percent_axis, whole_axis
 from rankrl.report.comparison import ComparisonRow
@@ -24,6 +23,7 @@ from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figur
 from rankrl.report.gather import GatheredRun
 from rankrl.report.pareto import pareto_figure
 from rankrl.report.stages import stages
+from rankrl.timing import Latency
 from rankrl.training import EpochRow
 
 FRACTIONS = st.lists(

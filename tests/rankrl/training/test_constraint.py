@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from decomposition import CompressionPlan, apply_plan, list_formats, make_plan
-from decomposition.metric import whole
-from decomposition.moments import collect_moments
-from decomposition.sensitivity import collect_sensitivities
-from decomposition.sensitivity_root import floored
+from decomposition.calibration.metric import whole
+from decomposition.calibration.moments import collect_moments
+from decomposition.calibration.sensitivity import collect_sensitivities
+from decomposition.calibration.sensitivity_root import floored
 from rankrl.data import ImageData
+from rankrl.data.calibration import calibration_images
 from rankrl.device import Precision
 from rankrl.errors import ConfigError
 from rankrl.training import RankConstraint, TrainingProgress, TrainingRecipe, train
-from rankrl.workflow.calibration import calibration_images
 
 MakeNetwork = Callable[[int], nn.Module]
 FLOAT32 = Precision(torch.device("cpu"), torch.float32)

@@ -14,7 +14,7 @@ import results
 import yaml
 from command_line import QUICK, small_network, workplace
 
-from rankrl.config.overrides import check_overrides
+from rankrl.cli.config.overrides import check_overrides
 
 pytestmark = pytest.mark.slow
 

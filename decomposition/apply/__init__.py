@@ -1,0 +1,1 @@
+"""Applying plans: the network rewritten, saved, loaded and exchanged with other libraries."""

@@ -1,0 +1,210 @@
+"""Compressed models on disk: safetensors for the tensors, the plan beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from decomposition.apply.apply import build_structure, dense_form
+from decomposition.errors import DecompositionError, PlanError
+from decomposition.files import replacing
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import InputShape, random_batch, run_model, tensors_of
+from decomposition.network.left_behind import tell_of_lost
+from decomposition.network.outputs import tensors_in
+from decomposition.network.wrappers import unwrapped
+from decomposition.operations import Factorise
+from decomposition.plan.plan import CompressionPlan
+
+_NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
+_PLAN_KEY = "rankrl.plan"
+
+
+def save_compressed(
+    model: nn.Module,
+    plan: CompressionPlan,
+    path: str | Path,
+    *,
+    dense: nn.Module | None = None,
+) -> None:
+    """Write a compressed model and its plan to one safetensors file, atomically.
+
+    The file is loaded back and compared with the model, tensors bit for bit and outputs on a random input,
+    before it appears under its name.
+
+    Args:
+        model: The compressed model, the result of `apply_plan` for `plan`, fine-tuned or not.
+        plan: Its plan; stored in the file's metadata.
+        path: File to write, by custom `*.safetensors`.
+        dense: The dense model, into whose architecture the file is loaded to check it; its weights are not
+            used. Without it the architecture is taken from `model`, its factorised layers made dense again.
+
+    Raises:
+        PlanError: If `model` is not what the plan makes of its dense model, or a parameter is not finite.
+        StorageError: If the file cannot be written.
+    """
+    path, model = Path(path), unwrapped(model)
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise PlanError(f"{path} is not written, because {name} {_NOT_FINITE}")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _own_tensors(model).items()}
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={_PLAN_KEY: plan.to_json()})
+        try:
+            loaded = _loaded_back(model, temporary, dense)
+        except DecompositionError as error:
+            raise PlanError(
+                f"{path} is not written, because it could not be loaded again: the model is not what the "
+                f"plan makes of its dense model ({error}); save what apply_plan returned for this plan"
+            ) from error
+        _compare(model, loaded, plan.input_shape, path)
+
+
+def load_compressed(
+    model: nn.Module, path: str | Path, plan: CompressionPlan | None = None
+) -> tuple[nn.Module, CompressionPlan]:
+    """Load what `save_compressed` wrote, whatever the plan's operations are.
+
+    Args:
+        model: The dense model's architecture, as its class makes it; its weights are not used and it is left
+            untouched. What was rewritten before the plan (`plain_attention` and the like) is rewritten again.
+        path: The file.
+        plan: The plan, if it is to be another copy than the file's own.
+
+    Returns:
+        The compressed model, in the floating-point types that it was saved in, and its plan.
+
+    Raises:
+        PlanError: If the file cannot be read, holds no plan, or does not fit the model.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+            raise PlanError(f"the compressed model {path} cannot be read (no regular file); check the path")
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise PlanError(f"the compressed model {path} cannot be read ({error}); check the path") from error
+    if plan is None:
+        if _PLAN_KEY not in metadata:
+            raise PlanError(f"{path} holds no compression plan; pass the plan it was made with")
+        plan = CompressionPlan.from_json(metadata[_PLAN_KEY], source=f"the plan in {path}")
+    model = plan.prepared(model)
+    compressed = build_structure(model, plan)
+    modules = dict(model.named_modules())
+    tell_of_lost(model, {name: modules[name] for name in plan.chosen(Factorise)})
+    expected = _own_tensors(compressed)
+    missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    misfits = [n for n, t in expected.items() if n in tensors and tensors[n].shape != t.shape]
+    if missing or unknown or misfits:
+        raise PlanError(
+            f"{path} does not fit the model under its plan: missing {missing[:3]}, unknown {unknown[:3]}, "
+            f"other shapes {misfits[:3]}; load it into the architecture that it was made from"
+        )
+    parameters = dict(compressed.named_parameters())
+    for name, tensor in expected.items():
+        _check_values(f"{path}: {name}", tensors[name], tensor, is_parameter=name in parameters)
+    _take_types(compressed, tensors)
+    with torch.no_grad():
+        for name, tensor in _own_tensors(compressed).items():
+            tensor.copy_(tensors[name])
+    return compressed, plan
+
+
+def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a model the floating-point types of a file's tensors; a single one to what is not in it, too."""
+    kinds = {each.dtype for each in tensors.values() if each.is_floating_point()}
+    if len(kinds) == 1:
+        (kind,) = kinds
+        model._apply(lambda x: x.to(kind) if x.is_floating_point() else x)
+    for name, tensor in _own_tensors(model).items():
+        tensor.data = tensor.data.to(tensors[name].dtype)
+
+
+def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_parameter: bool) -> None:
+    """Refuse values of another kind, whose copy would lose something, and parameters that are not finite.
+
+    Buffers may hold infinity where the model's own does: masks of attention do.
+    """
+    if (
+        tensor.is_floating_point() != current.is_floating_point()
+        or tensor.is_complex() != current.is_complex()
+    ):
+        raise PlanError(f"{name} is {tensor.dtype}, but the model needs {current.dtype}; save the model anew")
+    wrong = ~torch.isfinite(tensor)
+    if not is_parameter:
+        wrong &= torch.isfinite(current)
+    if bool(wrong.any()):
+        raise PlanError(f"{name} {_NOT_FINITE}")
+
+
+def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Module:
+    """Load what was written for `model`, which is in eval mode then; read the plan from the file, too."""
+    if dense is not None:
+        return load_compressed(dense, path)[0].eval()
+    with safe_open(path, framework="pt") as file:
+        plan = CompressionPlan.from_json(file.metadata()[_PLAN_KEY])
+    architecture = dense_form(model, plan)
+    # What group operations changed is changed in the model already; the other entries hold for the rest.
+    left = plan.after_groups(architecture, lambda kind, network, chosen: network)[1]
+    return load_compressed(architecture, path, left)[0].eval()
+
+
+def _compare(model: nn.Module, loaded: nn.Module, input_shape: InputShape, path: Path) -> None:
+    """Refuse a model that was loaded back different.
+
+    Raises:
+        PlanError: If a tensor is not equal bit for bit, or the outputs on a random input differ.
+    """
+    expected, found = _own_tensors(model), _own_tensors(loaded)
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype or not _equal(tensor.detach(), found[name].detach()):
+            raise PlanError(
+                f"{path} is not written: tensor {name!r} is another one when it is loaded back; load it into "
+                "an architecture of the same precision, and check the disk"
+            )
+    batch = random_batch(model, input_shape, 1)
+    device = tensors_of(batch)[0].device
+    outputs = []
+    for network in (model, loaded.to(device)):
+        with evaluation_mode(network), torch.random.fork_rng():
+            torch.manual_seed(0)
+            outputs.append(tensors_in(run_model(network, batch)))
+    if not all(_equal_but_for_rounding(before, after) for before, after in zip(*outputs, strict=True)):
+        raise PlanError(
+            f"{path} is not written: loaded back, the model has other outputs, although its tensors are the "
+            "same; keep everything that its forward needs in parameters and persistent buffers"
+        )
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors hold the same numbers, not-a-number included."""
+    if tensor.shape != other.shape:
+        return False
+    other = other.to(tensor)
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
+
+
+def _equal_but_for_rounding(output: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether outputs are the same up to half their digits: other memory orders of weights round."""
+    if output.shape != other.shape or not output.is_floating_point():
+        return _equal(output, other)
+    largest = float(output.abs().nan_to_num(0.0, 0.0).max()) if output.numel() else 0.0
+    allowed = torch.finfo(output.dtype).eps ** 0.5 * largest
+    return torch.allclose(output, other, rtol=0.0, atol=allowed, equal_nan=True)
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state of `model`, a tensor with several names under the first of them only."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor
+    return tensors

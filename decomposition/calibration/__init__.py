@@ -1,0 +1,1 @@
+"""Calibration: what the inputs of layers, and the network's outputs, say about weights."""

@@ -1,0 +1,287 @@
+"""Whether a model takes the inputs that it is given, before anything is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from decomposition.calibration.calibration_set import CalibrationInputs, calibration_batches
+from decomposition.errors import DecompositionError
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Inputs, count_inputs, described, mapped, rows, run_model, tensors_of
+from decomposition.network.outputs import tensors_in
+
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_TRIED = 64  # inputs with gaps that are run at once
+
+
+def checked_batches(
+    calibration: CalibrationInputs, model: nn.Module, layers: Collection[str] = ()
+) -> list[Inputs]:
+    """Return a calibration set as a list of batches that a model takes.
+
+    Args:
+        calibration: One batch, batches or a dataset (`decomposition.calibration`); labels are left away.
+        model: What takes them; it is run on the first two inputs.
+        layers: Names of layers that are fitted to what they get of the inputs.
+
+    Raises:
+        DecompositionError: There are none, the model does not take them, or they are not finite.
+    """
+    batches = accepted(model, calibration_batches(calibration, model))
+    if sum(map(count_inputs, batches)) == 0:
+        shapes = ", ".join(str(tuple(each.shape)) for batch in batches[:1] for each in tensors_of(batch))
+        raise DecompositionError(
+            f"the calibration set is empty (shape {shapes or '()'}); pass a few hundred model inputs"
+        )
+    for batch in batches:
+        check_finite(model, batch, layers)
+    return batches
+
+
+def accepted(
+    model: nn.Module,
+    batches: Sequence[Inputs],
+    what: str = "the calibration set",
+    *,
+    device: torch.device | None = None,
+) -> list[Inputs]:
+    """Return batches of inputs as a model takes them, having run it on the first two inputs.
+
+    Args:
+        model: The model; left as it was.
+        batches: Alike.
+        what: What they are, for messages.
+        device: Where the model is run; None for the inputs' own device.
+
+    Returns:
+        The batches; in the floating-point type of the model's parameters, and in the usual order of memory,
+        where it takes no other.
+
+    Raises:
+        DecompositionError: The model fails on them. The message names the layer at fault and what it takes.
+    """
+    if not batches or count_inputs(batches[0]) == 0:
+        return list(batches)
+
+    if any(x.is_meta for x in tensors_of(batches[0])):
+        raise DecompositionError(f"{what}: inputs on the meta device hold no numbers; give real ones")
+
+    def on_device(inputs: Inputs) -> Inputs:
+        return inputs if device is None else mapped(lambda x: x.to(device), inputs)
+
+    few = on_device(rows(batches[0], slice(2)))
+    error = _failure(model, few)
+    if error is None:
+        return list(batches)
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(own) if x.is_floating_point() else x
+
+    for change in (cast, _in_order, lambda x: cast(_in_order(x))):
+        if _failure(model, mapped(change, few)) is None:
+            return [mapped(change, batch) for batch in batches]
+    whole = on_device(batches[0])
+    if _failure(model, whole) is None:  # it takes batches of this size alone
+        return list(batches)
+    raise refusal(model, whole, error, what) from error
+
+
+def refusal(
+    model: nn.Module, inputs: Inputs, error: Exception, what: str = "the calibration set"
+) -> DecompositionError:
+    """Return what to tell of inputs that a model fails on: where, what is taken there, and what would do.
+
+    Args:
+        model: The model.
+        inputs: A batch of them.
+        error: What it raised.
+        what: What they are.
+    """
+    few = rows(inputs, slice(2))
+    where = _failing_layer(model, few) or _failing_layer(model, inputs)
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    remedy = _remedy(model, inputs)
+    return DecompositionError(
+        f"{what}: the model fails on inputs of {described(inputs)}{where}; {remedy} ({reason})"
+    )
+
+
+def gaps(inputs: Inputs) -> torch.Tensor:
+    """Return the positions of the inputs of a batch that hold NaN or an infinity, int64."""
+    found = torch.zeros(count_inputs(inputs), dtype=torch.bool)
+    for each in tensors_of(inputs):
+        if each.is_floating_point() or each.is_complex():
+            found |= (
+                ~torch.isfinite(each).flatten(1).all(1).cpu()
+                if each.ndim > 1
+                else ~torch.isfinite(each).cpu()
+            )
+    return found.nonzero().flatten()
+
+
+def check_finite(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Collection[str],
+    what: str = "the calibration set",
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """Refuse inputs with NaN or infinite values, unless the model masks them.
+
+    Args:
+        model: What takes them; left as it was.
+        inputs: One batch.
+        layers: Names of layers that are fitted to the inputs that they get, and so must get finite ones.
+        what: What the inputs are, for messages.
+        device: Where the model is run; None for the inputs' own device.
+
+    Raises:
+        DecompositionError: The model's outputs for such inputs are not finite, or one of the layers sees what
+            is not.
+    """
+    found = gaps(inputs)
+    if not len(found):
+        return
+    tried = rows(inputs, found[:_TRIED].to(tensors_of(inputs)[0].device))
+    if device is not None:
+        tried = mapped(lambda x: x.to(device), tried)
+    seeing: dict[str, None] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
+            if not all(_finite(x) for x in tensors_in(given)):
+                seeing[name] = None
+
+        return hook
+
+    modules = dict(model.named_modules())
+    watched = [name for name in layers if name in modules]
+    handles = [modules[name].register_forward_pre_hook(watch(name)) for name in watched]
+    try:
+        with evaluation_mode(model):
+            masked = all(map(_finite, tensors_in(run_model(model, tried))))
+    finally:
+        for handle in handles:
+            handle.remove()
+    number = f"{len(found)} of {count_inputs(inputs)} inputs" if len(found) > 1 else "an input"
+    holds = f"{what} holds NaN or infinite values in {number}, first in number {int(found[0])} (from 0)"
+    if not masked:
+        raise DecompositionError(f"{holds}; leave such inputs out, or check how they are normalised")
+    if seeing:
+        names = ", ".join(map(repr, seeing))
+        raise DecompositionError(
+            f"{holds}. The model masks them, but cannot be fitted where it sees them: leave these layers as "
+            f"they are, skip=[{names}], or fill the gaps"
+        )
+
+
+def _finite(x: torch.Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
+    """Return what a model raises on inputs, or that its first layer takes a batch of them for one input."""
+
+    def check(layer: nn.Module, given: tuple[Any, ...]) -> None:
+        single = isinstance(layer, _CONVOLUTIONS) and given and given[0].ndim == layer.weight.ndim - 1
+        if single and any(given[0].shape == each.shape for each in tensors_of(inputs)):
+            raise DecompositionError("it takes the batch for a single input without a batch axis")
+
+    layers = [each for each in model.modules() if isinstance(each, _CONVOLUTIONS)]
+    handles = [layer.register_forward_pre_hook(check) for layer in layers]
+    try:
+        with evaluation_mode(model):
+            run_model(model, inputs)
+    except Exception as error:  # whatever the model's own code raises
+        return error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def _remedy(model: nn.Module, inputs: Inputs) -> str:
+    """Return what to do: what the model takes instead, found by trying."""
+    few = rows(inputs, slice(2))
+    whole = [x for x in tensors_of(inputs) if not (x.is_floating_point() or x.is_complex())]
+
+    def runs(change: Callable[[torch.Tensor], torch.Tensor], of: Inputs) -> bool:
+        return _failure(model, mapped(change, of)) is None
+
+    if whole and runs(_as_float, few):
+        scale = " / 255" if all(x.dtype == torch.uint8 for x in whole) else ""
+        return f"give numbers in floating point, x.float(){scale}, normalised as the model was trained"
+    if runs(lambda x: x[None], inputs):
+        return "each is one input without a batch axis: give torch.stack(inputs), or x[None] of a single one"
+    if all(x.ndim > 2 for x in tensors_of(few)) and runs(lambda x: x.movedim(-1, 1), few):
+        return "their channels are on the last axis: give x.movedim(-1, 1)"
+    return "pass inputs that it takes"
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the usual order of memory, also where one channel lets strides pass for either."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+
+
+def _as_float(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_floating_point() else x.float()
+
+
+def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
+    """Return the layer within which a model fails and what it takes, for a message."""
+    running: list[tuple[str, nn.Module, str]] = []
+
+    def begin(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, given: tuple[Any, ...]) -> None:
+            tensors = [f"{tuple(x.shape)} in {_name(x)}" for x in tensors_in(given)]
+            running.append((name, layer, ", ".join(tensors)))
+
+        return hook
+
+    def end(*_: object) -> None:
+        running.pop()
+
+    handles = []
+    for name, layer in model.named_modules():
+        if name:
+            handles += [layer.register_forward_pre_hook(begin(name)), layer.register_forward_hook(end)]
+    try:
+        with evaluation_mode(model):
+            run_model(model, inputs)
+    except Exception:  # as before; it is known
+        if running:
+            name, layer, got = running[-1]
+            takes = _taken(layer)
+            told = f" takes {takes}, but gets {got}" if takes else f" gets {got}"
+            return f": layer {name!r} ({type(layer).__name__}){told}"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ""
+
+
+def _taken(layer: nn.Module) -> str:
+    """Return what a layer of torch's takes, or nothing where that is not known."""
+    kind = next((f" in {_name(p)}" for p in layer.parameters() if p.is_floating_point()), "")
+    if isinstance(layer, nn.Embedding):
+        return f"whole numbers from 0 to {layer.num_embeddings - 1}"
+    if isinstance(layer, nn.Linear):
+        return f"{layer.in_features} numbers on the last axis{kind}"
+    for attribute in ("in_channels", "num_features", "num_channels"):
+        channels = getattr(layer, attribute, None)
+        if isinstance(channels, int):
+            return f"{channels} channels on axis 1{kind}"
+    return ""
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

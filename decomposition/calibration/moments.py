@@ -1,0 +1,180 @@
+"""Second moments of a layer's inputs: all that fitting to the data needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.calibration.input_check import checked_batches, refusal
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    gram,
+    is_finite,
+    shrunk,
+    with_mean,
+    worth_factoring,
+)
+from decomposition.calibration.shrinkage import Spread, labels_or_single
+from decomposition.errors import DecompositionError
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import count_inputs, run_model
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.patches import labels_of_batch, sample_labelled_patches
+from decomposition.network.wrappers import unwrapped
+
+PATCHES_PER_LAYER = 65_536
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """Moments of a layer's input patches x, float64, D = in * kernel.
+
+    Attributes:
+        mean: E[x], shape (D,).
+        covariance: E[(x - mean)(x - mean)'], shape (D, D); as rows when there were few patches.
+        count: Patches they were estimated from.
+        shrinkage: How much of the covariance is chance, 0 to 1 (`decomposition.calibration.shrinkage`).
+    """
+
+    mean: torch.Tensor
+    covariance: Metric
+    count: int
+    shrinkage: float = 0.0
+
+    @property
+    def second_moment(self) -> Metric:
+        """E[x x'], shape (D, D)."""
+        return with_mean(self.covariance, self.mean)
+
+    def metric(self, *, centred: bool) -> Metric:
+        """Return the moments to fit in: what the data does not determine is shrunk towards the identity.
+
+        Of a single patch, which has no spread, all directions get its power.
+
+        Args:
+            centred: Around the mean.
+        """
+        if self.count == 1:
+            return shrunk(self.second_moment, 1.0)
+        covariance = shrunk(self.covariance, self.shrinkage)
+        return covariance if centred else with_mean(covariance, self.mean)
+
+
+class MomentAccumulator:
+    """Sums of patches and their products, in float64; the patches themselves while they are few."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = torch.zeros(0)
+        self._centre = torch.zeros(0)
+        self._rows: list[torch.Tensor] = []
+        self._products: torch.Tensor | None = None
+        self._spread = Spread()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._count == 0
+
+    def add(self, patches: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add patches (n, D) and which input each is from (n,), integers from 0."""
+        patches = patches.float()
+        if self._count == 0:
+            self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
+            self._centre = patches.mean(0)  # stands in for the mean of all, which is not known yet
+        self._spread.add(patches, labels, self._centre)
+        self._sum += patches.sum(0).double().cpu()
+        self._count += patches.shape[0]
+        if self._products is None:
+            self._rows.append(patches.cpu())
+            if worth_factoring(self._count, patches.shape[1]):
+                return
+            patches, self._rows = torch.cat(self._rows), []
+            self._products = torch.zeros(patches.shape[1], patches.shape[1], dtype=torch.float64)
+        self._products += gram(patches).double().cpu()
+
+    def moments(self) -> InputMoments:
+        """Return the moments of everything added."""
+        mean = self._sum / self._count
+        covariance: Metric
+        if self._products is None:
+            covariance = RowFactor((torch.cat(self._rows).double() - mean) / self._count**0.5)
+        else:
+            covariance = self._products / self._count - torch.outer(mean, mean)
+        return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
+
+
+def collect_moments(
+    model: nn.Module,
+    specs: Sequence[LayerSpec],
+    calibration: CalibrationInputs,
+    *,
+    max_patches: int = PATCHES_PER_LAYER,
+    seed: int = 0,
+) -> dict[str, InputMoments]:
+    """Estimate the moments of every layer's input patches in one pass over the calibration set.
+
+    Patches are drawn at random positions, an equal number a batch, and only sums are kept, so memory does
+    not grow with the number of inputs.
+
+    Args:
+        model: The dense network; left as it was.
+        specs: Layers to watch.
+        calibration: Batches of model inputs, or one batch (`decomposition.network`); labels are left away.
+        max_patches: Patches a layer at most, all batches together; several times in * kernel of them are
+            needed for a well-determined moment matrix.
+        seed: Seed of the patch positions.
+
+    Returns:
+        Moments by layer name.
+
+    Raises:
+        DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
+            layer's input is not finite or never arrives.
+    """
+    model = unwrapped(model)
+    batches = checked_batches(calibration, model, [spec.name for spec in specs])
+    modules = dict(model.named_modules())
+    accumulators = {spec.name: MomentAccumulator() for spec in specs}
+    generator = torch.Generator().manual_seed(seed)
+    per_batch = max(1, max_patches // len(batches))
+    batch, total = batches[0], sum(map(count_inputs, batches))
+
+    def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            share = max(1, per_batch // calls)
+            (patches,), labels = sample_labelled_patches(module, [inputs[0]], share, generator)
+            labels = labels_of_batch(labels, len(inputs[0]), count_inputs(batch))
+            accumulators[name].add(patches, labels_or_single(labels, total))
+
+        return module.register_forward_pre_hook(hook)
+
+    handles = [watch(spec.name, modules[spec.name], max(1, len(spec.input_sizes))) for spec in specs]
+    try:
+        with evaluation_mode(model):
+            for batch in batches:
+                try:
+                    run_model(model, batch)
+                except (RuntimeError, TypeError, IndexError) as error:
+                    raise refusal(model, batch, error) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, accumulator in accumulators.items():
+        if accumulator.empty:
+            raise DecompositionError(
+                f"layer {name!r}: none of the calibration inputs reaches it; give inputs that do, or leave "
+                "the layer out"
+            )
+    moments = {name: accumulator.moments() for name, accumulator in accumulators.items()}
+    for name, moment in moments.items():
+        if not is_finite(moment.covariance):
+            raise DecompositionError(
+                f"layer {name!r}: its inputs are not finite on the calibration set; check weights and inputs"
+            )
+    return moments

@@ -1,0 +1,95 @@
+"""How much of an estimated matrix of second moments to believe.
+
+A matrix E[x x'] that is estimated from few inputs has directions of no energy that are merely not seen yet,
+and a fit may do there as it likes. Ledoit & Wolf ("A well-conditioned estimator for large-dimensional
+covariance matrices", J. Multivariate Analysis 88, 2004, section 3) mix it with the scaled identity, in the
+proportion that minimises the expected squared error. What the formula needs beside the matrix is how much
+its summands differ. The summand here is one model input with all its patches: neighbouring patches of an
+image are much alike, and counting them as independent would promise more knowledge than there is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from decomposition.calibration.metric import Metric, columns, squared_norm, trace
+
+_BLOCK = 2**24
+
+
+class Spread:
+    """Sums that tell how much the inputs' shares of a second-moment matrix differ."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._squared_rows = 0.0
+        self._squares = 0.0
+
+    def add(self, rows: torch.Tensor, labels: torch.Tensor, mean: torch.Tensor | None = None) -> None:
+        """Add patches.
+
+        Args:
+            rows: Patches, (n, D).
+            labels: Which input each is from, (n,), integers from 0; those of another call are other inputs.
+            mean: What is subtracted from every patch, (D,); nothing when omitted.
+        """
+        counts = labels.cpu().bincount().to(labels.device)
+        self._rows += len(rows)
+        self._squared_rows += float(counts.double().square().sum())
+        self._squares += _squared_norms(rows, labels, counts, mean)
+
+    def shrinkage(self, metric: Metric, scale: float | None = None) -> float:
+        """Return the proportion of the identity, from 0 to 1 (b^2 / d^2 in the paper).
+
+        Args:
+            metric: The matrix that was estimated: the sum of all products of rows, times `scale`.
+            scale: 1 / n when omitted.
+        """
+        scale = 1 / self._rows if scale is None else scale
+        size = squared_norm(metric)
+        distance = size - trace(metric) ** 2 / columns(metric)
+        variance = self._squares * scale**2 - size * self._squared_rows / self._rows**2
+        if not distance > 0:  # the identity already
+            return 0.0
+        return min(max(variance / distance, 0.0), 1.0)
+
+
+def shrinkage(
+    rows: torch.Tensor, labels: torch.Tensor, metric: Metric, mean: torch.Tensor | None = None
+) -> float:
+    """Return the proportion of the identity for the matrix E[x x'] of some patches, from 0 to 1.
+
+    Args:
+        rows: Patches, (n, D).
+        labels: Which input each is from, (n,), integers from 0.
+        metric: Their matrix, (D, D).
+        mean: What was subtracted from every patch, (D,); nothing when omitted.
+    """
+    spread = Spread()
+    spread.add(rows, labels, mean)
+    return spread.shrinkage(metric)
+
+
+def labels_or_single(labels: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return the labels; with one input alone, which says nothing of others, each patch counts as one."""
+    return labels if inputs > 1 else torch.arange(len(labels), device=labels.device)
+
+
+def _squared_norms(
+    rows: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, mean: torch.Tensor | None
+) -> float:
+    """Return the sum of |R' R|^2 over the inputs, R an input's rows without the mean."""
+    order, ends = labels.argsort(), counts.cumsum(0)
+    labels = labels[order]
+    place = torch.arange(len(rows), device=rows.device) - (ends - counts)[labels]
+    most, width = int(counts.max()), rows.shape[1]
+    total, step = 0.0, max(1, _BLOCK // (most * width))
+    for first in range(0, len(counts), step):
+        last = min(first + step, len(counts))
+        some = slice(int(ends[first] - counts[first]), int(ends[last - 1]))
+        chosen = rows[order[some]]
+        block = rows.new_zeros(last - first, most, width)
+        block[labels[some] - first, place[some]] = chosen if mean is None else chosen - mean
+        products = block @ block.mT if most <= width else block.mT @ block
+        total += float(products.square().sum(dtype=torch.float64))
+    return total

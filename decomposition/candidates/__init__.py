@@ -1,0 +1,1 @@
+"""Candidates: what may become of every layer, and the library of their fits."""

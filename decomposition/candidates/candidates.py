@@ -1,0 +1,365 @@
+"""Candidates: what a search may choose for a site, with what each costs and loses.
+
+A site is a layer, or several layers that have to be treated alike (a channel group). A search knows a site's
+candidates by their index alone; what an index stands for, operations of any kind, is looked up when a plan is
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from decomposition.errors import DecompositionError
+from decomposition.network.inputs import ExampleInputs, input_shape_of
+from decomposition.network.layers import LayerSpec
+from decomposition.network.rewriting import Rewrite
+from decomposition.operations import Cost, Operation
+from decomposition.plan.layer_plan import LayerPlan
+from decomposition.plan.plan import CompressionPlan, fingerprint
+
+MEASURES = ("params", "macs", "bytes", "latency")
+"""What a budget can count."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice for a site.
+
+    Attributes:
+        operations: What is done with each of the site's layers; empty for a site that stays as it is.
+        cost: What the site costs then.
+        error: Relative output error, 0 for the site as it is.
+        generator: What proposed it: the name of a tensor format, say.
+        reason: Why nothing is done, for a candidate without operations.
+        reads: Input channels that the layer reads, sorted; the layer before it loses the others. `None` for
+            all of them.
+        level: Which of the numbers of channels that the site may read that is, counted from 1; 0 for all.
+        narrower: What the site costs where the next one reads only some of its outputs, for each such number
+            of channels; `None` where the operations do not go together with that.
+        hands_on_integers: Whether a site that leaves the network stands between neighbours in integers.
+    """
+
+    operations: tuple[Operation, ...]
+    cost: Cost
+    error: float
+    generator: str = ""
+    reason: str | None = None
+    reads: tuple[int, ...] | None = None
+    level: int = 0
+    narrower: tuple[Cost | None, ...] = ()
+    hands_on_integers: bool = False
+
+    @property
+    def integer(self) -> bool:
+        """Whether the site takes and gives integers."""
+        return self.hands_on_integers or any(each.integer for each in self.operations)
+
+    @property
+    def removed(self) -> Operation | None:
+        """The operation with which the site leaves the network; `None` where it stays."""
+        return next((each for each in self.operations if each.removes), None)
+
+    @property
+    def inputs(self) -> int | None:
+        """How many input channels the layer reads; `None` for all of them."""
+        return None if self.reads is None else len(self.reads)
+
+    @property
+    def only_integers(self) -> bool:
+        """Whether the site is dense and in integers: rounded, and nothing else."""
+        return (
+            self.integer and len(self.operations) == 1 and self.reads is None and not self.hands_on_integers
+        )
+
+    def __str__(self) -> str:
+        reads = [] if self.inputs is None else [f"reads {self.inputs} channels"]
+        return "; ".join([*reads, *map(str, self.operations)]) or "dense"
+
+    def content(self) -> list[dict[str, Any]]:
+        """Return what is done, as plain values for JSON."""
+        reads = [] if self.reads is None else [{"reads": list(self.reads)}]
+        neighbours = [{"hands_on": "integers"}] if self.hands_on_integers else []
+        return [*reads, *(each.to_dict() for each in self.operations), *neighbours]
+
+
+@dataclass(frozen=True)
+class CandidateSet:
+    """The candidates of one site, the dense one last.
+
+    Attributes:
+        spec: The site's layer; the first one of several.
+        candidates: At least one; the last leaves the site as it is.
+        importance: What squared errors of this site count beside those of other sites; positive or 0.
+        layers: Names of the site's layers; `None` for that of `spec` alone.
+        producer: Name of the site in front whose outputs this one alone reads, if candidates read only some.
+    """
+
+    spec: LayerSpec
+    candidates: tuple[Candidate, ...]
+    importance: float = 1.0
+    layers: tuple[str, ...] | None = None
+    producer: str | None = None
+
+    def __post_init__(self) -> None:
+        last = self.candidates[-1] if self.candidates else None
+        if last is None or last.operations or last.reads is not None:
+            raise DecompositionError(
+                f"site {self.spec.name!r}: the last candidate must be the dense one, got "
+                f"{[str(each) for each in self.candidates]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @property
+    def name(self) -> str:
+        """The site's name: that of its layer, the first one of several."""
+        return self.spec.name
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the site's layers."""
+        return (self.spec.name,) if self.layers is None else self.layers
+
+    @property
+    def dense(self) -> int:
+        """Index of the candidate that leaves the site as it is."""
+        return len(self.candidates) - 1
+
+    @cached_property
+    def params(self) -> np.ndarray:
+        """Parameters of each candidate, bias included; shape (candidates,)."""
+        return np.array([each.cost.params for each in self.candidates], dtype=np.int64)
+
+    @cached_property
+    def macs(self) -> np.ndarray:
+        """Multiply-accumulates of each candidate; shape (candidates,)."""
+        return np.array([each.cost.macs for each in self.candidates], dtype=np.int64)
+
+    @cached_property
+    def errors(self) -> np.ndarray:
+        """Relative output error of each candidate; shape (candidates,)."""
+        return np.array([each.error for each in self.candidates])
+
+    @cached_property
+    def losses(self) -> np.ndarray:
+        """What each candidate costs the network's output: importance * error^2; shape (candidates,)."""
+        return self.importance * self.errors**2
+
+    @cached_property
+    def timed(self) -> bool:
+        """Whether every candidate's time was measured."""
+        return all(each.cost.time is not None for each in self.candidates)
+
+    def cost(self, measure: str) -> np.ndarray:
+        """Return the candidates' cost in `params`, `macs`, `bytes` or `latency`; shape (candidates,).
+
+        Raises:
+            DecompositionError: If the measure is unknown, or a candidate's time was not measured.
+        """
+        if measure == "params":
+            return self.params
+        if measure == "macs":
+            return self.macs
+        if measure == "bytes":
+            return self._bytes
+        if measure != "latency":
+            raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
+        if not self.timed:
+            raise DecompositionError(
+                f"site {self.name!r}: the time of its candidates was not measured; attach a LatencyTable"
+            )
+        return self._times
+
+    @cached_property
+    def _bytes(self) -> np.ndarray:
+        return np.array([each.cost.bytes for each in self.candidates], dtype=np.int64)
+
+    @cached_property
+    def _times(self) -> np.ndarray:
+        return np.array([each.cost.time for each in self.candidates], dtype=float)
+
+    @cached_property
+    def integer(self) -> np.ndarray:
+        """Which candidates take and give integers, boolean; shape (candidates,)."""
+        return np.array([each.integer for each in self.candidates])
+
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """Which number of input channels each candidate reads, 0 for all; shape (candidates,)."""
+        return np.array([each.level for each in self.candidates])
+
+    @cached_property
+    def removal(self) -> Operation | None:
+        """The operation with which the site can leave the network; `None` if it cannot.
+
+        Neighbours with the same one leave it together.
+        """
+        return next((each.removed for each in self.candidates if each.removed is not None), None)
+
+    @cached_property
+    def leaving(self) -> np.ndarray:
+        """How each candidate leaves the network, shape (candidates,).
+
+        0 where the site stays, 1 where it hands on floating point and 2 where it hands on integers.
+        """
+        return np.array(
+            [0 if each.removed is None else 1 + each.hands_on_integers for each in self.candidates]
+        )
+
+    @property
+    def removed(self) -> np.ndarray:
+        """With which candidates the site leaves the network, boolean; shape (candidates,)."""
+        gone: np.ndarray = self.leaving > 0
+        return gone
+
+    @cached_property
+    def narrows(self) -> bool:
+        """Whether the next site may read only some of this one's outputs."""
+        return any(each.narrower for each in self.candidates)
+
+    def saved(self, measure: str) -> np.ndarray:
+        """Return what each candidate costs less where the next site reads fewer channels.
+
+        Returns:
+            Shape (candidates, levels of the next site), 0 in the first column, where it reads all; minus
+            infinity where a candidate does not go together with that.
+        """
+        if measure not in self._saved:
+            costs = self.cost(measure)
+            numbers = max(len(each.narrower) for each in self.candidates)
+            saved = np.zeros((len(self), 1 + numbers))
+            for row, each in enumerate(self.candidates):
+                for column, narrower in enumerate(each.narrower, start=1):
+                    lower = None if narrower is None else _in(narrower, measure)
+                    saved[row, column] = -np.inf if lower is None else costs[row] - lower
+            self._saved[measure] = saved
+        return self._saved[measure]
+
+    @cached_property
+    def _saved(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @property
+    def mixed(self) -> bool:
+        """Whether candidates come from several generators, or differ in precision."""
+        kinds = {(each.generator, tuple(o.kind for o in each.operations)) for each in self.candidates[:-1]}
+        return len(kinds) > 1
+
+    def efficient(self, *measures: str) -> CandidateSet:
+        """Return the candidates that no other one beats in cost and error, in ascending order of cost.
+
+        A set of one generator stays as it is: its candidates are a grid already. Where time counts, integers
+        and floating point do not beat each other: what is faster depends on the neighbours. Nor do candidates
+        that read different numbers of channels: the site in front saves what they do not read; nor those with
+        which the site leaves the network and those with which it stays.
+
+        Args:
+            measures: The costs that count, of `params`, `macs`, `bytes` and `latency`, the first one for the
+                order.
+        """
+        if not self.mixed:
+            return self
+        costs, errors = np.stack([self.cost(measure) for measure in measures], axis=1), self.errors
+        classes = 2 * self.levels + (self.integer if "latency" in measures else 0)
+        classes = np.where(self.removed, -self.leaving, classes)
+        kept: list[int] = []
+        for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
+            dear = classes[index] == 0 and bool((costs[index] >= costs[self.dense]).all())
+            rivals = [each for each in kept if classes[each] == classes[index]]
+            beaten = errors[rivals] <= errors[index]
+            beaten &= (costs[rivals] <= costs[index]).all(1)
+            if index != self.dense and not dear and not beaten.any():
+                kept.append(index)
+        return self.subset([*kept, self.dense])
+
+    def subset(self, indices: Iterable[int]) -> CandidateSet:
+        """Return the set of some candidates, in the given order; the last must be the dense one."""
+        return replace(self, candidates=tuple(self.candidates[index] for index in indices))
+
+
+def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
+    """Tell whether neighbouring sites only leave the network together.
+
+    Then candidates go together whose `CandidateSet.leaving` is the same.
+    """
+    return here.removal is not None and here.removal == behind.removal
+
+
+def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:
+    """Return what sites save because those behind them do not read all of their outputs.
+
+    Args:
+        sites: The candidates of every site.
+        choices: Index of the chosen candidate of every site.
+        measure: `params`, `macs`, `bytes` or `latency`.
+    """
+    return sum(
+        float(site.saved(measure)[int(choice), behind.levels[int(chosen)]])
+        for (site, choice), (behind, chosen) in pairwise(zip(sites, choices, strict=True))
+        if behind.producer == site.name and behind.levels[int(chosen)]
+    )
+
+
+def plan_from_choices(
+    sites: Sequence[CandidateSet],
+    choices: Iterable[int],
+    all_specs: Sequence[LayerSpec],
+    input_shape: ExampleInputs,
+    chosen_by: str,
+    *,
+    keep: Callable[[tuple[int, ...]], Operation] | None = None,
+    preparation: Sequence[Rewrite] = (),
+) -> CompressionPlan:
+    """Make the plan that takes candidate `choices[j]` of `sites[j]`.
+
+    Args:
+        sites: The candidates of every site.
+        choices: Index of a candidate for each site.
+        all_specs: Every layer of the model (`inspect_layers`); those of no site are recorded with the reason.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
+        chosen_by: Recorded in the plan.
+        keep: Makes the operation that keeps these output channels of a layer, for candidates that read no
+            others.
+        preparation: What was rewritten in the model (`rewrites_of`).
+
+    Raises:
+        DecompositionError: If a candidate reads only some channels, and there is no `keep`.
+    """
+    chosen: dict[str, LayerPlan] = {}
+    for site, choice in zip(sites, choices, strict=True):
+        candidate = site.candidates[int(choice)]
+        for name in site.layer_names:
+            chosen[name] = LayerPlan(name, candidate.operations, candidate.reason)
+        if candidate.reads is not None:
+            if keep is None or site.producer is None:
+                raise DecompositionError(
+                    f"site {site.name!r} {candidate}, and there is no operation that removes the others; "
+                    "pass keep="
+                )
+            before = chosen[site.producer]
+            operations = (keep(candidate.reads), *before.operations)
+            chosen[site.producer] = replace(before, operations=operations, reason=None)
+    layers = tuple(
+        chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
+        for spec in all_specs
+    )
+    return CompressionPlan(
+        layers,
+        fingerprint(all_specs),
+        input_shape_of(input_shape),
+        chosen_by,
+        preparation=tuple(preparation),
+    )
+
+
+def _in(cost: Cost, measure: str) -> float | None:
+    """Return a cost in a measure."""
+    value: float | None = cost.time if measure == "latency" else getattr(cost, measure)
+    return value

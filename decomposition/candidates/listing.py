@@ -1,0 +1,255 @@
+"""What may become of each layer and what that costs: all that is known before anything is fitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from decomposition.calibration.input_selection import Narrowing
+from decomposition.candidates.candidates import Candidate, CandidateSet
+from decomposition.errors import DecompositionError
+from decomposition.formats import TensorFormat, get_format, list_formats
+from decomposition.formats.rank_grid import candidate_ranks
+from decomposition.network.inputs import ExampleInputs
+from decomposition.network.layers import LayerSpec, inspect_layers, skipping
+from decomposition.network.modes import WeightModes
+from decomposition.network.wrappers import unwrapped
+from decomposition.operations import Cost, Factorise, dense_cost
+from decomposition.operations.base import FLOAT_BYTES
+from decomposition.operations.block_removal import Removal, whole_blocks
+from decomposition.operations.factorise import factors_of
+from decomposition.operations.quantise import PRECISIONS, computes_in_integers
+from decomposition.plan.layer_plan import total_cost
+
+# Singular values of a weight's unfoldings in a format, by which it chooses ranks of its own.
+Spectra = Callable[[TensorFormat], Sequence[np.ndarray]]
+
+
+class CandidateLister:
+    """Lists the candidates of a network's layers by their shapes alone; no weight is looked at.
+
+    Args:
+        specs: The compressible layers.
+        formats: Name of the format, or names of several that every layer may choose from.
+        precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
+            comes in each of them. The dense layer in float32 is always a candidate.
+        unrounded: Names of layers that come in float32 alone, whatever the precisions.
+        tensorised: Split channel counts into small factors.
+        multiple: Candidate ranks are multiples of it (`candidate_ranks`).
+        narrowings: For layers that may read only some of their input channels: how many, and which layer
+            loses the others.
+        removals: For layers that may leave the network with their block: how.
+        beside: How many parameters go with an output channel beside the layer's own (`norm_parameters`).
+
+    Raises:
+        DecompositionError: There is no such format or precision, or none is given.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        formats: str | Sequence[str],
+        *,
+        precisions: Sequence[str] = ("float32",),
+        unrounded: Collection[str] = (),
+        tensorised: bool = False,
+        multiple: int = 1,
+        narrowings: Mapping[str, Narrowing] | None = None,
+        removals: Mapping[str, Removal] | None = None,
+        beside: Mapping[str, int] | None = None,
+    ) -> None:
+        names = (formats,) if isinstance(formats, str) else tuple(formats)
+        if not names:
+            raise DecompositionError(f"no tensor format was given; choose from {', '.join(list_formats())}")
+        unknown = [each for each in precisions if each not in PRECISIONS]
+        if unknown or not precisions:
+            what = f"there is no precision {unknown[0]!r}" if unknown else "no precision was given"
+            raise DecompositionError(f"{what}; choose from {', '.join(PRECISIONS)}")
+        self.specs = {spec.name: spec for spec in specs}
+        self.formats = tuple(get_format(name) for name in names)
+        self.precisions, self.unrounded = tuple(precisions), frozenset(unrounded)
+        self.multiple = multiple
+        self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
+        self._beside = dict(beside or {})
+        self._modes: dict[tuple[str, str], WeightModes] = {
+            (spec.name, each.name): each.modes(spec, tensorised=tensorised)
+            for spec in specs
+            for each in self.formats
+        }
+
+    @classmethod
+    def of_network(
+        cls,
+        model: nn.Module,
+        input_shape: ExampleInputs,
+        formats: str | Sequence[str],
+        *,
+        skip: Sequence[str] = (),
+        only: Sequence[str] = (),
+        **options: Any,
+    ) -> CandidateLister:
+        """Return what lists the candidates of a network's layers.
+
+        Args:
+            model: The dense model.
+            input_shape: Shape of one input without the batch axis, or a batch of inputs.
+            formats: Name of the format, or names of several.
+            skip: Layers that stay as they are (`decomposition.network.layers.skipping`).
+            only: Layers that alone may change; empty for all.
+            **options: Those of `CandidateLister`.
+
+        Raises:
+            DecompositionError: If the model has no layer to decompose.
+        """
+        model = unwrapped(model)
+        specs = changing_layers(model, input_shape, skip, only)
+        return cls(specs, formats, beside=norm_parameters(model, specs), **within(specs, options))
+
+    def modes(self, name: str, tensor_format: TensorFormat) -> WeightModes:
+        """Return how a layer's weight is read as a tensor in one of the formats."""
+        return self._modes[name, tensor_format.name]
+
+    def candidates(self, name: str, *, limit: int = 16, spectra: Spectra | None = None) -> CandidateSet:
+        """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0.
+
+        Args:
+            name: The layer.
+            limit: Candidate ranks a format at most.
+            spectra: Lets formats that can choose a rank for every bond, by the weight's spectra; without it
+                bonds share one. The smallest candidate is the same.
+        """
+        spec = self.specs[name]
+        choices = [
+            rounded
+            for each in self.formats
+            for choice in self._choices(name, each, limit, () if spectra is None else spectra(each))
+            for rounded in self._rounded(name, choice)
+        ]
+        choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
+        choices += self._narrowed(name) + self._removed(name)
+        reason = "the plan saves in other layers instead" if choices else "no rank makes it smaller"
+        dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
+        narrowing = self.narrowings.get(name)
+        return CandidateSet(
+            spec,
+            tuple(replace(each, narrower=self._narrower(name, each)) for each in (*choices, dense)),
+            producer=None if narrowing is None else narrowing.producer,
+        )
+
+    def _choices(
+        self, name: str, tensor_format: TensorFormat, limit: int, spectra: Sequence[np.ndarray]
+    ) -> list[Candidate]:
+        """Return the candidates of one format."""
+        spec, modes = self.specs[name], self.modes(name, tensor_format)
+        # Of a ring's bonds, two of 4 make 16 channels.
+        side = self.multiple ** (1 / tensor_format.bonds_in_channels)
+        multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))
+        ranks = candidate_ranks(tensor_format, spec, modes, limit=limit, multiple=multiple, spectra=spectra)
+        operations = [Factorise(tensor_format.name, each, factors_of(modes)) for each in ranks]
+        return [
+            Candidate((each,), each.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
+            for each in operations
+        ]
+
+    def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
+        """Return a candidate in every precision, the dense layer in those that do something with it."""
+        spec, found = self.specs[name].narrowed(inputs=candidate.inputs), []
+        for precision in ("float32",) if name in self.unrounded else self.precisions:
+            rounding = PRECISIONS[precision]
+            operations = (*candidate.operations, *rounding)
+            contracted = any(
+                isinstance(each, Factorise)
+                and not each.tensor_format.staged(spec, each.modes(spec), each.ranks)
+                for each in operations
+            )
+            if not operations or (contracted and any(each.integer for each in rounding)):
+                continue
+            cost = candidate.cost
+            for each in rounding:
+                cost = each.cost(spec, cost)
+            generator = candidate.generator or precision
+            found.append(replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator))
+        return found
+
+    def _narrowed(self, name: str) -> list[Candidate]:
+        """Return the candidates that read only some input channels; fitting them finds out which."""
+        narrowing, spec, found = self.narrowings.get(name), self.specs[name], []
+        for level, count in enumerate(narrowing.counts if narrowing else (), start=1):
+            cost = dense_cost(spec.narrowed(inputs=count))
+            plain = Candidate((), cost, 1.0, "channels", reads=tuple(range(count)), level=level)
+            found += [plain] * ("float32" in self.precisions) + self._rounded(name, plain)
+        return found
+
+    def _removed(self, name: str) -> list[Candidate]:
+        """Return the candidates with which the layer leaves the network, its batch norm with it."""
+        if name not in self.removals:
+            return []
+        gone = self._beside.get(name, 0) * self.specs[name].out_channels
+        cost = Cost(-gone, 0, -FLOAT_BYTES * gone)
+        removed = Candidate((self.removals[name].operation,), cost, 1.0, "blocks")
+        integers = computes_in_integers(self.precisions)
+        return [removed] + [replace(removed, hands_on_integers=True)] * integers
+
+    def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
+        """Return what a candidate costs where the next layer reads only some of its outputs."""
+        behind = next((each for each in self.narrowings.values() if each.producer == name), None)
+        counts = behind.counts if behind else ()
+        if candidate.removed is not None:
+            return (None,) * len(counts)
+        costs: list[Cost | None] = []
+        for count in counts:
+            spec = self.specs[name].narrowed(inputs=candidate.inputs, outputs=count)
+            try:
+                for operation in candidate.operations:
+                    operation.check(spec)
+            except DecompositionError:
+                costs.append(None)  # ranks that the narrower layer has no room for
+                continue
+            cost = total_cost(candidate.operations, spec)
+            gone = self._beside.get(name, 0) * (self.specs[name].out_channels - count)
+            costs.append(replace(cost, params=cost.params - gone, bytes=cost.bytes - FLOAT_BYTES * gone))
+        return tuple(costs)
+
+
+def changing_layers(
+    model: nn.Module, input_shape: ExampleInputs, skip: Sequence[str], only: Sequence[str]
+) -> list[LayerSpec]:
+    """Return the layers of a network that may change, in forward order.
+
+    Raises:
+        DecompositionError: There is none.
+    """
+    every = skipping(inspect_layers(model, input_shape), skip, only)
+    specs = [spec for spec in every if spec.refusal is None]
+    if not specs:
+        reasons = "; ".join(f"{spec.name}: {spec.refusal}" for spec in every[:5])
+        raise DecompositionError(
+            f"the network has no layer that can be decomposed ({reasons or 'no convolution or linear layer'})"
+        )
+    return specs
+
+
+def within(specs: Sequence[LayerSpec], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a lister's options with the narrowings and removals that these layers alone take part in."""
+    changing = {spec.name for spec in specs}
+    narrowings: Mapping[str, Narrowing] = options.get("narrowings") or {}
+    return {
+        **options,
+        "narrowings": {name: each for name, each in narrowings.items() if {name, each.producer} <= changing},
+        "removals": whole_blocks(options.get("removals") or {}, [spec.name for spec in specs]),
+    }
+
+
+def norm_parameters(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, int]:
+    """Return how many parameters the batch norms behind layers have for each channel, by the layer's name."""
+    modules = dict(model.named_modules())
+    return {
+        spec.name: sum(each.numel() for each in modules[spec.batch_norm].parameters()) // spec.out_channels
+        for spec in specs
+        if spec.batch_norm
+    }

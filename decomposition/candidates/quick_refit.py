@@ -1,0 +1,247 @@
+"""The sequential refit in a fraction of its time, to score many plans of one network by what they become.
+
+`decomposition.fit` fits every layer of one plan to the inputs that reach it. Many plans of one network
+have much in common: what the dense layers make of the calibration inputs, how far moments are shrunk, and
+each layer's cores, which were fitted when its candidates were. So the dense network runs once, each plan
+takes one forward pass of its own, and every layer begins with its candidate's cores: the output factor is
+solved for in closed form, the others follow in a few iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from decomposition.calibration.batch_norm import tracked_batch_norms
+from decomposition.calibration.metric import Metric, RowFactor, gram, worth_factoring
+from decomposition.calibration.shrinkage import labels_or_single, shrinkage
+from decomposition.candidates.library import FitLibrary
+from decomposition.errors import DecompositionError
+from decomposition.fit.fitting import FitOptions
+from decomposition.fit.lockstep import (
+    PATCHES_TO_SOLVE,
+    RefitProblem,
+    absorbs_mean,
+    target_and_metric,
+    target_and_row_metric,
+)
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Inputs, count_inputs, run_model
+from decomposition.network.layers import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
+from decomposition.network.patches import labels_of_batch, sample_labelled_patches
+from decomposition.network.surgery import copied
+from decomposition.operations import Factorise, LayerOperation, Operation
+from decomposition.operations.base import FittedLayer
+
+QUICK = FitOptions(iterations=10, tolerance=1e-4, patience=5)
+MAX_PATCHES = 8_192
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """What a layer of the dense network says about the calibration inputs.
+
+    Attributes:
+        layer: A copy of the layer.
+        weight: (out, in * kernel), float64.
+        outputs: W x of the sampled patches, (n, out).
+        outputs_mean: Their mean, float64 (out,).
+        share: By which second moments of the layer's inputs are shrunk.
+    """
+
+    layer: DecomposableModule
+    weight: torch.Tensor
+    outputs: torch.Tensor
+    outputs_mean: torch.Tensor
+    share: float
+
+
+class QuickRefit:
+    """Lets a network take on one plan after the other, every layer fitted to the inputs that reach it.
+
+    Weights are written into the dense network, factorised layers as the dense weight that they equal;
+    integers of activations are not simulated. What a plan becomes does not depend on those before it.
+
+    Args:
+        network: The dense network, changed in place.
+        library: Fits of its layers' candidates.
+        inputs: Calibration inputs, one batch, on the network's device.
+        correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
+        max_patches: Patches that a layer is fitted on at most; so many outputs of every layer are kept.
+        options: How much work each fit may do.
+        seed: Seed of the patches' positions.
+
+    Raises:
+        DecompositionError: There are no inputs.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        library: FitLibrary,
+        inputs: Inputs,
+        *,
+        correct_batch_norm: bool = True,
+        max_patches: int = MAX_PATCHES,
+        options: FitOptions = QUICK,
+        seed: int = 0,
+    ) -> None:
+        if count_inputs(inputs) == 0:
+            raise DecompositionError("a network cannot be refitted to no inputs; pass some")
+        self.network, self._library, self._inputs = network, library, inputs
+        self._correct, self._max_patches, self._options = correct_batch_norm, max_patches, options
+        self._modules = dict(network.named_modules())
+        self._dense: dict[str, _Dense] = {}
+        self._norms = tracked_batch_norms(network) if correct_batch_norm else []
+        self._means = [_running_mean(norm).clone() for norm in self._norms]
+        self._arrived: list[torch.Tensor | None] = [None] * len(self._norms)
+        self._seeds = {name: seed + place for place, name in enumerate(library.specs)}
+        self._pass(self._observe, self._remember_mean)
+
+    def take(self, operations: Mapping[str, Sequence[Operation]]) -> None:
+        """Take on a plan.
+
+        Args:
+            operations: Those of each layer by name; layers that are not named, or have none, stay dense and
+                are solved for as well.
+
+        Raises:
+            DecompositionError: An operation does more than change a layer's weight.
+        """
+        for name, chosen in operations.items():
+            strange = [each.kind for each in chosen if not isinstance(each, LayerOperation) or each.removes]
+            if strange:
+                raise DecompositionError(
+                    f"layer {name!r}: {strange[0]!r} cannot be refitted quickly, which is for plans of ranks "
+                    "and roundings; apply the plan instead"
+                )
+        done: set[str] = set()
+
+        def fit(name: str, x: torch.Tensor) -> None:
+            if name in self._dense and name not in done:  # the first of several calls decides
+                done.add(name)
+                self._fit(name, operations.get(name, ()), x)
+
+        self._pass(fit, self._shift_mean)
+
+    def _pass(
+        self, at_layer: Callable[[str, torch.Tensor], None], at_norm: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        """Run the network on the calibration inputs, doing something before each layer and batch norm."""
+
+        def before(act: Callable[[Any, torch.Tensor], None], what: str | int) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                # Layers may compute in half precision; sums of second moments must not.
+                with torch.autocast(args[0].device.type, enabled=False):
+                    act(what, args[0])
+
+            return hook
+
+        hooks = [
+            self._modules[name].register_forward_pre_hook(before(at_layer, name)) for name in self._seeds
+        ]
+        hooks += [
+            norm.register_forward_pre_hook(before(at_norm, place)) for place, norm in enumerate(self._norms)
+        ]
+        try:
+            with evaluation_mode(self.network), torch.no_grad():
+                run_model(self.network, self._inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _patches(
+        self, name: str, layer: DecomposableModule, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return patches of a layer's input, always at the same positions, and which input each is from."""
+        generator = torch.Generator().manual_seed(self._seeds[name])
+        (patches,), labels = sample_labelled_patches(layer, [x], self._max_patches, generator)
+        inputs = count_inputs(self._inputs)
+        return patches.float(), labels_or_single(labels_of_batch(labels, len(x), inputs), inputs)
+
+    def _observe(self, name: str, x: torch.Tensor) -> None:
+        """Remember what a dense layer makes of its inputs."""
+        layer = self._modules[name]
+        if name in self._dense or not is_decomposable_module(layer):
+            return
+        patches, labels = self._patches(name, layer, x)
+        weight, mean = weight_of(layer).flatten(1), patches.mean(0).double().cpu()
+        centre = mean.to(patches)
+        moments: Metric = (
+            RowFactor((patches - centre).double().cpu() * len(patches) ** -0.5)
+            if worth_factoring(*patches.shape)
+            else _covariance(patches, patches, mean, mean)
+        )
+        share = shrinkage(patches, labels, moments, centre)
+        outputs = patches @ weight.T.to(patches)
+        self._dense[name] = _Dense(copied(layer), weight, outputs, weight @ mean, share)
+
+    def _fit(self, name: str, operations: Sequence[Operation], x: torch.Tensor) -> None:
+        """Give a layer the weight that does best on what arrives."""
+        dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
+        patches, _ = self._patches(name, dense.layer, x)
+        mean = patches.mean(0).double().cpu()
+        matrix, metric = self._problem(dense, patches, mean, centred=absorbs_mean(spec, self._correct))
+        target = matrix.reshape(weight_of(dense.layer).shape)
+        weight = target if len(patches) >= PATCHES_TO_SOLVE * matrix.shape[1] else weight_of(dense.layer)
+        fitted = FittedLayer(dense.layer, weight, 0.0)
+        for operation in operations:
+            assert isinstance(operation, LayerOperation)
+            start = self._library.fit(name, operation).cores if isinstance(operation, Factorise) else None
+            problem = RefitProblem(target, metric, len(patches), start)
+            sensitivity = self._library.sensitivities.get(name)
+            fitted = operation.fit(
+                fitted.module, spec, problem, sensitivity=sensitivity, options=self._options
+            )
+        written: nn.Parameter = layer.weight
+        written.copy_(fitted.weight.reshape(written.shape))
+        bias: torch.Tensor | None = getattr(layer, "bias", None)
+        if bias is not None and dense.layer.bias is not None:
+            shift = dense.outputs_mean - fitted.weight.flatten(1) @ mean
+            bias.copy_(dense.layer.bias + shift.to(bias))
+
+    def _problem(
+        self, dense: _Dense, patches: torch.Tensor, mean: torch.Tensor, *, centred: bool
+    ) -> tuple[torch.Tensor, Metric]:
+        """Return the weight that does best on the patches that arrive, and their metric."""
+        known = dense.outputs_mean, mean, dense.share
+        if worth_factoring(*patches.shape):
+            return target_and_row_metric(dense.weight, dense.outputs, patches, *known, centred=centred)
+        return target_and_metric(
+            dense.weight,
+            _covariance(patches, patches, mean, mean),
+            _covariance(dense.outputs, patches, dense.outputs_mean, mean),
+            *known,
+            centred=centred,
+        )
+
+    def _remember_mean(self, place: int, x: torch.Tensor) -> None:
+        if self._arrived[place] is None:
+            self._arrived[place] = _mean(x)
+
+    def _shift_mean(self, place: int, x: torch.Tensor) -> None:
+        before = self._arrived[place]
+        if before is not None:
+            _running_mean(self._norms[place]).copy_(self._means[place] + _mean(x) - before)
+
+
+def _covariance(
+    rows: torch.Tensor, others: torch.Tensor, mean: torch.Tensor, other_mean: torch.Tensor
+) -> torch.Tensor:
+    """Return E[r o'] - E[r] E[o]', float64, of rows (n, D) and others (n, E)."""
+    products = gram(rows) if others is rows else rows.T @ others
+    return products.double().cpu() / len(rows) - torch.outer(mean, other_mean)
+
+
+def _running_mean(norm: BatchNorm) -> torch.Tensor:
+    assert norm.running_mean is not None
+    return norm.running_mean
+
+
+def _mean(x: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each channel."""
+    return x.float().mean([axis for axis in range(x.ndim) if axis != 1])

@@ -1,0 +1,1 @@
+"""Choosing: budgets, costs, times, and the rules that choose a plan within them."""

@@ -1,0 +1,144 @@
+"""Spending a budget, or two at once, over all sites: Lagrangian allocation (Shoham & Gersho 1988)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from decomposition.candidates.candidates import CandidateSet
+from decomposition.choose.budget import Budget
+from decomposition.choose.cost_table import CostTable, best_mixture
+from decomposition.choose.reachable import cheapest_choices, check_reachable
+
+# The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
+_STEPS_DOWN, _STEPS_UP = 60.0, 30.0
+_BISECTIONS = 40
+_QUICK_BISECTIONS = 20
+
+
+def allocate(
+    sites: Sequence[CandidateSet], budget: Budget, log_weights: np.ndarray | None = None
+) -> np.ndarray:
+    """Choose a candidate for every site so that the weighted squared errors are least within the budget.
+
+    Minimises sum_l exp(w_l) importance_l error_l^2 + lambda cost_l with lambda found by bisection, then
+    spends what the convex relaxation left over on the best gain per cost.
+
+    Args:
+        sites: The candidates of every site.
+        budget: The budget; it always holds for the result.
+        log_weights: Log-importance w of each site, shape (sites,); `None` for all zero. A common shift
+            changes nothing.
+
+    Returns:
+        Index of the chosen candidate of every site, shape (sites,).
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    check_reachable(sites, budget)
+    weights = np.zeros(len(sites)) if log_weights is None else np.asarray(log_weights, dtype=float)
+    losses = [
+        np.exp(weight) * site.losses for weight, site in zip(weights - weights.max(), sites, strict=True)
+    ]
+
+    def fill(choices: np.ndarray, mixture: np.ndarray) -> np.ndarray:
+        return _fill(choices[0], losses, sites, budget, mixture[0])[None]
+
+    return _relaxed(sites, budget, weights[None], _BISECTIONS, fill)[0]
+
+
+def allocate_many(sites: Sequence[CandidateSet], budget: Budget, log_weights: np.ndarray) -> np.ndarray:
+    """Allocate for many weightings at once, without spending what the convex relaxation leaves over.
+
+    Args:
+        sites: The candidates of every site.
+        budget: The budget; it holds for every result.
+        log_weights: Log-importance of each site, shape (weightings, sites).
+
+    Returns:
+        Index of the chosen candidate of every site, shape (weightings, sites). `allocate` chooses the same
+        or larger candidates.
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    check_reachable(sites, budget)
+    return _relaxed(sites, budget, log_weights, _QUICK_BISECTIONS)
+
+
+def _relaxed(
+    sites: Sequence[CandidateSet],
+    budget: Budget,
+    log_weights: np.ndarray,
+    bisections: int,
+    finish: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda choices, _: choices,
+) -> np.ndarray:
+    """Return argmin of sum_l exp(w_l) loss_l + lambda cost with the least lambda that keeps the budget.
+
+    Of two budgets the cost is a mixture, so that neither keeps anything that the other could use.
+
+    Args:
+        sites: The candidates of every site.
+        budget: The budget.
+        log_weights: w, shape (weightings, sites).
+        bisections: How exactly lambda is found.
+        finish: Improves choices (weightings, sites) at a mixture (weightings, limits).
+
+    Returns:
+        Shape (weightings, sites).
+    """
+    table = CostTable(sites, budget)
+    # A common factor changes nothing; without it exp and lambda would leave the range of floats.
+    largest = max(float(table.losses[~table.absent].max()), 1e-300)
+    relative = log_weights - log_weights.max(1, keepdims=True)
+    weighted = np.exp(relative)[:, :, None] * (table.losses / largest)
+    rows, fallback = np.arange(len(table.losses)), cheapest_choices(sites, budget)
+
+    def choose(mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        shares = table.shares(mixture)
+
+        def at(logarithms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            prices = np.exp(logarithms)[:, None] * mixture
+            choices = table.least(weighted + np.exp(logarithms)[:, None, None] * shares, prices)
+            return choices, table.used(choices).max(1) > 1
+
+        low, high = np.full(len(weighted), -_STEPS_DOWN), np.full(len(weighted), _STEPS_UP)
+        for _ in range(bisections):
+            middle = (low + high) / 2
+            _, dear = at(middle)
+            low, high = np.where(dear, middle, low), np.where(dear, high, middle)
+        choices, dear = at(high)
+        choices = finish(np.where(dear[:, None], fallback, choices), mixture)
+        return choices, -weighted[np.arange(len(weighted))[:, None], rows, choices].sum(1)
+
+    if budget.also is None:
+        return choose(np.ones((len(weighted), 1)))[0]
+    return best_mixture(table, len(weighted), choose)
+
+
+def _fill(
+    choices: np.ndarray,
+    losses: Sequence[np.ndarray],
+    sites: Sequence[CandidateSet],
+    budget: Budget,
+    mixture: np.ndarray,
+) -> np.ndarray:
+    """Spend the remaining budget greedily on the largest decrease of loss per cost, mixed of two budgets."""
+    choices = choices.copy()
+    left = budget.left(sites, choices)
+    while True:
+        best, rate = None, 0.0
+        for layer, loss in enumerate(losses):
+            extra, gain = budget.extra(sites, choices, layer), loss[int(choices[layer])] - loss
+            price = budget.price(extra, mixture)
+            for candidate in np.flatnonzero((extra <= left[:, None]).all(0) & (gain > 0)):
+                value = gain[candidate] / max(price[candidate], 1e-9)
+                if value > rate:
+                    best, rate = (layer, int(candidate), extra[:, candidate]), value
+        if best is None:
+            return choices
+        position, chosen, paid = best
+        left -= paid
+        choices[position] = chosen

@@ -1,0 +1,201 @@
+"""How much of a network's cost may be kept, and what choices of candidates take of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from torch import nn
+
+from decomposition.candidates.candidates import CandidateSet, in_one_block, saved
+from decomposition.errors import DecompositionError
+from decomposition.network.cost import count_macs, count_parameters
+from decomposition.network.inputs import ExampleInputs
+from decomposition.operations.base import FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the whole model's cost may be kept.
+
+    Attributes:
+        fraction: Kept fraction in (0, 1].
+        measure: `params`, `macs`, `bytes` or `latency`.
+        total: Cost of the whole dense model.
+        fixed: Cost of everything that belongs to no site (batch norm, layers that stay as they are).
+        borders: What is paid between a site and the next in forward order where one computes in integers and
+            the other does not, one for each site but the last; empty where nothing is.
+        also: A second budget that has to be kept as well, of another measure; None where there is none.
+    """
+
+    fraction: float
+    measure: str
+    total: float
+    fixed: float
+    borders: tuple[float, ...] = ()
+    also: Budget | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise DecompositionError(
+                f"budget.{self.measure}={self.fraction} is outside (0, 1]; it is the fraction to keep, "
+                "for example 0.4"
+            )
+        if self.also is not None and (self.also.also is not None or self.also.measure == self.measure):
+            raise DecompositionError(
+                f"budget.{self.measure} goes together with one other measure, got {self.also.measures}"
+            )
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        sites: Sequence[CandidateSet],
+        input_shape: ExampleInputs,
+        measure: str,
+        fraction: float,
+    ) -> Budget:
+        """Return a budget in parameters, MACs or bytes of a whole model.
+
+        Args:
+            model: The dense model.
+            sites: The candidates of its sites.
+            input_shape: Shape of one input without the batch axis, or a batch of inputs.
+            measure: `params`, `macs` or `bytes`.
+            fraction: Fraction of the model's cost to keep, in (0, 1].
+
+        Raises:
+            DecompositionError: If the fraction is outside (0, 1].
+        """
+        if measure == "macs":
+            total = count_macs(model, input_shape)
+        else:
+            total = count_parameters(model) * (FLOAT_BYTES if measure == "bytes" else 1)
+        return cls.of_total(total, sites, measure, fraction)
+
+    @classmethod
+    def of_total(cls, total: float, sites: Sequence[CandidateSet], measure: str, fraction: float) -> Budget:
+        """Return a budget of a whole model that is known to cost so much.
+
+        Args:
+            total: What the dense model costs.
+            sites: The candidates of its sites.
+            measure: `params`, `macs` or `bytes`.
+            fraction: Fraction of it to keep, in (0, 1].
+
+        Raises:
+            DecompositionError: If the fraction is outside (0, 1].
+        """
+        covered = sum(int(site.cost(measure)[site.dense]) for site in sites)
+        return cls(fraction, measure, total, total - covered)
+
+    @property
+    def limits(self) -> tuple[Budget, ...]:
+        """The budgets that have to be kept, one or two."""
+        return (self,) if self.also is None else (self, self.also)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What the budgets count."""
+        return tuple(each.measure for each in self.limits)
+
+    @property
+    def available(self) -> float:
+        """Cost that the sites may take together."""
+        return self.fraction * self.total - self.fixed
+
+    def coupled(self, sites: Sequence[CandidateSet]) -> bool:
+        """Tell whether what a candidate costs, in any budget, depends on its neighbours'."""
+        together = any(site.narrows or site.removal is not None for site in sites)
+        return together or any(bool(each.borders) for each in self.limits)
+
+    def coupling(self, sites: Sequence[CandidateSet], site: int) -> np.ndarray | None:
+        """Return what candidates of a site and of the next one cost together beyond what each costs alone.
+
+        It is the border between integers and floating point, less what the site saves because the next one
+        does not read all of its outputs; infinite where the two do not go together, as where one of a block
+        leaves the network and the other stays.
+
+        Returns:
+            Shape (candidates of the site, candidates of the next), in the unit of the measure; `None` where
+            there is nothing.
+        """
+        here, behind = sites[site], sites[site + 1]
+        one_block = in_one_block(here, behind)
+        if not self.borders and behind.producer != here.name and not one_block:
+            return None
+        together = np.zeros((len(here), len(behind)))
+        if self.borders:
+            together += self.borders[site] * (here.integer[:, None] != behind.integer[None])
+        if behind.producer == here.name:
+            together -= here.saved(self.measure)[:, behind.levels]
+        if one_block:
+            together[here.leaving[:, None] != behind.leaving[None]] = np.inf
+        return together
+
+    def spent(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
+        """Return the cost of the whole model with candidate `choices[j]` of `sites[j]`.
+
+        It is infinite where candidates do not go together.
+        """
+        for (here, choice), (behind, chosen) in pairwise(zip(sites, map(int, choices), strict=True)):
+            if in_one_block(here, behind) and here.leaving[choice] != behind.leaving[chosen]:
+                return np.inf
+        own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
+        return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)
+
+    def crossed(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
+        """Return what the borders between integers and floating point cost under the choices."""
+        if not self.borders:
+            return 0.0
+        integer = np.array([site.integer[int(j)] for site, j in zip(sites, choices, strict=True)])
+        return float((integer[1:] != integer[:-1]) @ np.asarray(self.borders))
+
+    def left(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return what the choices leave over of each budget; negative where they exceed it.
+
+        Returns:
+            Shape (limits,), each in the unit of its measure.
+        """
+        return np.array([each.fraction * each.total - each.spent(sites, choices) for each in self.limits])
+
+    def kept(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> bool:
+        """Tell whether the choices stay within every budget."""
+        return all(each.spent(sites, choices) <= each.fraction * each.total for each in self.limits)
+
+    def extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
+        """Return what each candidate of a site would cost beyond the one that is chosen now.
+
+        Args:
+            sites: The candidates of every site.
+            choices: Index of the chosen candidate of every site.
+            site: Index of the site.
+
+        Returns:
+            Shape (limits, candidates of the site), each in the unit of its measure; 0 for the one that is
+            chosen.
+        """
+        return np.stack([each._extra(sites, choices, site) for each in self.limits])
+
+    def _extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
+        costs = sites[site].cost(self.measure).astype(float)
+        if site > 0 and (before := self.coupling(sites, site - 1)) is not None:
+            costs = costs + before[choices[site - 1]]
+        if site < len(sites) - 1 and (behind := self.coupling(sites, site)) is not None:
+            costs = costs + behind[:, choices[site + 1]]
+        extra: np.ndarray = costs - costs[choices[site]]
+        return extra
+
+    def price(self, extra: np.ndarray, mixture: Sequence[float] | np.ndarray | None = None) -> np.ndarray:
+        """Return one number for each column of what `extra` returns, in the unit of the first budget.
+
+        Args:
+            extra: Shape (limits, candidates).
+            mixture: Factor of each budget, shape (limits,); `None` counts all alike.
+        """
+        factors = np.ones(len(extra)) if mixture is None else np.asarray(mixture)
+        units = [self.total / each.total for each in self.limits]
+        price: np.ndarray = (factors * units) @ extra
+        return price

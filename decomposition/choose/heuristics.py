@@ -1,0 +1,328 @@
+"""One-shot rank heuristics: simple rules that spend a budget over all layers without a search.
+
+`uniform`, `energy` and `vbmf` raise one common level over all layers: every candidate of every layer has a
+level from which it is taken, and the levels are climbed in order until the next step breaks the budget.
+What remains unspent is less than one such step. `greedy` minimises the sum of the errors instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.candidates.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
+from decomposition.candidates.library import FitLibrary
+from decomposition.choose.allocation import allocate
+from decomposition.choose.budget import Budget
+from decomposition.choose.latency import LatencyTable
+from decomposition.choose.reachable import cheapest_choices, check_reachable
+from decomposition.choose.vbmf import matrix_rank
+from decomposition.errors import DecompositionError
+from decomposition.fit.fitting import CHOOSING, FitOptions
+from decomposition.network.inputs import ExampleInputs
+from decomposition.network.layers import LayerSpec, inspect_layers
+from decomposition.network.rewriting import rewrites_of
+from decomposition.network.wrappers import unwrapped
+from decomposition.operations import Factorise
+from decomposition.plan.plan import CompressionPlan
+from decomposition.progress import Progress, progress_bar
+from decomposition.registry import Registry
+
+Choose = Callable[[FitLibrary, Sequence[CandidateSet], Budget], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Heuristic:
+    """A registered rule that chooses ranks.
+
+    Attributes:
+        name: Name in the registry, in plans and on the command line.
+        description: One line for listings.
+        choose: `choose(library, sites, budget)` returns the index of a candidate for every site and raises
+            `DecompositionError` if no plan can reach the budget.
+    """
+
+    name: str
+    description: str
+    choose: Choose
+
+
+_HEURISTICS: Registry[Heuristic] = Registry("heuristic", DecompositionError)
+
+
+def register_heuristic(name: str, description: str) -> Callable[[Choose], Choose]:
+    """Function decorator: add a heuristic to the registry.
+
+    Raises:
+        DecompositionError: If the name is taken.
+    """
+
+    def register(choose: Choose) -> Choose:
+        _HEURISTICS.add(name, Heuristic(name, description, choose), description)
+        return choose
+
+    return register
+
+
+def list_heuristics() -> list[str]:
+    """Return the names of all registered heuristics."""
+    return _HEURISTICS.names()
+
+
+def get_heuristic(name: str) -> Heuristic:
+    """Return the heuristic called `name`.
+
+    Raises:
+        DecompositionError: If there is none of that name.
+    """
+    return _HEURISTICS[name]
+
+
+@register_heuristic("uniform", "the same kept share in every layer")
+def uniform(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
+    """Keep the same share of every layer's own cost, the largest that meets the budget.
+
+    Equal ranks, or equal fractions of the largest rank, would starve a ring's small layers: a ring's
+    parameters grow with the square of its rank.
+
+    Args:
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
+        budget: The budget; it always holds for the result.
+
+    Returns:
+        Index of the chosen candidate of every site, shape (sites,).
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    costs = [site.cost(budget.measure).astype(float) for site in sites]
+    return _climb(sites, budget, [cost / cost[-1] for cost in costs])
+
+
+@register_heuristic("energy", "the same share of output energy in every layer")
+def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
+    """Give every layer the smallest rank that retains a common share of its energy, the largest that fits.
+
+    The share that a candidate retains is 1 - error^2 of its fit: the classical spectral energy where the fit
+    is a truncated SVD, and that of the layer's real outputs where the library knows the data.
+
+    Args:
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
+        budget: The budget; it always holds for the result.
+
+    Returns:
+        Index of the chosen candidate of every site, shape (sites,).
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    # A candidate is needed from the share on that the one before it cannot retain.
+    levels = [np.array([0.0, *np.maximum.accumulate(1 - site.errors[:-1] ** 2)]) for site in sites]
+    return _climb(sites, budget, levels)
+
+
+@register_heuristic("vbmf", "ranks in proportion to what variational Bayes finds above the noise")
+def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
+    """Give every layer the same multiple of its analytic VBMF rank, the largest that meets the budget.
+
+    A layer's VBMF rank is the larger one of its weight's output and input unfoldings (as Kim et al., ICLR
+    2016, choose Tucker ranks), at least 1. A candidate's rank is the number of features between the two
+    halves of the format, which bounds the rank of the output unfolding; in a ring it is a product of bonds.
+
+    Args:
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
+        budget: The budget; it always holds for the result.
+
+    Returns:
+        Index of the chosen candidate of every site, shape (sites,).
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    levels = []
+    for site in sites:
+        weight = library.weights[site.spec.name]
+        unfoldings = (weight.flatten(1), weight.movedim(1, 0).flatten(1))
+        signal = max(1, *(matrix_rank(unfolding).rank for unfolding in unfoldings))
+        features = [_features(library, site.spec, each) for each in site.candidates]
+        # Where bonds have ranks of their own, a larger layer need not have more features.
+        levels.append(np.maximum.accumulate([*features[:-1], max(features)]) / signal)
+    return _climb(sites, budget, levels)
+
+
+@register_heuristic("greedy", "the least loss at the network's output (Lagrangian allocation)")
+def greedy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
+    """Minimise the sum of what the layers' errors cost the network's output within the budget (`allocate`).
+
+    Args:
+        library: The fits that the candidates come from.
+        sites: The candidates of every site.
+        budget: The budget; it always holds for the result.
+
+    Returns:
+        Index of the chosen candidate of every site, shape (sites,).
+
+    Raises:
+        DecompositionError: If no plan can reach the budget.
+    """
+    return allocate(sites, budget)
+
+
+def plan_by_heuristic(
+    model: nn.Module,
+    input_shape: ExampleInputs,
+    tensor_format: str | Sequence[str],
+    heuristic: str,
+    fraction: float,
+    *,
+    measure: str = "params",
+    latency: Callable[[Sequence[CandidateSet]], LatencyTable] | None = None,
+    calibration: CalibrationInputs | None = None,
+    weigh_outputs: bool = True,
+    precisions: Sequence[str] = ("float32",),
+    skip: Sequence[str] = (),
+    only: Sequence[str] = (),
+    tensorised: bool = False,
+    candidates: int = 16,
+    multiple: int = 1,
+    options: FitOptions = CHOOSING,
+    folder: Path | None = None,
+    progress: Progress = None,
+    workers: int | None = None,
+) -> CompressionPlan:
+    """Choose ranks for a whole model under a budget: calibrate, fit all candidates, apply the heuristic.
+
+    Args:
+        model: The dense model; left as it was.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`, or a batch of
+            inputs: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes
+            by name.
+        tensor_format: Name of the format (`list_formats`), or names of several: every layer takes the one
+            that serves it best.
+        heuristic: Name of the heuristic (`list_heuristics`).
+        fraction: Fraction of the whole model's cost to keep, in (0, 1].
+        measure: What is kept: `params`, `macs`, `bytes` or `latency`.
+        latency: For `measure="latency"`: measures all candidates of the sites, as they will be run.
+        calibration: A few hundred real, preprocessed model inputs: one batch of them (a tensor, a tuple or a
+            dict of tensors), or batches, such as a data loader, whose labels are left away; `None` fits to
+            the weights alone.
+        weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
+        precisions: What layers may compute with or be stored in (`PRECISIONS`).
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
+            (`layer1`, `*.downsample.*`).
+        only: Layers that alone may change, named likewise; empty for all.
+        tensorised: Split channel counts into small factors (tensor ring and tensor train).
+        candidates: Ranks to fit a layer at most.
+        multiple: They are multiples of it; 8 suits budgets in time.
+        options: How much work each fit may do.
+        folder: Where fits are cached for the next call; `None` keeps them in memory.
+        progress: Where progress goes: `None` draws a bar on a terminal, `False` shows nothing; a function is
+            called with "fit layers", the number of layers that are done and the number of all.
+        workers: Processes that fit layers side by side (`FitLibrary.all_candidates`); `None` takes none.
+
+    Returns:
+        The plan, for `apply_plan`.
+
+    Raises:
+        DecompositionError: If a name is unknown, the calibration set cannot be used, the model has no layer
+            to decompose, or no plan can reach the budget.
+    """
+    chosen = get_heuristic(heuristic)
+    if measure not in MEASURES:
+        raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
+    if (measure == "latency") != (latency is not None):
+        raise DecompositionError(
+            f"measure={measure!r} {'needs' if measure == 'latency' else 'cannot use'} latency=, the function "
+            "that measures the candidates; give it with measure='latency' only"
+        )
+    library = FitLibrary.calibrated(
+        model,
+        input_shape,
+        tensor_format,
+        calibration,
+        weigh_outputs=weigh_outputs,
+        skip=skip,
+        only=only,
+        precisions=precisions,
+        tensorised=tensorised,
+        multiple=multiple,
+        options=options,
+        folder=folder,
+    )
+    with progress_bar("fit layers", len(library.specs), progress=progress) as bar:
+        sites = library.all_candidates(limit=candidates, progress=lambda _: bar.advance(), workers=workers)
+    if latency is not None:
+        table = latency(sites)
+        sites = table.attach(sites)
+        budget = table.budget(fraction, sites)
+    else:
+        budget = Budget.of_model(model, sites, input_shape, measure, fraction)
+    sites = [site.efficient(measure) for site in sites]
+    choices = chosen.choose(library, sites, budget)
+    return plan_from_choices(
+        sites,
+        choices,
+        inspect_layers(model, input_shape),
+        input_shape,
+        heuristic,
+        preparation=rewrites_of(unwrapped(model)),
+    )
+
+
+def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:
+    """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
+    if candidate.removed is not None:
+        return 0
+    operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
+    if operation is None:
+        read = spec.in_channels if candidate.inputs is None else candidate.inputs
+        return min(spec.out_channels, read * spec.kernel_elements)
+    chosen, ranks = operation.tensor_format, operation.ranks
+    if chosen.own_ranks:
+        return sum(ranks) / len(ranks)
+    modes = library.modes(spec.name, chosen)
+    cores = [torch.empty(shape) for shape in chosen.core_shapes(modes, ranks)]
+    return chosen.halves(cores, modes)[0].shape[1]
+
+
+def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.ndarray]) -> np.ndarray:
+    """Raise a common level from the cheapest candidates until the next step would break the budget.
+
+    Args:
+        sites: The candidates of every site.
+        budget: The budget.
+        levels: For each site the level from which each candidate is taken, ascending.
+
+    Returns:
+        Index of the chosen candidate of every site, shape (sites,).
+    """
+    check_reachable(sites, budget)
+    costs = [site.cost(budget.measure) for site in sites]
+    # Only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense layer's.
+    useful = [
+        [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
+    ]
+    apart = budget.also is None and not budget.coupled(sites)
+    choices = np.array([each[0] for each in useful]) if apart else cheapest_choices(sites, budget)
+    left = budget.left(sites, choices)
+    steps = sorted(
+        (float(levels[layer][candidate]), layer, candidate)
+        for layer, candidates in enumerate(useful)
+        for candidate in candidates[1:]
+    )
+    for _, layer, candidate in steps:
+        extra = budget.extra(sites, choices, layer)[:, candidate]
+        if (extra > left).any():
+            break
+        left -= extra
+        choices[layer] = candidate
+    return choices

@@ -1,0 +1,167 @@
+"""A table of measured layer latencies, for budgets in time.
+
+How a latency is measured (which runtime, batch size, number of threads) is the caller's; this is the noun
+that carries the numbers to the allocation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decomposition.candidates.candidates import CandidateSet
+from decomposition.choose.budget import Budget
+from decomposition.errors import DecompositionError
+from decomposition.files import replacing
+
+_VERSION = 3
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Measured time of every site's candidates, all in the same unit and under the same conditions.
+
+    Attributes:
+        sites: For each site the time of every candidate, in their order; the last is the dense one's.
+        rest: Time of everything that belongs to no site.
+        conditions: How it was measured (runtime, batch, threads, machine), for the reader.
+        borders: For each site the time that is lost between it and the next where one of the two computes in
+            integers and the other does not; empty where nothing does.
+        narrowed: For sites whose outputs the next one may read only in part: the time of every candidate at
+            every such number of channels.
+    """
+
+    sites: Mapping[str, Sequence[float]]
+    rest: float = 0.0
+    conditions: str = ""
+    borders: Mapping[str, float] = field(default_factory=dict)
+    narrowed: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, times in self.sites.items():
+            if not times:
+                raise DecompositionError(f"site {name!r}: the latency table lacks the dense layer's time")
+            for index, time in enumerate(times):
+                if not (np.isfinite(time) and time > 0):
+                    raise DecompositionError(
+                        f"site {name!r}: the time of candidate {index} is {time}; it must be positive"
+                    )
+        borders = ((f"the border behind {name!r}", time) for name, time in self.borders.items())
+        for name, time in (("the rest", self.rest), *borders):
+            if not (np.isfinite(time) and time >= 0):
+                raise DecompositionError(f"the latency of {name} is {time}; it must be 0 or more")
+
+    @property
+    def total(self) -> float:
+        """Time of the dense network."""
+        return self.rest + sum(times[-1] for times in self.sites.values())
+
+    def without_slower(self, sites: Sequence[CandidateSet]) -> tuple[LatencyTable, list[CandidateSet]]:
+        """Return the table and the sites without candidates that are slower than their dense layer.
+
+        Each is compared with the dense layer in its own precision: within a budget in time nothing is gained
+        by it. A table whose times are changed later (corrected by whole networks, kind by kind) is to be cut
+        first, or it takes candidates for fast that were measured to be slow.
+
+        Raises:
+            DecompositionError: If a site or one of its candidates was not measured.
+        """
+        cut, times, narrowed = [], {}, {}
+        for site in sites:
+            own = self.sites.get(site.name, ())
+            if len(own) != len(site):
+                raise DecompositionError(
+                    f"site {site.name!r} has {len(site)} candidates, the latency table holds {len(own)} "
+                    "times for it; measure all candidates"
+                )
+            limits = {False: own[-1], True: np.inf}
+            for each, time in zip(site.candidates, own, strict=True):
+                if each.only_integers:
+                    limits[True] = time
+            kept = [
+                index
+                for index, (each, time) in enumerate(zip(site.candidates[:-1], own, strict=False))
+                if time < limits[each.integer] or time == limits[True]
+            ]
+            dense = site.candidates[-1]
+            if not kept and len(site) > 1:
+                dense = replace(dense, reason="no candidate is faster than the dense layer")
+            cut.append(replace(site, candidates=(*(site.candidates[index] for index in kept), dense)))
+            kept.append(len(site) - 1)
+            times[site.name] = tuple(own[index] for index in kept)
+            if site.name in self.narrowed:
+                narrowed[site.name] = tuple(self.narrowed[site.name][index] for index in kept)
+        return replace(self, sites=times, narrowed=narrowed), cut
+
+    def attach(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
+        """Return the sites with measured times, without candidates that are slower than their dense layer.
+
+        Raises:
+            DecompositionError: If a site or one of its candidates was not measured.
+        """
+        table, faster = self.without_slower(sites)
+        attached = []
+        for site in faster:
+            times = table.sites[site.name]
+            narrowed = table.narrowed.get(
+                site.name, [[time] * len(site.candidates[-1].narrower) for time in times]
+            )
+            timed = tuple(
+                replace(
+                    candidate,
+                    cost=replace(candidate.cost, time=float(time)),
+                    narrower=tuple(
+                        None if each is None else replace(each, time=float(narrow))
+                        for each, narrow in zip(candidate.narrower, row, strict=True)
+                    ),
+                )
+                for candidate, time, row in zip(site.candidates, times, narrowed, strict=True)
+            )
+            attached.append(replace(site, candidates=timed))
+        return attached
+
+    def budget(self, fraction: float, sites: Sequence[CandidateSet]) -> Budget:
+        """Return the budget that keeps a fraction of the dense network's time, in (0, 1]."""
+        borders = tuple(self.borders.get(site.name, 0.0) for site in sites[:-1])
+        return Budget(fraction, "latency", self.total, self.rest, borders if any(borders) else ())
+
+    def save(self, path: Path) -> None:
+        """Write the table as JSON; the file is replaced atomically."""
+        content = {
+            "version": _VERSION,
+            "conditions": self.conditions,
+            "rest": self.rest,
+            "borders": dict(self.borders),
+            "sites": {name: list(times) for name, times in self.sites.items()},
+            "narrowed": {name: [list(row) for row in rows] for name, rows in self.narrowed.items()},
+        }
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> LatencyTable:
+        """Read a table.
+
+        Raises:
+            DecompositionError: If the file is no latency table of this version.
+        """
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if content["version"] != _VERSION:
+                raise DecompositionError(
+                    f"{path} has version {content['version']!r}, this release reads {_VERSION}; measure anew"
+                )
+            sites = {name: tuple(map(float, times)) for name, times in content["sites"].items()}
+            borders = {name: float(time) for name, time in content["borders"].items()}
+            narrowed = {
+                name: tuple(tuple(map(float, row)) for row in rows)
+                for name, rows in content.get("narrowed", {}).items()
+            }
+            return cls(sites, float(content["rest"]), str(content["conditions"]), borders, narrowed)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DecompositionError(f"{path} is no latency table ({error}); measure anew") from error

@@ -1,0 +1,513 @@
+"""Sequential refit: every layer is fitted to the inputs it receives in the compressed network.
+
+Layer by layer in forward order, with x the dense network's input patch and y the one that arrives through the
+already compressed layers, the layer is fitted so that V y reproduces W x: the target becomes
+W C_xy C_yy^-1 in the metric C_yy (as in the asymmetric reconstruction of Zhang et al., TPAMI 2016). It undoes
+the errors of the layers before.
+
+Both networks run in lockstep in one forward pass: the batch holds the images twice, the first half goes
+through the dense layers, the second through the compressed ones, and a layer is fitted at the moment its
+inputs arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from decomposition.calibration.batch_norm import tracked_batch_norms
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    gram,
+    shrunk_matrix,
+    shrunk_rows,
+    trace,
+    worth_factoring,
+)
+from decomposition.calibration.shrinkage import labels_or_single, shrinkage
+from decomposition.errors import DecompositionError
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Inputs, count_inputs, joined, rows, run_model
+from decomposition.network.layers import BatchNorm, DecomposableModule, LayerSpec, weight_of
+from decomposition.network.outputs import tensors_in
+from decomposition.network.patches import labels_of_batch, sample_labelled_patches
+from decomposition.network.rounding import calibrate_ranges
+from decomposition.network.surgery import copied, replace_module
+
+# Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
+RIDGE = 1e-3
+# A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
+PATCHES_TO_SOLVE = 4
+# The error that a layer reports is an average; so many patches, evenly spread, give it to a few digits.
+_PATCHES_FOR_ERROR = 16_384
+_ADVICE = "use sequential=False (decomposition.sequential=false on the command line)"
+
+
+@dataclass(frozen=True)
+class RefitProblem:
+    """What a layer has to reproduce, handed to the function that fits it.
+
+    Attributes:
+        target: Weight (out, in, kernel) that maps the arriving inputs best to the dense outputs.
+        metric: E[y y'] of the arriving patches, (D, D); around the mean where the mean is corrected; `None`
+            fits to the weight itself.
+        count: Number of patches.
+        start: Cores of a fit to a problem much like this one, which a factorisation begins with; `None` takes
+            the format's own.
+    """
+
+    target: torch.Tensor
+    metric: Metric | None
+    count: int = 0
+    start: Sequence[torch.Tensor] | None = None
+
+
+_Replaced = TypeVar("_Replaced", bound=nn.Module)
+
+# Returns the new layer with its weight set, and that weight (out, in, kernel) in float64.
+Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
+
+
+def solved(layer: DecomposableModule, inputs: int) -> Refit:
+    """Return the refit of a layer that stays dense: the weight that best undoes the errors before it.
+
+    Args:
+        layer: The dense layer, left untouched.
+        inputs: How many of its in * kernel inputs arrive; with too few patches for them it keeps its weight.
+    """
+
+    def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+        fitted = copied(layer)
+        if problem.count >= PATCHES_TO_SOLVE * inputs:
+            with torch.no_grad():
+                fitted.weight.copy_(problem.target.reshape(fitted.weight.shape))
+        return fitted, weight_of(fitted)
+
+    return refit
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """A layer fitted to what arrives.
+
+    Attributes:
+        module: The layer, its bias as the fit left it.
+        shift: What its mean output lacks, float64 (out,): for its bias, or for the batch norm behind it.
+        error: Relative output error, errors of the layers before included.
+    """
+
+    module: nn.Module
+    shift: torch.Tensor
+    error: float
+
+
+def refit_to_patches(
+    dense: DecomposableModule,
+    refit: Refit,
+    dense_patches: torch.Tensor,
+    arriving: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    mean_absorbed: bool,
+) -> Refitted:
+    """Fit a layer so that on the patches that arrive it does what the dense one does on its own.
+
+    Args:
+        dense: The dense layer, left untouched.
+        refit: How to fit it.
+        dense_patches: Input patches in the dense network, (n, in * kernel).
+        arriving: The same patches in the compressed network.
+        labels: Which input each patch is from, (n,), to shrink what few inputs do not determine; `None`
+            shrinks nothing.
+        mean_absorbed: Whether the shift is corrected, so that the layer is fitted around the mean.
+    """
+    weight = weight_of(dense)
+    matrix = weight.flatten(1)
+    # Second moments in half precision are no longer positive, or overflow.
+    dense_patches, arriving = (x.float() if x.element_size() < 4 else x for x in (dense_patches, arriving))
+    dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
+    if len(arriving) > 1:
+        solve = _few_patches if worth_factoring(*arriving.shape) else _many_patches
+        target, metric = solve(
+            matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed
+        )
+        problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
+    else:  # from a single patch nothing is to be learnt of others
+        problem = RefitProblem(weight, None, len(arriving))
+    fitted, new_weight = refit(problem)
+    shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
+    some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))
+    dense_patches, arriving = dense_patches[some], arriving[some]
+    outputs = dense_patches @ matrix.T.to(dense_patches)
+    rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
+    if mean_absorbed:
+        rest -= shift.to(rest)
+    error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
+    return Refitted(fitted, shift, error)
+
+
+def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
+    """Whether a change of the layer's mean output can be corrected without new parameters."""
+    return spec.bias or (correct_batch_norm and spec.batch_norm is not None)
+
+
+def refit_in_lockstep(
+    model: nn.Module,
+    refits: dict[str, Refit],
+    images: Inputs,
+    *,
+    present: Mapping[str, torch.Tensor] | None = None,
+    removed: Iterable[str] = (),
+    substitutes: Mapping[str, nn.Module] | None = None,
+    mean_absorbed: set[str],
+    correct_batch_norm: bool,
+    max_patches: int,
+    seed: int,
+    shrink: bool = True,
+) -> dict[str, float]:
+    """Replace layers of `model` in forward order, each fitted to the inputs that reach it.
+
+    Args:
+        model: The dense model; changed in place.
+        refits: How to fit each layer, by name.
+        images: Calibration inputs, one batch of N. Memory grows with 2 N activations of the largest layer.
+        present: For some layers, which of their input channels there still are (boolean, shape (in,)); the
+            others arrive as zero.
+        removed: Modules that hand their input on instead; what is in them takes no part.
+        substitutes: What takes the place of some modules for the compressed half, by their names.
+        mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
+            `correct_batch_norm`, by the batch norm behind them. They are fitted around the mean.
+        correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
+        max_patches: Patches a layer is fitted on at most.
+        seed: Seed of the patch positions.
+        shrink: Keep what few images do not determine near the original weight by calibration, in
+            the target and in the metric.
+
+    Returns:
+        Relative output error of each layer that was called, errors of the layers before included; a layer
+        that was not stays as it is.
+
+    Raises:
+        DecompositionError: If the model's outputs for one input depend on the others in the batch, or the
+            first axis of a layer's input does not count the batch.
+    """
+    modules = dict(model.named_modules())
+    with evaluation_mode(model):
+        expected = run_model(model, rows(images, slice(2)))
+    generator = torch.Generator().manual_seed(seed)
+    pairs: dict[str, _LayerPair] = {}
+    norms: list[_NormPair] = []
+    for name, refit in refits.items():
+        dense: DecomposableModule = modules[name]
+        pairs[name] = _LayerPair(
+            name,
+            dense,
+            refit,
+            (present or {}).get(name),
+            name in mean_absorbed,
+            max_patches,
+            generator,
+            2 * count_inputs(images),
+            shrink,
+        )
+        replace_module(model, dense, pairs[name])
+    blocks = [_RemovedBlock(modules[name]) for name in removed]
+    for block in blocks:
+        replace_module(model, block.dense[0], block)
+    substituted = [_Substituted(modules[name], other) for name, other in (substitutes or {}).items()]
+    for each in substituted:
+        replace_module(model, each.dense, each)
+    if correct_batch_norm:
+        for norm in tracked_batch_norms(model):
+            norms.append(_NormPair(norm))
+            replace_module(model, norm, norms[-1])
+    try:
+        with evaluation_mode(model):
+            result = run_model(model, joined([images, images]))
+    finally:
+        for pair in pairs.values():
+            replace_module(model, pair, pair.fitted if pair.fitted is not None else pair.dense)
+        for norm_pair in norms:
+            replace_module(model, norm_pair, norm_pair.finish())
+        for block in blocks:
+            replace_module(model, block, nn.Identity())
+        for each in substituted:
+            replace_module(model, each, each.dense)
+    for before, after in zip(tensors_in(expected), tensors_in(result), strict=True):
+        if not _begins_with(after, before):
+            raise DecompositionError(
+                "the model's output for one input changes with the other inputs of the batch, so it cannot "
+                f"be refitted layer by layer in one pass; {_ADVICE}"
+            )
+    return {name: pair.error for name, pair in pairs.items() if pair.fitted is not None}
+
+
+def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether the outputs for a batch begin with those expected for its first inputs."""
+    if expected.ndim == 0:  # a number for the whole batch, such as an auxiliary loss
+        return True
+    first = outputs[: len(expected)]
+    return first.shape == expected.shape and torch.allclose(first, expected, rtol=1e-2, atol=1e-3)
+
+
+class _StandIn(nn.Module, Generic[_Replaced]):
+    """Stands in place of a module, and has its attributes, which the network's own code may ask for."""
+
+    dense: _Replaced
+
+    def __init__(self, dense: _Replaced) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("dense"), name)
+
+
+class _LayerPair(_StandIn[DecomposableModule]):
+    """The dense layer for the first half of the batch, its replacement for the second."""
+
+    def __init__(
+        self,
+        name: str,
+        dense: DecomposableModule,
+        refit: Refit,
+        present: torch.Tensor | None,
+        mean_absorbed: bool,
+        max_patches: int,
+        generator: torch.Generator,
+        batch: int,
+        shrink: bool,
+    ) -> None:
+        super().__init__(dense)
+        self.name = name
+        self.refit = refit
+        self.present = present
+        self.mean_absorbed = mean_absorbed
+        self.max_patches = max_patches
+        self.generator = generator
+        self.batch = batch
+        self.shrink = shrink
+        self.fitted: nn.Module | None = None
+        self.error = float("nan")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) % self.batch:  # a multiple: images may have been cut into windows
+            raise DecompositionError(
+                f"layer {self.name!r}: the first axis of its input, shape {tuple(x.shape)}, does not count "
+                f"the batch's {self.batch} inputs, so it cannot be refitted in one pass; {_ADVICE}"
+            )
+        dense_input, arriving = x.chunk(2)
+        if self.present is not None:
+            behind = 0 if isinstance(self.dense, nn.Linear) else arriving.ndim - 2
+            arriving = arriving * self.present.to(arriving).reshape(-1, *[1] * behind)
+        if self.fitted is None:
+            (dense_patches, patches), labels = sample_labelled_patches(
+                self.dense, [dense_input, arriving], self.max_patches, self.generator
+            )
+            inputs = self.batch // 2
+            labels = labels_or_single(labels_of_batch(labels, len(arriving), inputs), inputs)
+            # The network masks what is not finite (`decomposition.calibration.input_check`).
+            finite = (dense_patches.isfinite() & patches.isfinite()).all(1)
+            dense_patches, patches, labels = dense_patches[finite], patches[finite], labels[finite]
+            self.fitted = self._fit(dense_patches, patches, labels)
+            calibrate_ranges(self.fitted, [arriving], inside=self.name)
+        fitted: nn.Module = self.fitted
+        if isinstance(fitted, FactorisedLayer) and not fitted.rounds_between:
+            passed = fitted.apply_dense(arriving)  # it computes the same, here in less time
+        else:
+            passed = fitted(arriving)
+        return torch.cat([self.dense(dense_input), passed])
+
+    def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor, labels: torch.Tensor) -> nn.Module:
+        refitted = refit_to_patches(
+            self.dense,
+            self.refit,
+            dense_patches,
+            arriving,
+            labels if self.shrink else None,
+            mean_absorbed=self.mean_absorbed,
+        )
+        bias: torch.Tensor | None = getattr(refitted.module, "bias", None)
+        if bias is not None:
+            bias += refitted.shift.to(bias)
+        self.error = refitted.error
+        return refitted.module
+
+
+def _many_patches(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
+
+    With the labels of the inputs that patches are from, both are shrunk.
+    """
+    count = len(arriving)
+    covariance = gram(arriving).double().cpu() / count - torch.outer(mean, mean)
+    # W C_xy by way of the outputs W x: they are far fewer than the inputs.
+    outputs = dense @ weight.T.to(dense)
+    cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
+    share = 0.0 if labels is None else shrinkage(arriving, labels, covariance, mean.to(arriving))
+    return target_and_metric(weight, covariance, cross, weight @ dense_mean, mean, share, centred=centred)
+
+
+def target_and_metric(
+    weight: torch.Tensor,
+    covariance: torch.Tensor,
+    cross: torch.Tensor,
+    outputs_mean: torch.Tensor,
+    mean: torch.Tensor,
+    share: float,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
+
+    Args:
+        weight: W of the dense layer, (out, in * kernel).
+        covariance: Of the patches y that arrive, (D, D).
+        cross: Covariance of the dense layer's outputs W x and y, (out, D).
+        outputs_mean: Mean of W x, (out,).
+        mean: Mean of y, (D,).
+        share: By which both are shrunk (`decomposition.calibration.shrinkage`).
+        centred: Whether the layer is fitted around the mean.
+    """
+    metric = shrunk_matrix(covariance, share)
+    cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
+    if not centred:
+        metric = metric + torch.outer(mean, mean)
+        cross = cross + torch.outer(outputs_mean, mean)
+    ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
+    regularised = metric.clone()
+    regularised.diagonal().add_(ridge)
+    return _solved(regularised, (cross + ridge * weight).T).T, metric
+
+
+def target_and_row_metric(
+    weight: torch.Tensor,
+    outputs: torch.Tensor,
+    arriving: torch.Tensor,
+    outputs_mean: torch.Tensor,
+    mean: torch.Tensor,
+    share: float,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, RowFactor]:
+    """Return what `target_and_metric` does, of patches that are fewer than the numbers in one.
+
+    With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
+
+    Args:
+        weight: W of the dense layer, (out, in * kernel).
+        outputs: What the dense layer makes of its patches, W x, (n, out).
+        arriving: The patches y that arrive, (n, in * kernel).
+        outputs_mean: As for `target_and_metric`, like the others.
+        mean: Mean of y.
+        share: By which both are shrunk.
+        centred: Whether the layer is fitted around the mean.
+    """
+    scale = len(arriving) ** -0.5
+    metric = shrunk_rows(RowFactor((arriving.double().cpu() - mean) * scale), share)
+    rows = metric.rows
+    wanted = (1 - share) ** 0.5 * scale * (outputs.double().cpu() - outputs_mean)
+    if not centred:
+        rows, wanted = torch.cat([rows, mean[None]]), torch.cat([wanted, outputs_mean[None]])
+        metric = RowFactor(rows, metric.ridge)
+    ridge = metric.ridge + max(RIDGE * trace(metric) / rows.shape[1], 1e-30)
+    regularised = rows @ rows.T
+    regularised.diagonal().add_(ridge)
+    return weight + _solved(regularised, wanted - rows @ weight.T).T @ rows, metric
+
+
+def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return matrix^-1 right for a symmetric matrix that is positive but for rounding."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.linalg.solve(matrix, right) if failed.item() else torch.cholesky_solve(right, factor)
+
+
+def _few_patches(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the same where patches are fewer than the numbers in one."""
+    share = 0.0
+    if labels is not None:
+        rows = arriving.double().cpu() - mean
+        share = shrinkage(rows, labels.cpu(), RowFactor(rows * len(rows) ** -0.5))
+    outputs = dense.double().cpu() @ weight.T
+    return target_and_row_metric(weight, outputs, arriving, weight @ dense_mean, mean, share, centred=centred)
+
+
+class _RemovedBlock(nn.Module):
+    """A block for the first half of the batch, nothing for the second."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.dense = (block.eval(),)  # in a tuple: its layers and norms are no longer the network's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense_input, arriving = x.chunk(2)
+        return torch.cat([self.dense[0](dense_input), arriving])
+
+
+class _Substituted(_StandIn[nn.Module]):
+    """A module for the first half of the batch, another one for the second."""
+
+    def __init__(self, dense: nn.Module, substitute: nn.Module) -> None:
+        super().__init__(dense)
+        self.substitute = substitute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense, arriving = x.chunk(2)
+        return torch.cat([self.dense(dense), self.substitute(arriving)])
+
+
+class _NormPair(_StandIn[BatchNorm]):
+    """A batch norm whose running mean follows the shift of the compressed half's mean."""
+
+    def __init__(self, norm: BatchNorm) -> None:
+        super().__init__(norm)
+        self.shift: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.dense
+        dense, arriving = x.chunk(2)
+        if self.shift is None:
+            axes = [axis for axis in range(x.ndim) if axis != 1]
+            self.shift = arriving.mean(axes) - dense.mean(axes)
+        expected, mean = norm(dense), norm.running_mean
+        assert mean is not None
+        # Through the norm itself: subclasses may do more than normalise.
+        norm.running_mean = mean + self.shift
+        try:
+            moved = norm(arriving)
+        finally:
+            norm.running_mean = mean
+        return torch.cat([expected, moved])
+
+    def finish(self) -> nn.Module:
+        """Return the batch norm with its mean shifted."""
+        if self.shift is not None and self.dense.running_mean is not None:
+            self.dense.running_mean += self.shift
+        return self.dense

@@ -1,0 +1,352 @@
+"""The layers that replace dense ones: plain torch layers in a row, or cores contracted to a weight."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from decomposition.errors import DecompositionError
+from decomposition.network.geometry import Geometry
+from decomposition.network.layers import DecomposableModule
+from decomposition.network.modes import WeightModes
+
+if TYPE_CHECKING:
+    from decomposition.formats.base import Cores, Ranks, TensorFormat
+
+_DESCRIPTION = (
+    *("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding"),
+    *("dilation", "groups", "padding_mode"),
+)
+
+
+_MACS_PER_VALUE = 33
+"""Multiply-accumulates that take as long as reading or writing one value between stages.
+
+From training steps of convolutions of 16 channels at 32 x 32 to 256 at 8 x 8 in bfloat16 on an AVX-512 CPU.
+"""
+
+
+class FactorisedLayer(nn.Module):
+    """A layer that carries out a convolution or matrix product through the cores of a tensor format.
+
+    It has the dense layer's `in_features`, `out_channels`, `stride`, ... and `weight`, for which a network's
+    own code may ask.
+
+    Attributes:
+        geometry: Kernel, stride, padding and channels of the dense layer it replaces.
+        tensor_format: The format.
+        modes: How the weight is read as a tensor.
+        ranks: One rank a bond.
+        execution: The way it is executed, a key of `TensorFormat.stage_macs`.
+        error: Relative output error of the fit; `None` when the cores were not fitted here.
+        rounds_between: Whether what passes between its stages is rounded, so that the contracted weight does
+            not compute the same.
+    """
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        tensor_format: TensorFormat,
+        modes: WeightModes,
+        ranks: Ranks,
+        execution: str,
+    ) -> None:
+        super().__init__()
+        self.geometry = Geometry.of(dense)
+        self.tensor_format = tensor_format
+        self.modes = modes
+        self.ranks = ranks
+        self.execution = execution
+        self.error: float | None = None
+        self.rounds_between = False
+        for name in _DESCRIPTION:
+            if hasattr(dense, name):
+                setattr(self, name, getattr(dense, name))
+        # torch's fast path for Transformer layers reads `weight` instead of calling the layers inside, and so
+        # would multiply with the contracted weight; it keeps away from layers with hooks.
+        self.register_forward_pre_hook(_keep_fast_path_away)
+
+    @abstractmethod
+    def cores(self) -> Cores:
+        """Return the cores in the format's shapes."""
+
+    @abstractmethod
+    def set_cores(self, cores: Cores) -> None:
+        """Copy cores of the format's shapes into the parameters."""
+
+    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor] | None:
+        """Return the module that applies A alone, and its weight for these cores; `None` if there is none."""
+        return None
+
+    @property
+    @abstractmethod
+    def bias(self) -> torch.Tensor | None:
+        """The layer's bias."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight that the cores contract to, in its shape; computed anew each time."""
+        weight = self.tensor_format.reconstruct(self.cores(), self.modes)
+        return weight.reshape(*weight.shape[:2], *self.geometry.kernel_size)
+
+    def squared_norm(self) -> torch.Tensor:
+        """Return |W|^2 of the weight that the cores contract to, differentiable and without contracting it.
+
+        Its gradient is that of weight decay on W itself (Frobenius decay, Khodak et al., ICLR 2021).
+        """
+        reference = self.cores()[0]
+        with _full_precision(reference):
+            output, features = self.tensor_format.halves(self.cores(), self.modes)
+            return ((output.T @ output) * (features @ features.T)).sum()
+
+    def freeze_like(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Let the cores be trained where a weight is, and the bias where a bias is: frozen stays frozen."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(weight.requires_grad)
+        if self.bias is not None and bias is not None:
+            self.bias.requires_grad_(bias.requires_grad)
+
+    def balance(self) -> None:
+        """Size the cores so that one learning rate suits them all; the weight that they stand for stays."""
+        with torch.no_grad():
+            self.set_cores(self.tensor_format.balanced([core.detach().double() for core in self.cores()]))
+
+    def load(self, cores: Cores, bias: torch.Tensor | None, error: float | None = None) -> None:
+        """Set cores, bias and the error of their fit.
+
+        Raises:
+            DecompositionError: If shapes do not fit the layer's ranks.
+        """
+        wanted = self.tensor_format.core_shapes(self.modes, self.ranks)
+        shapes = [tuple(core.shape) for core in cores]
+        if shapes != wanted or (bias is None) != (self.bias is None):
+            raise DecompositionError(
+                f"{self.tensor_format.name} ranks {self.ranks} need cores of shapes {wanted} and "
+                f"{'a' if self.bias is not None else 'no'} bias, got {shapes}"
+            )
+        with torch.no_grad():
+            self.set_cores(cores)
+            if bias is not None and self.bias is not None:
+                self.bias.copy_(bias)
+        self.error = error
+
+    def apply_dense(self, x: torch.Tensor) -> torch.Tensor:
+        """Contract all cores to the dense weight and apply it; differentiable."""
+        with _full_precision(x):
+            weight = self.tensor_format.reconstruct(self.cores(), self.modes)
+        return self.geometry.apply(x, weight, self.bias)
+
+    def to_dense(self) -> DecomposableModule:
+        """Return the dense layer with the reconstructed weight, contracted in float64."""
+        cores = [core.detach().double() for core in self.cores()]
+        weight = self.tensor_format.reconstruct(cores, self.modes)
+        reference = self.cores()[0]
+        dense = self.geometry.dense(device=reference.device, dtype=reference.dtype)
+        with torch.no_grad():
+            dense.weight.copy_(weight.reshape(dense.weight.shape))
+            if dense.bias is not None and self.bias is not None:
+                dense.bias.copy_(self.bias)
+                dense.bias.requires_grad_(self.bias.requires_grad)
+        dense.weight.requires_grad_(reference.requires_grad)
+        return dense
+
+    def to_tensorly(self) -> Any:
+        """Return the cores as a CPTensor, TuckerTensor, TTTensor or TRTensor of shape `modes.sizes`.
+
+        The arrays are copies in tensorly's present backend.
+
+        Raises:
+            DecompositionError: If tensorly has no object for the format.
+        """
+        return self.tensor_format.to_tensorly([core.detach() for core in self.cores()], self.modes)
+
+    def extra_repr(self) -> str:
+        """Show format, ranks and execution."""
+        g = self.geometry
+        return (
+            f"{self.tensor_format.name}, {g.in_channels} -> {g.out_channels}, kernel {g.kernel_size}, "
+            f"ranks {self.ranks}, {self.execution}"
+        )
+
+
+class StagedLayer(FactorisedLayer):
+    """Plain layers in a row: mix channels, apply the kernel, mix channels.
+
+    Without a kernel (linear layers, 1x1 convolutions) the middle stage is left out and the first carries
+    stride and padding.
+    """
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        tensor_format: TensorFormat,
+        modes: WeightModes,
+        ranks: Ranks,
+        execution: str,
+    ) -> None:
+        super().__init__(dense, tensor_format, modes, ranks, execution)
+        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        geometry = self.geometry
+        entering, leaving, self._groups = self.stage_channels()
+        first = geometry.layer if modes.kernel == 1 else geometry.pointwise
+        self.reduce = first(geometry.in_channels, entering, bias=False, **like)
+        self.kernel = self.make_kernel(**like) if modes.kernel > 1 else None
+        self.expand = geometry.pointwise(leaving, geometry.out_channels, bias=geometry.bias, **like)
+
+    @abstractmethod
+    def stage_channels(self) -> tuple[int, int, int]:
+        """Return channels after the first stage, before the last, and the kernel's groups."""
+
+    @abstractmethod
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        """Turn cores into the stages' weights, kernel positions flattened."""
+
+    @abstractmethod
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        """Turn the stages' weights, kernel positions flattened, into cores."""
+
+    def make_kernel(self, **like: Any) -> nn.Module:
+        """Make the kernel stage."""
+        entering, leaving, groups = self.stage_channels()
+        return self.geometry.layer(entering, leaving, bias=False, groups=groups, **like)
+
+    def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the kernel stage."""
+        return x if self.kernel is None else self.kernel(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the stages in a row, or in training the dense weight where that takes less time."""
+        if self.training and not self.rounds_between and self.trains_contracted:
+            return self.apply_dense(x)
+        x = self.reduce(x)
+        if self.kernel is not None:
+            x = self.apply_kernel(x)
+        return self.expand(x)
+
+    @cached_property
+    def trains_contracted(self) -> bool:
+        """Whether a training step takes less time with the cores contracted to the dense weight.
+
+        It depends on shapes alone, so that a run is the same on every machine.
+        """
+        if self.kernel is None:
+            return False
+        entering = math.prod(self.geometry.stride)  # positions of the input for one of the output
+        dense = self.modes.out_channels * self.modes.columns + _MACS_PER_VALUE * (
+            entering * self.geometry.in_channels + self.geometry.out_channels
+        )
+        staged, positions = 0, entering
+        for stage in self.stages():
+            weight: torch.Tensor = stage.weight  # type: ignore[assignment]
+            values = positions * stage.in_channels  # type: ignore[operator]
+            positions //= math.prod(stage.stride)  # type: ignore[arg-type]
+            staged += positions * weight.numel()
+            staged += _MACS_PER_VALUE * int(values + positions * weight.shape[0])
+        return staged > dense
+
+    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
+        """Return the last stage and its weight."""
+        return self.expand, self.weights_from_cores(cores)[-1]
+
+    def stages(self) -> list[nn.Module]:
+        """Return the two or three layers."""
+        return [stage for stage in (self.reduce, self.kernel, self.expand) if stage is not None]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The last stage's bias."""
+        return self.expand.bias  # type: ignore[return-value]
+
+    def cores(self) -> Cores:
+        """Read the cores off the stages' weights."""
+        weights: Cores = [stage.weight for stage in self.stages()]  # type: ignore[misc]
+        kernels = len(weights) == 3
+        flat = [w.flatten(2) if kernels and j == 1 else w.flatten(1) for j, w in enumerate(weights)]
+        return self.cores_from_weights(flat)
+
+    def set_cores(self, cores: Cores) -> None:
+        """Copy the cores into the stages' weights."""
+        for stage, weight in zip(self.stages(), self.weights_from_cores(cores), strict=True):
+            parameter: torch.Tensor = stage.weight  # type: ignore[assignment]
+            parameter.copy_(weight.reshape(parameter.shape))
+
+
+class ContractedLayer(FactorisedLayer):
+    """Cores that are contracted to fewer and larger weights at every forward pass.
+
+    Used where that takes fewer multiply-accumulates than running a stage a core, and for tensorised modes,
+    whose cores are no layers. The parameters are the cores.
+    """
+
+    def __init__(
+        self,
+        dense: DecomposableModule,
+        tensor_format: TensorFormat,
+        modes: WeightModes,
+        ranks: Ranks,
+        execution: str,
+    ) -> None:
+        super().__init__(dense, tensor_format, modes, ranks, execution)
+        reference = dense.weight
+        self.core_list = nn.ParameterList(
+            torch.empty(shape, device=reference.device, dtype=reference.dtype)
+            for shape in tensor_format.core_shapes(modes, ranks)
+        )
+        for core in self.core_list:
+            if not core.is_meta:  # there torch would load its compiler first, which takes a second
+                nn.init.normal_(core)
+        self.bias_parameter = (
+            nn.Parameter(reference.new_zeros(modes.out_channels)) if self.geometry.bias else None
+        )
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias."""
+        return self.bias_parameter
+
+    def cores(self) -> Cores:
+        """Return the parameters."""
+        return list(self.core_list)
+
+    def set_cores(self, cores: Cores) -> None:
+        """Copy the cores."""
+        for parameter, core in zip(self.core_list, cores, strict=True):
+            parameter.copy_(core)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Contract and convolve."""
+        if self.execution == "dense":
+            return self.apply_dense(x)
+        if self.execution == "half":
+            with _full_precision(x):
+                output, features = self.tensor_format.halves(self.cores(), self.modes)
+            kernel = features.reshape(features.shape[0], self.modes.in_channels, self.modes.kernel)
+            return self.geometry.mix(self.geometry.apply(x, kernel, None), output, self.bias)
+        return self._chain(x)
+
+    def _chain(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the merged cores of a train or ring one after the other, as `_ChainLayer` does."""
+        with _full_precision(x):
+            output, inner, kernel = self.tensor_format.merged(self.cores(), self.modes)  # type: ignore[attr-defined]
+        b, c = inner.shape[0], inner.shape[2]
+        batch, spatial = x.shape[0], x.shape[2:]
+        x = self.geometry.mix(x, inner.permute(0, 2, 1).flatten(0, 1), None)
+        x = self.geometry.apply(x.reshape(batch * b, c, *spatial), kernel.permute(2, 0, 1), None)
+        x = x.reshape(batch, -1, *x.shape[2:])
+        return self.geometry.mix(x, output.permute(1, 2, 0).flatten(1), self.bias)
+
+
+def _keep_fast_path_away(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Do nothing, as a hook: `nn.TransformerEncoderLayer` calls its layers one by one where one has hooks."""
+
+
+def _full_precision(x: torch.Tensor) -> AbstractContextManager[None]:
+    """Contract cores in their own precision: more exact than under autocast, and faster for small cores."""
+    active = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if active else nullcontext()

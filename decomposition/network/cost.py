@@ -1,0 +1,122 @@
+"""The one definition of model cost: parameters and multiply-accumulates (MACs)."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from decomposition.network.inputs import ExampleInputs, example_batch, run_model
+from decomposition.network.wrappers import unwrapped
+
+_PRODUCTS = {torch.ops.aten.addmm: 1, torch.ops.aten.mm: 0}
+"""Products of two matrices, and where among the arguments the first of them is."""
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` into eval mode without gradients and restore every module's mode afterwards.
+
+    torch's fast path for attention and Transformer layers is off meanwhile: it computes a whole layer in one
+    operation from the weights of the modules inside, none of which is called, so that nothing could be
+    watched, counted or stood in for.
+    """
+    training = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in training.items():
+            module.training = mode
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count every parameter of `model` once, batch normalisation's scale and shift included."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
+    """Count the multiply-accumulates of convolutions and linear layers for one input.
+
+    Counting happens below the module level, where `torch.utils.flop_counter` counts the same, so that layers
+    made of several stages count as what they execute. Element-wise operations, normalisation, and the
+    contraction of small cores into a weight, which does not grow with the image, are left out.
+
+    The projections of attention (`nn.MultiheadAttention`, on queries, keys, values and outputs) are linear
+    layers and counted; what attention does between them, the scaled dot products, is not. Recurrent layers
+    are counted at every step. The `LayerSpec`s of `inspect_layers` add up to this number.
+
+    Args:
+        model: Any module.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`, or a batch of
+            inputs (`decomposition.network.inputs`).
+
+    Returns:
+        The number of multiply-accumulates (half the floating-point operations).
+    """
+    model = unwrapped(model)
+    example, counter = example_batch(model, input_shape), _Counter()
+    # Nothing is compiled unless that part of torch is loaded, which takes a second.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with evaluation_mode(model), _recurrence_in_steps(model), eager, counter:
+        run_model(model, example)
+    return counter.macs
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the multiply-accumulates of all convolutions and products of matrices that are called."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would load it, which takes a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = getattr(func, "overloadpacket", None)
+        counted = operator is torch.ops.aten.convolution or operator in _PRODUCTS
+        if operator is not None and not counted:
+            with self:  # of others that it is made of, in inference mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if operator in _PRODUCTS:
+            left, right = args[_PRODUCTS[operator] :][:2]
+            self.macs += left.shape[0] * right.shape[0] * right.shape[1]
+        elif counted:
+            x, weight, transposed = args[0], args[1], args[6]
+            positions = (x if transposed else result).shape
+            self.macs += positions[0] * math.prod(positions[2:]) * weight.numel()
+        return result
+
+
+@contextmanager
+def _recurrence_in_steps(model: nn.Module) -> Iterator[None]:
+    """Let recurrent layers multiply matrices, which is counted, instead of calling a library's kernel."""
+    if not any(isinstance(each, nn.RNNBase) for each in model.modules()):
+        yield
+        return
+    with warnings.catch_warnings():
+        # Setting flags warns of what they do on a GPU.
+        warnings.filterwarnings("ignore", message=".*oneDNN.*")
+        with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+            yield

@@ -1,0 +1,429 @@
+"""Which layers of a model there are, what they cost and which of them can be decomposed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from decomposition.errors import DecompositionError
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import (
+    ExampleInputs,
+    Inputs,
+    InputShape,
+    InputSpec,
+    example_batch,
+    input_shape_of,
+    run_model,
+)
+from decomposition.network.opaque import OPAQUE, OpaqueKind, OpaqueModule, macs_of_call, opaque
+from decomposition.network.permanent_weights import computes_weights
+from decomposition.network.wrappers import unwrapped
+from decomposition.registry import did_you_mean
+
+Kind = (
+    Literal[
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
+    ]
+    | OpaqueKind
+)
+DecomposableModule = nn.Conv1d | nn.Conv2d | nn.Linear
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
+ListedModule = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed | nn.Linear
+
+_DECOMPOSABLE = (nn.Conv1d, nn.Conv2d, nn.Linear)
+_KINDS: dict[type[nn.Module], Kind] = {
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+    nn.Linear: "linear",
+}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What is known of one layer at the model's real input size.
+
+    Layers are convolutions, linear layers, recurrent ones, and the projections inside `nn.MultiheadAttention`
+    on queries, keys and values; of the latter two, which no format replaces, in and out channels are those of
+    the first weight.
+
+    Attributes:
+        name: Dotted name of the module; the first one where a module has several.
+        index: Position in the order of the forward pass, from 0.
+        kind: `conv1d`, `conv2d`, `conv3d`, `conv_transpose1d` to `conv_transpose3d`, `linear`, `lstm`, `gru`,
+            `rnn` or `attention`.
+        out_channels: Output channels (features of a linear layer).
+        in_channels: Input channels (features of a linear layer).
+        kernel_size: Spatial kernel, `()` for a linear layer.
+        stride: Spatial stride, `()` for a linear layer.
+        groups: Channel groups; 1 for a linear layer.
+        bias: Whether the layer has a bias.
+        input_sizes: Spatial size of the input at each call (the leading positions of a linear layer's input)
+            for one model input; led by the number of pieces where the network cuts one input into several,
+            such as windows, or puts another axis than the batch first.
+        output_sizes: Spatial size of the output at each call, likewise.
+        params: Parameters, bias included.
+        macs: Multiply-accumulates for one model input, all calls together; also of a layer that is never
+            called, but whose weight a function uses in its stead (as attention does with its `out_proj`).
+        batch_norm: Name of the batch normalisation that directly receives the layer's output, if any.
+        refusal: Why no format can replace the layer; `None` when it can be decomposed.
+    """
+
+    name: str
+    index: int
+    kind: Kind
+    out_channels: int
+    in_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    groups: int
+    bias: bool
+    input_sizes: tuple[tuple[int, ...], ...] = ()
+    output_sizes: tuple[tuple[int, ...], ...] = ()
+    params: int = 0
+    macs: int = 0
+    batch_norm: str | None = None
+    refusal: str | None = field(default=None, compare=False)
+
+    @property
+    def kernel_elements(self) -> int:
+        """Number of kernel positions, 1 for a linear layer."""
+        return math.prod(self.kernel_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight: `(out, in / groups, *kernel)`; torch swaps out and in where transposed."""
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def narrowed(self, *, inputs: int | None = None, outputs: int | None = None) -> LayerSpec:
+        """Return the layer with fewer channels and everything else alike; not for grouped convolutions."""
+        inputs, outputs = inputs or self.in_channels, outputs or self.out_channels
+        elements = inputs * outputs * self.kernel_elements
+        before = self.in_channels * self.out_channels * self.kernel_elements
+        return replace(
+            self,
+            in_channels=inputs,
+            out_channels=outputs,
+            params=elements + (outputs if self.bias else 0),
+            macs=self.macs * elements // before,
+        )
+
+    @property
+    def input_positions(self) -> int:
+        """Spatial positions of the input, summed over calls."""
+        return sum(math.prod(size) for size in self.input_sizes)
+
+    @property
+    def output_positions(self) -> int:
+        """Spatial positions of the output, summed over calls."""
+        return sum(math.prod(size) for size in self.output_sizes)
+
+
+def is_decomposable_module(module: nn.Module) -> TypeGuard[DecomposableModule]:
+    """Tell whether `module` is exactly a Conv1d, Conv2d or Linear (subclasses may mean something else)."""
+    return type(module) in _DECOMPOSABLE
+
+
+def weight_of(module: DecomposableModule) -> torch.Tensor:
+    """Return a layer's weight as float64 (out, in, kernel) on the CPU."""
+    weight = module.weight.detach()
+    return weight.double().cpu().reshape(weight.shape[0], weight.shape[1], -1)
+
+
+def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
+    """Describe every layer of `model` that multiplies with weights, decomposable or not, in forward order.
+
+    Those are convolutions, linear and recurrent layers and attention. Runs one input of zeros through the
+    model in eval mode; the model is left as it was.
+
+    Args:
+        model: Any module.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs: a tensor, a tuple of
+            tensors that the forward takes in order, or a dict of those it takes by name.
+
+    Returns:
+        One `LayerSpec` a layer; those that no format can replace carry a `refusal`, and those that the
+        forward pass never calls come last.
+
+    Raises:
+        DecompositionError: If the model does not accept an input of that shape.
+    """
+    model = unwrapped(model)
+    trace = _Trace(model)
+    trace.run(example_batch(model, input_shape), input_shape_of(input_shape))
+    reached = trace.reached
+    unreached = [m for m in trace.names if isinstance(m, ListedModule | OpaqueModule) and m not in reached]
+    layers = (*reached, *unreached)
+    # Of any modules: the weight of a language model's last layer is often that of its embedding.
+    owners = Counter(
+        id(each) for module in model.modules() for each in module._parameters.values() if each is not None
+    )
+    return [
+        _spec(trace, module, index, shared=owners[id(module.weight)] > 1)
+        if isinstance(module, ListedModule)
+        else _opaque_spec(trace, module, index)
+        for index, module in enumerate(layers)
+    ]
+
+
+def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
+    """Return the layers of `model` that tensor formats can replace, in forward order.
+
+    Args:
+        model: Any module.
+        input_shape: Shape of one input without the batch axis, for example `(3, 32, 32)`, or a batch of
+            inputs, as for `inspect_layers`.
+
+    Returns:
+        The specs without a `refusal` of `inspect_layers`; `index` counts among all layers.
+    """
+    return [spec for spec in inspect_layers(model, input_shape) if spec.refusal is None]
+
+
+def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str] = ()) -> list[LayerSpec]:
+    """Return layers of which some are refused because they are to stay as they are.
+
+    Args:
+        specs: All layers of a model, from `inspect_layers`.
+        skip: Names of layers or of modules that hold some, or shell-style patterns of such names: `fc`,
+            `layer1`, `*.downsample.*`.
+        only: The same for the layers that alone may change; empty for all.
+
+    Raises:
+        DecompositionError: If an entry matches no layer.
+    """
+    skipped, allowed = _matching("skip", specs, skip), _matching("only", specs, only)
+
+    def refused(spec: LayerSpec) -> LayerSpec:
+        reason = None
+        if spec.name in skipped:
+            reason = "stays as it is, as asked (skip)"
+        elif only and spec.name not in allowed:
+            reason = "stays as it is, because others alone may change (only)"
+        return spec if reason is None or spec.refusal is not None else replace(spec, refusal=reason)
+
+    return [refused(spec) for spec in specs]
+
+
+def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) -> set[str]:
+    """Return the names of the layers that match any of some patterns."""
+    found: set[str] = set()
+    for pattern in patterns:
+        names = {s.name for s in specs if fnmatchcase(s.name, pattern) or fnmatchcase(s.name, f"{pattern}.*")}
+        if not names:
+            known = [spec.name for spec in specs]
+            raise DecompositionError(
+                f"{option}: no layer matches {pattern!r}; the layers are {', '.join(known[:8])}"
+                f"{', ...' if len(known) > 8 else ''}.{did_you_mean(pattern, known)}"
+            )
+        found |= names
+    return found
+
+
+class _Trace:
+    """One forward pass that records each layer's calls and which batch norm consumes its output.
+
+    Attributes:
+        calls: Shapes of input and output at each call of each layer.
+        opaque_calls: Positions and multiply-accumulates at each call of recurrent layers and attention.
+        reached: All layers that were called, in that order.
+        uses: The same for linear layers whose weight is used without calling them, as attention does.
+        batch_norms: The batch norm that directly receives a layer's output.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.calls: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.opaque_calls: dict[OpaqueModule, list[tuple[int, int]]] = {}
+        self.reached: dict[ListedModule | OpaqueModule, None] = {}
+        self.uses: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.batch_norms: dict[nn.Module, nn.Module] = {}
+        # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
+        self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
+
+    def run(self, batch: Inputs, shape: InputShape) -> None:
+        handles = []
+        for module in self.names:
+            if isinstance(module, ListedModule):
+                handles.append(module.register_forward_hook(self._record_call))
+            elif isinstance(module, OPAQUE):
+                handles.append(module.register_forward_hook(self._record_opaque, with_kwargs=True))
+            elif isinstance(module, BatchNorm):
+                handles.append(module.register_forward_pre_hook(self._record_batch_norm))
+        try:
+            with evaluation_mode(self.model), _FunctionalUses(self):
+                run_model(self.model, batch)
+        except Exception as error:  # whatever the model's own code raises
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            given, advice = (
+                f"an input of shape {shape}",
+                "the shape of one real input, or a batch of real ones",
+            )
+            if isinstance(shape, InputSpec):
+                given, advice = f"the inputs {shape}", "a batch of real inputs"
+            raise DecompositionError(
+                f"the model does not accept {given} (without the batch axis): {reason}; pass {advice}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        tensors = [each for each in (*inputs[:1], output) if isinstance(each, torch.Tensor)]
+        if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
+            self.reached[module] = None
+            self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
+            self._outputs.append((output, module))
+
+    def _record_opaque(
+        self, module: OpaqueModule, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> None:
+        self.reached[module] = None
+        self.opaque_calls.setdefault(module, []).append(macs_of_call(module, inputs, keywords))
+
+    def _record_batch_norm(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        for output, producer in self._outputs:
+            if output is inputs[0]:
+                self.batch_norms[producer] = module
+
+
+class _FunctionalUses(TorchFunctionMode):
+    """Records in a trace which linear layers' weights are used by functions instead of by their layer."""
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.owners = {id(m.weight): m for m in trace.names if isinstance(m, nn.Linear)}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        output = func(*args, **given)
+        if func is F.linear:
+            x, weight = (*args[:2], *(given[key] for key in ("input", "weight") if key in given))
+            self._record(weight, x, output)
+        elif func is F.multi_head_attention_forward:
+            weight = inspect.signature(func).bind(*args, **given).arguments["out_proj_weight"]
+            self._record(weight, output[0], output[0])
+        return output
+
+    def _record(self, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor) -> None:
+        owner = self.owners.get(id(weight))
+        if owner is not None:
+            self.trace.uses.setdefault(owner, []).append((x.shape, output.shape))
+
+
+def _for_one_input(shape: torch.Size, spatial: slice) -> tuple[int, ...]:
+    """Return the positions in the shape that a layer sees for one model input, without the batch axis."""
+    first = shape[:1] if shape[0] != 1 else ()
+    return (*first, *shape[spatial])
+
+
+def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> LayerSpec:
+    name = trace.names[module]
+    called = module in trace.calls
+    calls = trace.calls.get(module, trace.uses.get(module, []))
+    batch_norm = trace.batch_norms.get(module)
+    if isinstance(module, nn.Linear):
+        out_channels, in_channels, groups = module.out_features, module.in_features, 1
+        kernel: tuple[int, ...] = ()
+        stride: tuple[int, ...] = ()
+        spatial = slice(1, -1)
+    else:
+        out_channels, in_channels, groups = module.out_channels, module.in_channels, module.groups
+        kernel, stride = tuple(module.kernel_size), tuple(module.stride)
+        spatial = slice(2, None)
+    inputs = tuple(_for_one_input(i, spatial) for i, _ in calls)
+    outputs = tuple(_for_one_input(o, spatial) for _, o in calls)
+    # An input element of a transposed convolution, an output element of the others, meets the kernel once.
+    positions = sum(math.prod(size) for size in (inputs if isinstance(module, Transposed) else outputs))
+    return LayerSpec(
+        name=name,
+        index=index,
+        kind=next(kind for each, kind in _KINDS.items() if isinstance(module, each)),
+        out_channels=out_channels,
+        in_channels=in_channels,
+        kernel_size=kernel,
+        stride=stride,
+        groups=groups,
+        bias=module.bias is not None,
+        input_sizes=inputs,
+        output_sizes=outputs,
+        params=sum(p.numel() for p in module.parameters()),
+        macs=positions * module.weight.numel(),
+        batch_norm=trace.names[batch_norm] if batch_norm is not None else None,
+        refusal=_refusal(module, called=called, shared=shared),
+    )
+
+
+def _opaque_spec(trace: _Trace, module: OpaqueModule, index: int) -> LayerSpec:
+    found, calls = opaque(module), trace.opaque_calls.get(module, [])
+    sizes = tuple((positions,) for positions, _ in calls)
+    return LayerSpec(
+        name=trace.names[module],
+        index=index,
+        kind=found.kind,
+        out_channels=found.out_features,
+        in_channels=found.in_features,
+        kernel_size=(),
+        stride=(),
+        groups=1,
+        bias=found.bias,
+        input_sizes=sizes,
+        output_sizes=sizes,
+        params=found.params,
+        macs=sum(macs for _, macs in calls),
+        refusal=found.refusal,
+    )
+
+
+def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
+    name = type(module).__name__
+    if computes_weights(module):
+        return (
+            "its weight is computed anew at every call (weight_norm, prune, ...); "
+            "decomposition.plain_weights(model) makes it a parameter of its present value"
+        )
+    if type(module) not in _KINDS:
+        base = next(each.__name__ for each in _KINDS if isinstance(module, each))
+        way = "; decomposition.plain_layers lets it in if it does not"
+        return (
+            f"a {name}, which may compute something else than the {base} that it extends"
+            f"{way if isinstance(module, _DECOMPOSABLE) and called else ''}"
+        )
+    if "weight" not in module._parameters:
+        return "its weight is no parameter of its own; make it one first"
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d) and module.groups == 1:
+        return f"a {name}; decomposition.plain_transposed(model) gives it a layer that can be decomposed"
+    if not is_decomposable_module(module):
+        return f"a {name}; only Conv1d, Conv2d and Linear can be decomposed"
+    if not called:
+        return "its forward is never called, so its inputs are unknown"
+    if not isinstance(module, nn.Linear) and module.groups > 1:
+        return f"grouped convolution (groups={module.groups}); only groups=1 can be decomposed"
+    if shared:
+        return "its weight tensor belongs to another layer too"
+    if not module.weight.is_floating_point():
+        return f"its weight is {module.weight.dtype}, not a floating-point tensor"
+    return None

@@ -1,0 +1,130 @@
+"""The input patches that a layer multiplies with its weight."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from decomposition.network.layers import DecomposableModule
+
+
+class Padded(Protocol):
+    """The attributes of a convolution that say how it pads."""
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """Spatial kernel."""
+
+    @property
+    def dilation(self) -> tuple[int, ...]:
+        """Spatial dilation."""
+
+    @property
+    def padding(self) -> tuple[int, ...] | str:
+        """Padding a side, `same` or `valid`."""
+
+    @property
+    def padding_mode(self) -> str:
+        """`zeros`, `reflect`, `replicate` or `circular`."""
+
+
+def padded_input(module: Padded, x: torch.Tensor) -> torch.Tensor:
+    """Pad `x` (N, C, *spatial) the way the convolution does, whatever its padding and padding mode."""
+    spatial = len(module.kernel_size)
+    if module.padding == "valid":
+        return x
+    if isinstance(module.padding, str):  # 'same': the surplus element goes to the end
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        before_after = [(total // 2, total - total // 2) for total in totals]
+    else:
+        before_after = [(p, p) for p in module.padding]
+    widths = [width for pair in reversed(before_after[:spatial]) for width in pair]
+    if not any(widths):
+        return x
+    return F.pad(x, widths, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+
+
+def patch_view(module: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """View a padded input as patches, without copying.
+
+    Args:
+        module: The convolution (groups=1).
+        x: Its padded input (N, C, *spatial).
+
+    Returns:
+        View of shape (N, *output spatial, C, *kernel).
+    """
+    spatial = len(module.kernel_size)
+    outputs = [
+        (size - d * (k - 1) - 1) // s + 1
+        for size, k, s, d in zip(x.shape[2:], module.kernel_size, module.stride, module.dilation, strict=True)
+    ]
+    strides = x.stride()
+    steps = [strides[2 + j] * module.stride[j] for j in range(spatial)]
+    taps = [strides[2 + j] * module.dilation[j] for j in range(spatial)]
+    return x.as_strided(
+        (x.shape[0], *outputs, x.shape[1], *module.kernel_size), (strides[0], *steps, strides[1], *taps)
+    )
+
+
+def sample_patches(
+    module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Draw the same random patches from several inputs of one layer.
+
+    Args:
+        module: The layer.
+        inputs: Inputs of equal shape, for example a dense and a compressed network's.
+        count: Patches to draw at most; all of them, in order, when there are no more.
+        generator: Source of the positions (on the CPU).
+
+    Returns:
+        For each input a matrix (patches, in * kernel) in the column order of `weight.flatten(1)`.
+    """
+    return sample_labelled_patches(module, inputs, count, generator)[0]
+
+
+def sample_labelled_patches(
+    module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw the same random patches from several inputs of one layer, and tell where they are from.
+
+    Args:
+        module: The layer.
+        inputs: As for `sample_patches`.
+        count: As for `sample_patches`.
+        generator: As for `sample_patches`.
+
+    Returns:
+        What `sample_patches` returns, and each patch's index on the first axis of the inputs, (patches,).
+    """
+    linear = isinstance(module, nn.Linear)
+    views = [
+        x.reshape(-1, x.shape[-1])
+        if isinstance(module, nn.Linear)
+        else patch_view(module, padded_input(module, x))
+        for x in inputs
+    ]
+    positions = views[0].shape[:1] if linear else views[0].shape[: 1 + len(module.kernel_size)]  # type: ignore[arg-type]
+    total = positions.numel()
+    each = max(1, total // len(inputs[0]))
+    if total <= count:
+        labels = torch.arange(total, device=views[0].device) // each
+        return [view.reshape(total, -1) for view in views], labels
+    chosen = torch.randint(total, (count,), generator=generator).to(views[0].device)
+    index = torch.unravel_index(chosen, positions)
+    return [view[index].reshape(count, -1) for view in views], chosen // each
+
+
+def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor:
+    """Return which input each patch is from.
+
+    Args:
+        labels: Indices on the first axis of a layer's input.
+        axis: Length of that axis: a multiple of the batch where inputs are cut into pieces.
+        batch: Inputs in the batch; where they are not counted on that axis the labels stay as they are.
+    """
+    return labels // (axis // batch) if axis % batch == 0 else labels

@@ -1,0 +1,64 @@
+"""Weights that are computed anew at every call, by weight norm and the like, as ordinary parameters."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from decomposition.network.rewriting import rewritten
+from decomposition.network.rounding import is_rounded
+from decomposition.network.surgery import copied, remove_parametrizations
+from decomposition.network.wrappers import unwrapped
+
+Module = TypeVar("Module", bound=nn.Module)
+_HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
+
+
+def plain_weights(model: Module) -> Module:
+    """Return a copy of a model whose weights are parameters, which plans may replace.
+
+    Of what `torch.nn.utils.parametrizations`, the older `weight_norm` and `spectral_norm`, or
+    `torch.nn.utils.prune` compute at every call, the present value stays; where the copy is trained on, its
+    weights are free of them.
+
+    Args:
+        model: Any module; left untouched.
+    """
+    network = copied(unwrapped(model))
+    forms = {name: plain_form(module) for name, module in network.named_modules()}
+    layers = {name: layer for name, layer in forms.items() if layer is not None}
+    return cast(Module, rewritten(network, "plain_weights", layers))
+
+
+def plain_form(module: nn.Module) -> nn.Module | None:
+    """Make a layer's computed weights parameters, in place; return `None` where it has none."""
+    if not computes_weights(module):
+        return None
+    if parametrize.is_parametrized(module):
+        remove_parametrizations(module)
+    for hook in _hooks(module):
+        trained = any(each.requires_grad for each in module.parameters(recurse=False))
+        if isinstance(hook, WeightNorm):
+            name = hook.name
+            remove_weight_norm(module, name)
+        elif isinstance(hook, SpectralNorm):
+            name = hook.name
+            remove_spectral_norm(module, name)
+        else:
+            name = hook._tensor_name
+            prune.remove(module, name)
+        cast(Any, module)._parameters[name].requires_grad_(trained)
+    return module
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Tell whether `plain_weights` has something to do in a layer; rounded weights are none of it."""
+    return bool(_hooks(module)) or (parametrize.is_parametrized(module) and not is_rounded(module))
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _HOOKS)]

@@ -1,0 +1,284 @@
+"""Layers that compute as 8-bit integers would: rounded weights and activations, in floating point.
+
+Weights are rounded to signed integers with one scale an output channel, activations to uint8 with one scale
+and zero point a tensor, from the range that they took on calibration inputs (static quantisation; Jacob et
+al., CVPR 2018). Gradients pass through the rounding as if it were not there (straight-through estimator,
+Bengio et al. 2013), those of activations inside their range alone.
+
+Where a runtime rounds is not the layer's affair alone: a layer's output is marked on its way, and the
+operation that takes it decides (`decomposition.network.unrounded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map
+
+from decomposition.errors import DecompositionError
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Inputs, run_model
+from decomposition.network.surgery import remove_parametrizations
+from decomposition.network.unrounded import TRACING_HOOKS, marked, settled, taken
+
+_LARGEST_ACTIVATION = 255
+_FOLLOWED = 0.05
+"""Share of a training batch in the moving average of a range."""
+
+_RANGES = ("input_range", "output_range")
+
+REDUCED_BITS = 7
+"""Bits of weights that compute in integers where sums of 8-bit products overflow: on x86 without VNNI."""
+
+
+def largest_integer(bits: int) -> int:
+    """Return the largest magnitude of weights of some bits: 2^(bits-1) - 1, but 64 of 7 bits.
+
+    Those 64 are what onnxruntime's `reduce_range` gives: the largest integer of which two, each multiplied by
+    255, still add up in 16 bits.
+    """
+    return 64 if bits == REDUCED_BITS else 2 ** (bits - 1) - 1
+
+
+def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round a weight (out, ...) to signed integers of some bits, one scale an output channel.
+
+    The scale takes a channel's largest magnitude to `largest_integer(bits)`; the result is in the weight's
+    own units, and gradients pass as if nothing were rounded.
+    """
+    scale = weight.detach().abs().flatten(1).amax(1) / largest_integer(bits)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reshape(-1, *[1] * (weight.ndim - 1))
+    return weight + (torch.round(weight.detach() / scale) * scale - weight.detach())
+
+
+class RoundedWeight(nn.Module):
+    """The parametrisation that rounds a weight wherever it is read.
+
+    Attributes:
+        bits: Bits of the integers, at least 2.
+    """
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rounded weight."""
+        return rounded_weight(weight, self.bits)
+
+
+def _to_uint8(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    levels = torch.div(x.float(), scale).round_().add_(zero)
+    return levels.clamp_(0, _LARGEST_ACTIVATION).sub_(zero).mul_(scale).to(x.dtype)
+
+
+class _RoundToUint8(torch.autograd.Function):
+    """Rounding to scale * (q - zero) with q of 0 to 255; gradients pass where q is not cut off.
+
+    The same as `torch.fake_quantize_per_tensor_affine`, which takes ten times as long on a CPU where channels
+    come last (torch 2.15), but for dividing by the scale, as ONNX's QuantizeLinear does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(x)
+            ctx.inside = [float(scale * (end - zero)) for end in (-0.5, _LARGEST_ACTIVATION + 0.5)]
+        return _to_uint8(x, scale, zero)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.hardtanh_backward(gradients[0], x, *ctx.inside), None, None
+
+
+class ActivationRange(nn.Module):
+    """The static range of one tensor; rounds what passes to uint8 in it.
+
+    In training mode it follows the tensor, as a moving average of each batch's least and largest value.
+
+    Attributes:
+        low: Least value seen on the calibration inputs, 0 or less.
+        high: Largest value, 0 or more.
+        observing: Whether values widen the range and pass as they are.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(()))
+        self.register_buffer("high", torch.zeros(()))
+        self.observing = False
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any value but 0 was seen; without a range nothing is rounded."""
+        return bool(self.high > self.low)
+
+    def reset(self) -> None:
+        """Forget the range."""
+        self.low.zero_()
+        self.high.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Widen the range, or round to it."""
+        if self.observing or self.training:
+            with torch.no_grad():
+                low, high = x.detach().amin().to(self.low), x.detach().amax().to(self.high)
+                if self.observing:
+                    self.low.copy_(torch.minimum(self.low, low))
+                    self.high.copy_(torch.maximum(self.high, high))
+                    return x
+                self.low.lerp_(low.clamp_max(0.0), _FOLLOWED)
+                self.high.lerp_(high.clamp_min(0.0), _FOLLOWED)
+        if torch.compiler.is_exporting():
+            return self._traced(x)
+        if not self.calibrated:
+            return x
+        scale = (self.high - self.low) / _LARGEST_ACTIVATION
+        rounded: torch.Tensor = _RoundToUint8.apply(x, scale, torch.round(-self.low / scale))
+        return rounded
+
+    def _traced(self, x: torch.Tensor) -> torch.Tensor:
+        """Round by operations alone, as `torch.export` wants it: it knows no values to decide by."""
+        calibrated = self.high > self.low
+        scale = torch.where(calibrated, self.high - self.low, 1.0) / _LARGEST_ACTIVATION
+        rounded = _to_uint8(x, scale, torch.round(-self.low / scale))
+        return torch.where(calibrated, rounded, x)
+
+
+def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    where: ActivationRange = module.input_range  # type: ignore[assignment]
+    return (where(taken(args[0], where)), *args[1:])
+
+
+def _mark_output(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    where: ActivationRange = module.output_range  # type: ignore[assignment]
+    return marked(output, where)
+
+
+_OUR_HOOKS = (_round_input, _mark_output, *TRACING_HOOKS)
+
+
+def round_weights(module: nn.Module, bits: int, names: Iterable[str] = ("weight",)) -> None:
+    """Let some parameters of a module be read rounded (`torch.nn.utils.parametrize`)."""
+    for name in names:
+        parametrize.register_parametrization(module, name, RoundedWeight(bits))
+
+
+def round_activations(module: nn.Module) -> None:
+    """Let a convolution or linear layer round its input, and mark its output to be rounded."""
+    for name in _RANGES:
+        where = ActivationRange().to(next(module.parameters()).device)
+        module.register_module(name, where.train(module.training))
+    module.register_forward_pre_hook(_round_input)
+    module.register_forward_hook(_mark_output)
+
+
+def is_rounded(module: nn.Module) -> bool:
+    """Tell whether weights are rounded anywhere inside."""
+    return any(isinstance(each, RoundedWeight) for each in module.modules())
+
+
+def integer_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the convolutions and linear layers that compute in integers, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "input_range", None), ActivationRange)
+    }
+
+
+def rounded_parameters(model: nn.Module) -> dict[str, int]:
+    """Return the bits of every rounded parameter, by the name that it has in the network without rounding."""
+    found = {}
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            for parameter, steps in module.parametrizations.items():
+                bits = next((step.bits for step in steps if isinstance(step, RoundedWeight)), None)
+                if bits is not None:
+                    found[f"{name}.{parameter}" if name else parameter] = bits
+    return found
+
+
+def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str = "") -> None:
+    """Set the ranges of all activations to what they take on some inputs, nothing rounded but the weights.
+
+    Args:
+        model: A network with integer layers; others are left as they are.
+        batches: Model inputs, at least one batch.
+        inside: Name of the layer that the network is, for messages.
+
+    Raises:
+        DecompositionError: If there are no inputs, or an activation is not finite or always 0.
+    """
+    layers = integer_layers(model)
+    if not layers:
+        return
+    count = 0
+    with _observing(model), evaluation_mode(model):
+        for batch in batches:
+            tree_map(settled, run_model(model, batch))
+            count += 1
+    if not count:
+        raise DecompositionError(
+            "ranges of activations need at least one batch of inputs; give calibration images"
+        )
+    for path, layer in layers.items():
+        name = ".".join(filter(None, (inside, path)))
+        where: ActivationRange = layer.input_range  # type: ignore[assignment]
+        if not bool(torch.isfinite(where.high - where.low)):
+            raise DecompositionError(
+                f"layer {name!r}: its inputs reach {float(where.low)} to {float(where.high)} on the "
+                "calibration inputs, which no 8-bit range covers; check the network and the inputs"
+            )
+        if not where.calibrated:
+            raise DecompositionError(
+                f"layer {name!r}: its inputs are 0 on all calibration inputs, so they have no range; give "
+                "inputs that reach the layer, or take Quantise off it"
+            )
+
+
+@contextmanager
+def _observing(model: nn.Module) -> Iterator[None]:
+    ranges = [each for each in model.modules() if isinstance(each, ActivationRange)]
+    for each in ranges:
+        each.reset()
+        each.observing = True
+    try:
+        yield
+    finally:
+        for each in ranges:
+            each.observing = False
+
+
+def reduce_weight_range(model: nn.Module) -> nn.Module:
+    """Let layers that compute in integers round their weights to `REDUCED_BITS`, in place."""
+    for layer in integer_layers(model).values():
+        for step in layer.modules():
+            if isinstance(step, RoundedWeight):
+                step.bits = REDUCED_BITS
+    return model
+
+
+def without_rounding(model: nn.Module) -> nn.Module:
+    """Make rounded weights plain parameters of the rounded values and let activations pass, in place.
+
+    It is the network that a runtime's quantiser starts from: it finds the same scales again.
+    """
+    for module in model.modules():
+        for name in _RANGES:
+            module._modules.pop(name, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if any(hook is each for each in _OUR_HOOKS)]:
+                del hooks[key]
+        if parametrize.is_parametrized(module):
+            remove_parametrizations(module)
+    return model

@@ -1,0 +1,1 @@
+"""Compression plans: what becomes of every layer, as versioned JSON."""

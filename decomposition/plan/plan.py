@@ -1,0 +1,401 @@
+"""The compression plan: what becomes of every layer, as versioned JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from decomposition.errors import DecompositionError, PlanError
+from decomposition.files import replacing
+from decomposition.formats import get_format
+from decomposition.network.inputs import ExampleInputs, InputShape, InputSpec, input_shape_of, shape_to_json
+from decomposition.network.layers import LayerSpec, inspect_layers
+from decomposition.network.opaque import OPAQUE_KINDS
+from decomposition.network.rewriting import Rewrite, rewrites_of
+from decomposition.network.wrappers import unwrapped
+from decomposition.operations import Factorise, GroupOperation, Operation
+from decomposition.operations.base import check_keys
+from decomposition.operations.factorise import factors_of
+from decomposition.plan.layer_plan import LayerPlan, from_entry, to_entry, without_growth
+from decomposition.plan.metadata import checked_metadata
+from decomposition.plan.plan_versions import PLAIN_VERSION, PRUNING_VERSION, upgraded_entries
+from decomposition.rewrites.preparation import REWRITERS, prepared
+
+PLAN_VERSION = 4
+OPERATIONS_VERSION = 3
+"""Written where nothing was rewritten before the plan, so that earlier releases read it."""
+_READABLE = (PLAIN_VERSION, PRUNING_VERSION, OPERATIONS_VERSION, PLAN_VERSION)
+_PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
+# A JSON text holds no line break (it is written as \\n there), so that this finds lists only.
+_INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
+
+_Kind = TypeVar("_Kind", bound=Operation)
+RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperation]], nn.Module]
+"""Applies a group operation, or makes its structure: (kind, model, operation by layer) -> model."""
+
+__all__ = [
+    "CompressionPlan",
+    "LayerPlan",
+    "fingerprint",
+    "make_plan",
+    "without_growth",
+]
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """A plan for one model.
+
+    Group operations come first; the operations of single layers are those of the network that they leave.
+
+    Attributes:
+        layers: One entry for each layer that was considered, in forward order.
+        fingerprint: Fingerprint of the model it was made for (`fingerprint`).
+        input_shape: Shape of one model input without the batch axis, or the specification of what else the
+            model takes; costs hold at this size.
+        chosen_by: Who chose it, for example `greedy` or `ddpg`.
+        metadata: What else is to be kept with the plan and the networks saved with it, such as how the
+            model's inputs are made: values that JSON holds, by name. Nothing here looks at it.
+        preparation: What was rewritten in the model before (`plain_attention` and the like). It is repeated
+            on the model as its class makes it.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    fingerprint: str
+    input_shape: InputShape
+    chosen_by: str = "user"
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    preparation: tuple[Rewrite, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", checked_metadata(self.metadata, "the plan"))
+
+    def __iter__(self) -> Iterator[LayerPlan]:
+        return iter(self.layers)
+
+    def __getitem__(self, name: str) -> LayerPlan:
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(name)
+
+    def chosen(self, kind: type[_Kind]) -> dict[str, _Kind]:
+        """Return the operations of a class, by layer name."""
+        found = {layer.name: layer.operation(kind) for layer in self.layers}
+        return {name: operation for name, operation in found.items() if operation is not None}
+
+    @property
+    def group_kinds(self) -> list[type[GroupOperation]]:
+        """The classes of the plan's group operations, in the order in which they are applied."""
+        kinds = {type(operation) for layer in self.layers for operation in layer.group_operations}
+        return sorted(kinds, key=lambda kind: kind.stage)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        content: dict[str, Any] = {
+            "version": PLAN_VERSION if self.preparation else OPERATIONS_VERSION,
+            "fingerprint": self.fingerprint,
+            "input_shape": shape_to_json(self.input_shape),
+            "chosen_by": self.chosen_by,
+        }
+        if self.metadata:
+            content["metadata"] = self.metadata
+        if self.preparation:
+            content["preparation"] = [each.to_dict() for each in self.preparation]
+        content["layers"] = [to_entry(layer) for layer in self.layers]
+        # Ranks and channels belong on one line.
+        return _INTEGERS.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=2)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the plan") -> CompressionPlan:
+        """Read a plan from JSON text; strict.
+
+        Args:
+            text: The JSON.
+            source: Where it comes from, for messages.
+
+        Raises:
+            PlanError: If it is no JSON, of another version, or has missing, unknown or ill-typed entries.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{source} is no valid JSON ({error}); write it anew") from error
+        except RecursionError as error:
+            raise PlanError(f"{source} is nested too deeply to be a plan; write it anew") from error
+        if not isinstance(content, dict):
+            raise PlanError(f"{source} must be a JSON object, got {type(content).__name__}")
+        version = content.get("version")
+        if version not in _READABLE or isinstance(version, bool):
+            raise PlanError(
+                f"{source} has version {version!r}; this release reads versions "
+                f"{', '.join(map(str, _READABLE))}"
+            )
+        since = {"metadata": OPERATIONS_VERSION, "preparation": PLAN_VERSION}
+        further = {key for key, first in since.items() if version >= first}
+        check_keys(content, _PLAN_KEYS | further, _PLAN_KEYS, source)
+        shape = _shape_from_json(content["input_shape"], source)
+        for key in ("fingerprint", "chosen_by"):
+            if not isinstance(content[key], str):
+                raise PlanError(f"{source}: {key} must be a string, got {content[key]!r}")
+        if not isinstance(content["layers"], list):
+            raise PlanError(f"{source}: layers must be a list, got {type(content['layers']).__name__}")
+        entries = content["layers"]
+        if version < OPERATIONS_VERSION:
+            entries = upgraded_entries(entries, version, source)
+        layers = tuple(from_entry(entry, source) for entry in entries)
+        names = [layer.name for layer in layers]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
+        metadata = checked_metadata(content.get("metadata", {}), source)
+        preparation = _preparation(content.get("preparation", []), source)
+        return cls(layers, content["fingerprint"], shape, content["chosen_by"], metadata, preparation)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to `path`, atomically."""
+        with replacing(Path(path)) as temporary:
+            temporary.write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CompressionPlan:
+        """Read a plan from a file.
+
+        Raises:
+            PlanError: If the file is missing or is no valid plan.
+        """
+        path = Path(path)
+        try:
+            if path.exists() and not path.is_file():  # a pipe or a device may never end
+                raise PlanError(f"the plan {path} cannot be read (no regular file); check the path")
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"the plan {path} cannot be read ({error}); check the path") from error
+        return cls.from_json(text, source=f"the plan {path}")
+
+    def check_model(self, model: nn.Module) -> dict[str, LayerSpec]:
+        """Return the specs of all layers of `model` by name, after checking that it is the plan's model.
+
+        Raises:
+            PlanError: If the plan was made for another model or names a layer that it does not have.
+        """
+        return self.check_specs(inspect_layers(self.prepared(model), self.input_shape))
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Return the plan's model from what its class makes: the same layers rewritten as before the plan.
+
+        Args:
+            model: The model, rewritten or not; left untouched.
+
+        Raises:
+            DecompositionError: It has no layers, or one cannot be rewritten.
+        """
+        return prepared(unwrapped(model), self.preparation)
+
+    def check_specs(self, specs: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
+        """Return all layers of a network by name, after checking that it is the plan's; see `check_model`."""
+        by_name = {spec.name: spec for spec in specs}
+        found = fingerprint(by_name.values())
+        # Plans made before recurrent layers and attention were listed know nothing of them.
+        known = {found, fingerprint(spec for spec in by_name.values() if spec.kind not in OPAQUE_KINDS)}
+        missing = [layer.name for layer in self.layers if layer.name not in by_name]
+        if missing:
+            raise PlanError(
+                f"the plan names layers that the model does not have: {', '.join(missing[:5])}; "
+                "it was made for another model"
+            )
+        if self.fingerprint not in known:
+            raise PlanError(
+                f"the plan was made for a model with fingerprint {self.fingerprint}, this one has {found}; "
+                "load the dense model that the plan was made for"
+            )
+        return by_name
+
+    def specs(self, model: nn.Module) -> list[LayerSpec]:
+        """Return the layers that group operations leave, as they leave them, after checking that all fits.
+
+        Raises:
+            PlanError: If the plan was made for another model, names a layer it does not have, or one that
+                an operation cannot be applied to.
+            DecompositionError: If a rank is not feasible.
+        """
+        model = self.prepared(model)
+        self.check_model(model)
+
+        def structure(
+            kind: type[GroupOperation], network: nn.Module, chosen: Mapping[str, GroupOperation]
+        ) -> nn.Module:
+            present = {spec.name: spec for spec in inspect_layers(network, self.input_shape)}
+            for name, operation in chosen.items():
+                operation.check(present[name])
+            return kind.group_structure(network, chosen, self.input_shape)
+
+        network, rest = self.after_groups(model, structure)
+        by_name = {spec.name: spec for spec in inspect_layers(network, self.input_shape)}
+        for layer in rest:
+            for operation in layer.operations:
+                operation.check(by_name[layer.name])
+        return [by_name[layer.name] for layer in rest]
+
+    def after_groups(self, model: nn.Module, run: RunGroup) -> tuple[nn.Module, CompressionPlan]:
+        """Return the network that the group operations leave, and the rest of the plan for it.
+
+        Args:
+            model: The plan's model; left untouched.
+            run: Carries out the operations of one kind and returns the network that they leave.
+        """
+        plan = self
+        for kind in self.group_kinds:
+            chosen = plan.chosen(kind)
+            model = run(kind, model, chosen)
+            layers = tuple(
+                replace(layer, operations=tuple(o for o in layer.operations if type(o) is not kind))
+                for layer in plan.layers
+                if not (kind.removes and layer.name in chosen)
+            )
+            specs = inspect_layers(model, plan.input_shape)
+            plan = replace(plan, layers=layers, fingerprint=fingerprint(specs))
+        return model, plan
+
+    def with_operations(self, model: nn.Module, operations: Mapping[str, Operation]) -> CompressionPlan:
+        """Return the plan for `model` that first applies group operations and then does what this plan says.
+
+        Args:
+            model: The network before those operations.
+            operations: One for each layer that gets one, by name.
+
+        Raises:
+            PlanError: If a layer is missing in the plan or in the network, or has such an operation already.
+        """
+        specs = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
+        layers = {layer.name: layer for layer in self}
+        # The plan is one for what is left: it does not have the layers that operations remove.
+        layers.update(
+            {n: LayerPlan(n) for n, each in operations.items() if n not in layers and _removes(each)}
+        )
+        unknown = [name for name in operations if name not in specs or name not in layers]
+        if unknown:
+            raise PlanError(f"operations are given for {', '.join(unknown)}, but the plan has no such layer")
+        for name, operation in operations.items():
+            layers[name] = replace(layers[name], operations=(operation, *layers[name].operations))
+        order = [name for name in specs if name in layers]
+        return replace(
+            self, layers=tuple(layers[name] for name in order), fingerprint=fingerprint(specs.values())
+        )
+
+
+def _removes(operation: Operation) -> bool:
+    return isinstance(operation, GroupOperation) and operation.removes
+
+
+def fingerprint(specs: Any) -> str:
+    """Hash what a plan depends on: names, kinds and shapes of all layers, not their weights.
+
+    Args:
+        specs: The `LayerSpec`s of `inspect_layers`.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    text = json.dumps(
+        sorted([s.name, s.kind, list(s.weight_shape), list(s.stride), s.groups, s.bias] for s in specs)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_plan(
+    model: nn.Module,
+    input_shape: ExampleInputs,
+    tensor_format: str,
+    ranks: int | Mapping[str, int | Sequence[int]],
+    *,
+    tensorised: bool = False,
+    chosen_by: str = "user",
+) -> CompressionPlan:
+    """Make a plan from ranks given by hand.
+
+    Args:
+        model: The dense model.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
+        tensor_format: Name of the format.
+        ranks: One rank for every compressible layer (capped at each layer's maximum), or ranks by layer name:
+            one integer, or one a bond. Layers that are not named stay dense.
+        tensorised: Split channel counts into small factors.
+        chosen_by: Recorded in the plan.
+
+    Returns:
+        The plan; a layer that would get no smaller stays dense, with the reason.
+
+    Raises:
+        DecompositionError: If a rank is not feasible.
+        PlanError: If a name is no compressible layer of the model.
+    """
+    all_specs = inspect_layers(model, input_shape)
+    chosen = get_format(tensor_format)
+    by_name = {spec.name: spec for spec in all_specs}
+    if isinstance(ranks, Mapping):
+        for name in ranks:
+            spec = by_name.get(name)
+            if spec is None or spec.refusal is not None:
+                compressible = ", ".join(s.name for s in all_specs if s.refusal is None)
+                why = f": {spec.refusal}" if spec is not None else ""
+                raise PlanError(f"{name!r} is no compressible layer{why}; choose from {compressible}")
+    layers = []
+    for spec in all_specs:
+        if spec.refusal is not None:
+            layers.append(LayerPlan(spec.name, reason=spec.refusal))
+            continue
+        modes = chosen.modes(spec, tensorised=tensorised)
+        if isinstance(ranks, Mapping):
+            if spec.name not in ranks:
+                layers.append(LayerPlan(spec.name, reason="no rank was given"))
+                continue
+            wanted = ranks[spec.name]
+            wanted = tuple(wanted) if isinstance(wanted, Sequence) else wanted
+        else:
+            wanted = min(ranks, chosen.max_rank(modes)) if type(ranks) is int else ranks
+        checked = chosen.check_ranks(modes, wanted, spec.name)
+        operation = Factorise(tensor_format, checked, factors_of(modes))
+        layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
+    return CompressionPlan(
+        tuple(layers),
+        fingerprint(all_specs),
+        input_shape_of(input_shape),
+        chosen_by,
+        preparation=rewrites_of(unwrapped(model)),
+    )
+
+
+def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:
+    """Read what was rewritten before a plan.
+
+    Raises:
+        PlanError: It is no list of rewrites.
+    """
+    if not isinstance(entries, list):
+        raise PlanError(f"{source}: preparation must be a list, got {entries!r}")
+    return tuple(Rewrite.from_dict(each, REWRITERS, source) for each in entries)
+
+
+def _shape_from_json(content: Any, source: str) -> InputShape:
+    """Read a shape, or a specification of inputs.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    if isinstance(content, list) and content and all(type(n) is int and n > 0 for n in content):
+        return tuple(content)
+    try:
+        return InputSpec.from_json(content)
+    except DecompositionError as error:
+        raise PlanError(
+            f"{source}: input_shape must be a list of positive integers, or tell of several inputs or types "
+            f"({error})"
+        ) from error

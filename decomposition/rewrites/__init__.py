@@ -1,0 +1,1 @@
+"""Layers rewritten as equal ones that can be compressed, before anything is chosen."""

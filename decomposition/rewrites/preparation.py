@@ -1,0 +1,40 @@
+"""Repeating what was rewritten in a network before its plan on the network as its class makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from decomposition.network.permanent_weights import plain_form as permanent
+from decomposition.network.rewriting import Rewrite, rewrites_of, rewritten
+from decomposition.network.surgery import copied
+from decomposition.rewrites.attention import plain_form as attention
+from decomposition.rewrites.own_layers import plain_form as own_layer
+from decomposition.rewrites.transposed import plain_form as transposed
+
+REWRITERS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
+    "plain_attention": attention,
+    "plain_layers": own_layer,
+    "plain_transposed": transposed,
+    "plain_weights": permanent,
+}
+"""From a layer, which may be changed, to its other form; `None` where it has that form already."""
+
+
+def prepared(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module:
+    """Return a network in which some layers are rewritten; itself where they are already.
+
+    Args:
+        model: The network; left untouched.
+        rewrites: What to rewrite. Layers that it does not have are passed over: what a plan removes may be
+            gone, and whether the network is the plan's is told by its fingerprint.
+    """
+    if set(rewrites) <= set(rewrites_of(model)):
+        return model
+    network = copied(model)
+    for each in rewrites:
+        modules = dict(network.named_modules())
+        forms = {name: REWRITERS[each.kind](modules[name]) for name in each.layers if name in modules}
+        network = rewritten(network, each.kind, {name: f for name, f in forms.items() if f is not None})
+    return network

@@ -1,0 +1,231 @@
+"""The console command `rankrl`, a Hydra application."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+
+from decomposition.errors import DecompositionError
+from rankrl.cli.config.choices import check_catalogue, store_groups
+from rankrl.cli.config.composition import composing, parsed_flags
+from rankrl.cli.config.folder import config_folder
+from rankrl.cli.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
+from rankrl.cli.config.input_files import check_input_files, network_of_weights
+from rankrl.cli.config.overrides import check_overrides, composed
+from rankrl.cli.config.quoting import readable_arguments
+from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
+from rankrl.cli.config.run_folders import check_folders, refuse_used_folder, write_record
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.sweep_arguments import sweep_arguments
+from rankrl.cli.config.values import check_values
+from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
+from rankrl.runs.run_folder import RunFolder, RunNotes
+from rankrl.runs.run_lock import locked
+from rankrl.runs.sweeps import run_sweep_job
+from rankrl.runs.tracking import start_tracking
+
+FIRST_RUN = "experiment=first_run"
+USER_ERROR = 2
+BUDGET_MISSED = 3
+COLLAPSED = 4
+INTERRUPTED = 130
+_COMPLETION_FLAGS = {"-sc", "--shell-completion"}
+
+
+@hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
+def _run(config: DictConfig) -> None:
+    settings = OmegaConf.to_object(config)
+    assert isinstance(settings, AppConfig)
+    hydra_config = HydraConfig.get()
+    folder = RunFolder(Path(hydra_config.runtime.output_dir))
+    overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    try:
+        if hydra_config.mode == RunMode.MULTIRUN:
+            run_sweep_job(
+                lambda: _run_task(settings, plain, folder),
+                folder,
+                number=int(hydra_config.job.num),
+                config=plain,
+                overrides=overrides,
+                composed=composed,
+                record=lambda: write_record(config, folder.path),
+                sweep_folder=Path(hydra_config.sweep.dir),
+                explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
+            )
+        else:
+            with locked(folder.path):
+                notes = _run_alone(settings, config, plain, overrides, folder)
+            if notes.collapsed is not None:
+                _leave(RankrlError(f"the run is finished, but {notes.collapsed}."), COLLAPSED)
+            if notes.missed is not None:
+                _leave(ConfigError(f"the run is finished, but {notes.missed}."), BUDGET_MISSED)
+    except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
+        stopped = error if isinstance(error, RunStoppedError) else RunStoppedError(folder.path)
+        _leave(stopped, INTERRUPTED)
+    except Exception as error:
+        explained = _for_users(error, folder)
+        if explained is None:
+            raise
+        _leave(explained, USER_ERROR)
+
+
+def _run_alone(
+    settings: AppConfig,
+    config: DictConfig,
+    plain: dict[str, Any],
+    overrides: list[str],
+    folder: RunFolder,
+) -> RunNotes:
+    """Run the task in a folder that no other run can get; return what its steps noted."""
+    try:
+        if settings.resume is None:
+            refuse_used_folder(folder)
+        elif folder.finished:  # by another `resume`, since the command line was checked
+            _show_finished(folder.path)
+            return RunNotes()
+        folder.prepare()
+        folder.claim(plain, overrides, resume=True)
+        write_record(config, folder.path)
+        notes = _run_task(settings, plain, folder)
+    except Exception as error:
+        if settings.resume is None and _for_users(error, folder) is not None:
+            folder.discard()
+        raise
+    folder.error.unlink(missing_ok=True)  # of an earlier attempt, as the job of a sweep
+    return notes
+
+
+def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> RunNotes:
+    """Run the task, tracked; return what its steps noted."""
+    check_values(plain)  # what sweepers draw is known only now
+    check_input_files(plain)
+    for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    from rankrl.cli.tasks import get_task  # imports torch and all that is registered
+    from rankrl.memory import reuse_memory
+    from rankrl.training.subnormals import subnormals_as_zero
+
+    reuse_memory()
+    check_catalogue()
+    run = get_task(settings.task).of(settings)
+    kind, options = settings.tracking.name, settings.tracking.options
+    with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
+        tracked = RunFolder(folder.path, tracking)
+        run(settings, tracked)
+    return tracked.notes
+
+
+def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
+    """Return the error that a user is shown in one paragraph, or None for a defect of ours."""
+    if isinstance(error, (RankrlError, DecompositionError)):
+        return error
+    from pruning import PruningError  # imports torch
+
+    if isinstance(error, PruningError):
+        return error
+    if isinstance(error, (OSError, SafetensorError)):
+        advice = "Check that the folder is writable and that the disk has room; then `rankrl resume=` goes on"
+        return StorageError(f"a file could not be read or written: {error}. {advice} ({folder.path}).")
+    return None
+
+
+def _leave(error: Exception, code: int) -> None:
+    """Print one paragraph and leave."""
+    print(f"rankrl: {' '.join(str(error).split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _show_finished(folder: Path) -> None:
+    print(f"rankrl: {folder} is finished already; its report is {folder / 'report.html'}")
+
+
+def _show(text: str) -> None:
+    """Print a long text; who reads it may stop in the middle, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python would meet it again when it closes its streams
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
+    """Return what Hydra gets of a command line, once all of it is checked that needs no computing.
+
+    Args:
+        arguments: What was written; the groups are stored already.
+
+    Returns:
+        The arguments as Hydra reads them, with those that are known from a run's record; None where all is
+        said: a page of help, a run that is finished.
+
+    Raises:
+        RankrlError: An option, a value or a folder is refused.
+    """
+    helping = not HELP_FLAGS.isdisjoint(arguments)
+    arguments = readable_arguments(arguments)
+    finished = finished_run(arguments)
+    if finished is not None:
+        _show_finished(finished)
+        return None
+    arguments = resumed_arguments(arguments)
+    known = network_of_weights(arguments)
+    if known:
+        print(f"rankrl: {' '.join(known)}, as in the run of weights=")
+    arguments = sweep_arguments([*known, *arguments])
+    with composing(parsed_flags(arguments)):
+        check_overrides(arguments)
+        if helping:
+            _show(help_page(arguments))
+            return None
+        finished = check_resumed(arguments)
+        if finished is not None:
+            _show_finished(finished)
+            return None
+        check_folders(arguments)
+    return arguments
+
+
+def main() -> None:
+    """Run the command line; errors that a user can cure exit with code 2 and one paragraph.
+
+    Without arguments it is that of `FIRST_RUN`.
+
+    A run that is finished but misses its budget in time exits with code 3, one whose network is no better
+    than a constant with 4, one that was stopped with 130.
+    """
+    # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
+    sys.path.insert(0, str(Path.cwd()))
+    store_groups()  # what was registered since this module was imported too
+    if len(sys.argv) == 1:
+        print(f"rankrl {FIRST_RUN}")
+        sys.argv.append(FIRST_RUN)
+    given = set(sys.argv[1:])
+    if given & VERSION_FLAGS:
+        print(version_line())
+        return
+    try:
+        if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
+            checked = checked_arguments(sys.argv[1:])
+            if checked is None:
+                return
+            sys.argv[1:] = checked
+    except RankrlError as error:
+        _leave(error, USER_ERROR)
+    try:
+        _run()
+    except KeyboardInterrupt:
+        _leave(ConfigError("stopped; the same command with hydra.sweep.dir=FOLDER goes on"), INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

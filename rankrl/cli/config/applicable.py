@@ -1,0 +1,284 @@
+"""Options without effect: what is given on the command line, and would be ignored, is refused.
+
+One table says when an option does nothing; its default may stand, only who sets it expects something of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankrl.cli.config.choices import formats
+from rankrl.errors import ConfigError
+from rankrl.option_types import shown
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an option does nothing.
+
+    Attributes:
+        option: Its full name; with a dot at the end, all options of a section; a group's choice is one too.
+        idle: Tells from the composed configuration whether it does nothing.
+        reason: Why, for the message; `{task}` stands for the task.
+        advice: What to do instead.
+    """
+
+    option: str
+    idle: Callable[[Config], bool]
+    reason: str
+    advice: str
+
+    def concerns(self, name: str) -> bool:
+        """Return whether an option, or a group's choice, is this rule's."""
+        if self.option.endswith("."):
+            return name.startswith(self.option) or name == self.option.removesuffix(".")
+        return name == self.option
+
+
+def check_applicable(config: Config, given: Sequence[str]) -> None:
+    """Refuse options that were given and have no effect.
+
+    Args:
+        config: The composed configuration as plain values.
+        given: Full names of the options that the command line sets, and of the groups that it chooses.
+
+    Raises:
+        ConfigError: Naming the option, its value, why it has no effect and what to do.
+    """
+    for name in given:
+        value = _value(config, name)
+        for rule in RULES:
+            if value not in (None, False) and rule.concerns(name) and rule.idle(config):
+                reason = rule.reason.format(task=config["task"])
+                held = value
+                if isinstance(value, Mapping):  # a group's choice
+                    held = value.get("name", value.get("format", value))
+                text = held if isinstance(held, str) else shown(held)
+                raise ConfigError(f"{name}={text} has no effect: {reason}; {rule.advice}")
+
+
+def _value(config: Config, name: str) -> Any:
+    found: Any = config
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _other_task(*tasks: str) -> Callable[[Config], bool]:
+    return lambda config: config["task"] not in tasks
+
+
+def _one_format(config: Config) -> bool:
+    return config["decomposition"]["format"] in formats()
+
+
+def _cannot_split(config: Config) -> bool:
+    chosen = config["decomposition"]
+    names = chosen["formats"] or [chosen["format"]]
+    known = formats()
+    return any(not known.get(name, True) for name in names)
+
+
+def _prunes_alone(config: Config) -> bool:
+    return config["task"] == "prune" and not any(
+        config["prune"][f"decompose_{measure}"] for measure in ("params", "macs")
+    )
+
+
+_SEARCHING = ("pipeline", "search", "compare", "prune")
+_FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
+_TRAINING = ("train", "apply", *_SEARCHING)
+
+
+def _section(name: str, reason: str, *tasks: str) -> Rule:
+    """The rule of a section that other tasks than these do not read."""
+    *others, last = tasks
+    choice = f"{', '.join(others)} or {last}" if others else last
+    return Rule(
+        f"{name}.",
+        _other_task(*tasks),
+        f"task={{task}} {reason}",
+        f"leave it out, or choose task={choice}",
+    )
+
+
+def _is_onnx(config: Config) -> bool:
+    return config["model"].get("architecture") == "onnx"
+
+
+_UNUSED_BY_ONNX = (
+    *("calibration", "constrain", "finetune", "optim", "train"),
+    *("decomposition.sequential", "decomposition.batch_norm", "export.opset", "export.preprocess"),
+    *("export.int8", "export.runtimes", "export.training", "export.pad_channels"),
+    *("search.images", "search.augmented", "search.statistics", "search.batch_size", "search.halving."),
+    "search.workers",
+)
+
+
+def _unused_by_onnx(option: str) -> Rule:
+    """The rule of options that say how a network in PyTorch is trained, scored or exported."""
+    return Rule(
+        f"{option}." if "." not in option else option,
+        _is_onnx,
+        "model=onnx compresses a file as it is, without training or labels",
+        "leave it out; docs/onnx.md lists what it takes",
+    )
+
+
+RULES = (
+    _section("search", "searches for no plan", "pretrain", *_SEARCHING),
+    _section("selector", "searches for no plan", *_SEARCHING),
+    _section("reward", "searches for no plan", *_SEARCHING),
+    _section("calibration", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
+    _section("decomposition", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
+    *(
+        Rule(
+            f"{section}.",
+            _prunes_alone,
+            "task=prune decomposes nothing, for which a plan would be searched",
+            "leave it out, or set prune.decompose_params or prune.decompose_macs",
+        )
+        for section in ("search", "selector", "reward", "decomposition")
+    ),
+    _section("constrain", "trains no network towards a plan", "pipeline"),
+    Rule(
+        "constrain.",
+        lambda config: config["constrain"]["epochs"] == 0,
+        "constrain.epochs=0 leaves that training out",
+        "leave it out, or set constrain.epochs",
+    ),
+    _section("finetune", "fine-tunes nothing", *_FINETUNING),
+    _section("optim", "fine-tunes nothing", *_FINETUNING),
+    _section("train", "trains no dense network", *_TRAINING),
+    Rule(
+        "export.",
+        lambda config: (
+            config["task"] not in ("export", *_SEARCHING)
+            and not (_is_onnx(config) and config["task"] == "apply")
+        ),
+        "task={task} neither exports a network nor times one",
+        f"leave it out, or choose task=export, {', '.join(_SEARCHING[:-1])} or {_SEARCHING[-1]}",
+    ),
+    Rule(
+        "export.runtimes",
+        _other_task("pipeline", "prune", "export"),
+        "task={task} writes no ONNX file",
+        "leave it out, or choose task=pipeline, prune or export",
+    ),
+    Rule(
+        "train.",
+        lambda config: config["task"] != "train" and bool(config["model"].get("checkpoint")),
+        "model.checkpoint is given, so no dense network is trained",
+        "leave one of the two out",
+    ),
+    _section("budget", "chooses no plan, which a budget would limit", *_SEARCHING),
+    *(
+        Rule(
+            f"budget.{name}",
+            lambda config: config["task"] == "prune",
+            "task=prune removes channels to a fraction of the parameters or MACs",
+            "set budget.params or budget.macs, or choose task=pipeline",
+        )
+        for name in ("bytes", "latency")
+    ),
+    _section("pruner", "prunes nothing", "prune"),
+    _section("prune", "prunes nothing", "prune"),
+    Rule(
+        "prune.finetune_epochs",
+        _prunes_alone,
+        "task=prune decomposes nothing, before which it could fine-tune",
+        "set finetune.epochs, or prune.decompose_params or prune.decompose_macs",
+    ),
+    Rule(
+        "compare.",
+        _other_task("compare"),
+        "task={task} searches with one selector and one seed",
+        "set selector and seed, or choose task=compare",
+    ),
+    Rule(
+        "pretrain.",
+        _other_task("pretrain"),
+        "task={task} trains no policy",
+        "leave it out, or choose task=pretrain",
+    ),
+    Rule(
+        "inspect.",
+        _other_task("inspect"),
+        "task={task} lists no layers",
+        "leave it out, or choose task=inspect",
+    ),
+    Rule(
+        "calibration.",
+        lambda config: config["task"] == "inspect" and not config["inspect"]["errors"],
+        "layers are listed without being fitted",
+        "leave it out, or set inspect.errors=true",
+    ),
+    Rule(
+        "plan",
+        _other_task("apply"),
+        "task={task} applies no plan of another run",
+        "leave it out, or choose task=apply",
+    ),
+    Rule(
+        "weights",
+        _other_task("finetune", "evaluate", "export"),
+        "task={task} does not begin with a compressed network",
+        "give the dense network as model.checkpoint=PATH, or choose task=finetune, evaluate or export",
+    ),
+    Rule(
+        "runs",
+        _other_task("report"),
+        "task={task} gathers no runs",
+        "leave it out, or choose task=report",
+    ),
+    Rule(
+        "decomposition.formats",
+        _one_format,
+        "every layer takes the one format of decomposition.format",
+        "choose decomposition=auto beside it",
+    ),
+    Rule(
+        "decomposition.tensorised",
+        _cannot_split,
+        "a format that is chosen cannot split channel counts",
+        "leave it out, or choose decomposition=tensor_ring or decomposition=tensor_train",
+    ),
+    Rule(
+        "search.reestimation_images",
+        lambda config: config["search"]["statistics"] != "reestimated",
+        "statistics are measured anew with search.statistics=reestimated alone",
+        "leave it out, or set search.statistics=reestimated",
+    ),
+    Rule(
+        "search.refit_images",
+        lambda config: config["search"]["statistics"] != "refitted",
+        "plans are refitted with search.statistics=refitted alone",
+        "leave it out, or set search.statistics=refitted",
+    ),
+    Rule(
+        "search.halving.keep",
+        lambda config: config["search"]["halving"]["fraction"] is None,
+        "all plans are scored on all images",
+        "set search.halving.fraction too",
+    ),
+    *(
+        Rule(
+            f"search.{name}",
+            lambda config: config["search"]["workers"] is None,
+            "no worker processes are asked for",
+            "set search.workers too",
+        )
+        for name in ("cluster", "worker_cpus", "worker_gpus")
+    ),
+    Rule(
+        "finetune.temperature",
+        lambda config: config["finetune"]["distillation"] == 0,
+        "there is no teacher with finetune.distillation=0",
+        "leave it out, or set finetune.distillation above 0",
+    ),
+    *map(_unused_by_onnx, _UNUSED_BY_ONNX),
+)

@@ -1,0 +1,137 @@
+"""A run that `resume=RUN` goes on with: its options, and which of those given now it can take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from rankrl.cli.config.composition import composing, parsed_flags
+from rankrl.cli.config.overrides import composed, parsed_overrides
+from rankrl.cli.config.quoting import quoted
+from rankrl.errors import ConfigError
+from rankrl.runs.run_folder import COMPRESS, SAME_CALL, RunFolder, changed_options, with_effect
+from rankrl.runs.run_lock import check_free
+
+
+def resumed_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with those of the run that `resume=RUN` names in front.
+
+    The run goes on in its own folder, with its own configuration; options given now come last and win.
+
+    Raises:
+        ConfigError: `RUN` is no folder of a rankrl run, or `hydra.run.dir` names another one.
+    """
+    folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
+    if folder is None or str(folder) in ("", "null"):
+        return list(arguments)
+    try:
+        of_sweep = (folder / "multirun.yaml").is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigError(
+            f"resume={folder}: that folder cannot be read ({error.strerror}); give the folder of a run"
+        ) from error
+    if of_sweep or {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(
+            f"resume={folder} goes on with one run; a sweep goes on when its command is given again with "
+            "hydra.sweep.dir=FOLDER: finished jobs are skipped"
+        )
+    arguments = _without_run_folder(arguments, folder)
+    before = _recorded_overrides(folder)
+    given = {argument.partition("=")[0] for argument in arguments}
+    kept = [override for override in before if override.partition("=")[0] not in given]
+    resume, run_folder = (quoted(key, str(folder)) for key in ("resume", "hydra.run.dir"))
+    return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
+
+
+def _without_run_folder(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Return the arguments of a resumed run without `hydra.run.dir`, which may only name the run's folder.
+
+    In another folder the run would begin anew, over what is there: `resume` switches off the check for that.
+    """
+    kept = []
+    for argument in arguments:
+        if argument.lstrip("+").partition("=")[0] != "hydra.run.dir":
+            kept.append(argument)
+        elif Path(str(parsed_overrides([argument])[0].value())).resolve() != folder.resolve():
+            raise ConfigError(
+                f"{argument} names another folder than resume={folder}, and a run goes on in its own folder; "
+                "leave hydra.run.dir out, or leave resume out for a new run in that folder"
+            )
+    return kept
+
+
+def finished_run(arguments: Sequence[str]) -> Path | None:
+    """Return the folder that `resume=RUN` names if its run has ended, and nothing else is asked for."""
+    folder = Path(arguments[0].removeprefix("resume=")) if len(arguments) == 1 else Path()
+    if not arguments or not arguments[0].startswith("resume=") or folder == Path():
+        return None
+    try:
+        return folder if RunFolder(folder).finished else None
+    except OSError:  # which the checks of the folder explain
+        return None
+
+
+def _recorded_overrides(folder: Path) -> list[str]:
+    """Return the overrides of the run in a folder: its own record's, or Hydra's.
+
+    Hydra writes its record before a job can refuse a folder that is another run's, so ours comes first.
+    """
+    record = RunFolder(folder).record
+    path = record if record.is_file() else folder / ".hydra" / "overrides.yaml"
+    if not path.is_file():
+        raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {path})")
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    overrides = content.get("overrides") if isinstance(content, dict) else content
+    config = content.get("config") if isinstance(content, dict) else None
+    if isinstance(config, dict) and config.get("task") == COMPRESS:
+        raise ConfigError(f"resume={folder}: that is the folder of a call of {COMPRESS}; {SAME_CALL}")
+    if not isinstance(overrides, list):
+        raise ConfigError(f"resume={folder}: {path} is damaged; restore it or start anew")
+    return [str(override) for override in overrides]
+
+
+def check_resumed(arguments: Sequence[str]) -> Path | None:
+    """Refuse options with which a resumed run would have other results; nothing is written.
+
+    Args:
+        arguments: What `resumed_arguments` returned, checked.
+
+    Returns:
+        The folder of a run that has ended with just these options; None for any other command.
+
+    Raises:
+        ConfigError: The results would be others; the options that differ are named.
+        FolderInUseError: The run goes on already.
+    """
+    flags = parsed_flags(arguments)
+    folder = _resumed_folder(arguments)
+    if folder is None or flags.help or flags.hydra_help or flags.cfg or flags.info:
+        return None
+    check_free(folder)
+    finished = RunFolder(folder).finished
+    with composing(flags):
+        before, now = composed(_recorded_overrides(folder)), composed(flags.overrides)
+    if before:  # else one of its options is unknown by now
+        changes = changed_options(with_effect(before), with_effect(now))
+        if changes and finished:
+            raise ConfigError(
+                f"resume={folder}: that run is finished, with other options ({changes}), and was left as it "
+                "is. Choose another folder for a run with these: hydra.run.dir=FOLDER, without resume"
+            )
+        if changes:
+            raise ConfigError(
+                f"resume={folder} goes on with a run to the results of its own options, and not with others "
+                f"({changes}); leave these out, or begin a new run: hydra.run.dir=FOLDER, without resume"
+            )
+    return folder if finished else None
+
+
+def _resumed_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the folder that `resume=RUN` names, as it was written or quoted, or None."""
+    given = next((each for each in arguments if each.startswith("resume=")), None)
+    name = None if given is None else given.removeprefix("resume=")
+    if name in (None, "", "null"):
+        return None
+    return Path(str(parsed_overrides([str(given)])[0].value()))

@@ -1,0 +1,154 @@
+"""Every value of the configuration against the type of its option, before any work.
+
+The types are those of `cli.config.schema`; in the groups that the schema leaves open, those of what takes
+the options: a dataset's source, a network's builder, a selector, a reward, a pruner, an optimizer, a tracker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rankrl.cli.config.choices import formats, groups, tasks
+from rankrl.cli.config.group import Group
+from rankrl.cli.config.schema import AppConfig
+from rankrl.errors import ConfigError, did_you_mean
+from rankrl.option_types import check_option, check_options, shown
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Refuse a composed configuration that holds a value of the wrong type, or one that is not finite.
+
+    Args:
+        config: Plain values, interpolations resolved.
+
+    Raises:
+        ConfigError: Naming the option in full, the value and what is allowed.
+    """
+    _check_typed(AppConfig, config, "")
+    if config["task"] not in tasks():
+        raise ConfigError(
+            f"there is no task {config['task']!r}; choose from {', '.join(tasks())}."
+            f"{did_you_mean(config['task'], tasks())}"
+        )
+    _check_formats(config["decomposition"])
+    for group, prefix, name, options in _owned(config):
+        owner = groups()[group]
+        types, takes_others = owner.types(name)
+        others = {key: Any for key in options if key not in types} if takes_others else {}
+        check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
+    for name, seed in (
+        ("seed", config["seed"]),
+        *(("compare.seeds", each) for each in config["compare"]["seeds"]),
+    ):
+        if seed < 0:
+            raise ConfigError(f"{name} must not be negative, got {seed}; any whole number from 0 on will do")
+
+
+def _check_formats(chosen: Mapping[str, Any]) -> None:
+    several = chosen["formats"] is not None
+    option = "decomposition.formats" if several else "decomposition.format"
+    for name in chosen["formats"] if several else [chosen["format"]]:
+        if name not in formats():
+            raise ConfigError(
+                f"{option}: there is no tensor format {name!r}; choose from {', '.join(formats())}."
+                f"{did_you_mean(name, formats())}"
+            )
+
+
+def check_value(name: str, value: Any, config: Mapping[str, Any] | None = None) -> None:
+    """Refuse a value that an option cannot have; an unknown option is not looked at.
+
+    Args:
+        name: The option's full name.
+        value: What it is to be; an interpolation is not looked at.
+        config: A composed configuration, for the options that the schema leaves open; None for the schema's.
+
+    Raises:
+        ConfigError: Naming the option, the value and what is allowed.
+    """
+    wanted = _schema_type(name)
+    if wanted is None and config is not None:
+        wanted = _owned_types(config).get(name)
+    if wanted is None or wanted == dict[str, Any] or (isinstance(value, str) and "${" in value):
+        return
+    if dataclasses.is_dataclass(wanted):
+        _check_section(name, value, wanted)
+    else:
+        check_option(name, value, wanted)
+
+
+def _schema_type(name: str) -> Any:
+    """Return the annotation of an option of the schema, or None."""
+    wanted: Any = AppConfig
+    for part in name.split("."):
+        hints = typing.get_type_hints(wanted) if dataclasses.is_dataclass(wanted) else {}
+        wanted = hints.get(part)
+    return wanted
+
+
+def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the annotations of the options that the schema leaves open, by full name."""
+    found: dict[str, Any] = {}
+    for group, prefix, name, _ in _owned(config):
+        found |= {f"{prefix}.{key}": each for key, each in groups()[group].types(name)[0].items()}
+    return found
+
+
+def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
+    for key, wanted in typing.get_type_hints(section).items():
+        name = f"{prefix}{key}"
+        if key not in values:
+            raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
+        if dataclasses.is_dataclass(wanted):
+            _check_section(name, values[key], wanted)
+            _check_typed(typing.cast(type, wanted), values[key], f"{name}.")
+        elif wanted == dict[str, Any]:  # its entries have an owner
+            check_option(name, {} if isinstance(values[key], Mapping) else values[key], wanted)
+        else:
+            check_option(name, values[key], wanted)
+
+
+def _check_section(name: str, value: Any, section: Any) -> None:
+    if not isinstance(value, Mapping):
+        options = ", ".join(f"{name}.{field.name}" for field in dataclasses.fields(section))
+        raise ConfigError(f"{name} holds options of its own, got {shown(value)}; set {options}")
+
+
+def _name(prefix: str, options: Mapping[str, Any], owner: Group) -> str:
+    """Return the registered name in a group."""
+    if options.get(owner.key) is None:
+        raise ConfigError(
+            f"{prefix}.{owner.key} is missing; choose with {prefix}=NAME, one of {_listed(owner)}"
+        )
+    name = options[owner.key]
+    if not isinstance(name, str) or name not in owner.known():
+        raise ConfigError(
+            f"{prefix}.{owner.key} must be one of {_listed(owner)}, got {shown(name)}."
+            f"{did_you_mean(name, owner.known())}"
+        )
+    return name
+
+
+def _listed(owner: Group) -> str:
+    return ", ".join(owner.known())
+
+
+def _owned(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """Yield what the schema leaves open: kind of owner, first part of the options' names, owner, options."""
+    for group in ("model", "dataset", "selector", "reward", "pruner"):
+        options, owner = config[group], groups()[group]
+        rest = {key: value for key, value in options.items() if key != owner.key}
+        yield group, group, _name(group, options, owner), rest
+    optimizers = {"optim": config["optim"], "train.optim": config["train"]["optim"]}
+    for prefix, optimizer in optimizers.items():
+        yield "optim", f"{prefix}.options", _name(prefix, optimizer, groups()["optim"]), optimizer["options"]
+    tracking = config["tracking"]
+    yield (
+        "tracking",
+        "tracking.options",
+        _name("tracking", tracking, groups()["tracking"]),
+        tracking["options"],
+    )

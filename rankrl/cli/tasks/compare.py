@@ -1,0 +1,93 @@
+"""`task=compare`: selectors side by side."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.tasks import register_task
+from rankrl.cli.tasks import steps
+from rankrl.files import write_json
+from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
+from rankrl.report import collect_setup
+from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, summarise
+from rankrl.report.comparison_page import write_comparison
+from rankrl.report.stages import rival_note
+from rankrl.runs.run_folder import RunFolder
+from rankrl.verify.measure import network_numbers, rival_numbers, with_preprocessing
+
+
+@register_task("compare", "several selectors on the same evaluator, over several seeds")
+def compare(config: AppConfig, folder: RunFolder) -> None:
+    """Search with every selector and seed, fine-tune their plans alike, and write one table.
+
+    Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
+    """
+    options.check(config, finetuning=config.finetune.epochs > 0)
+    entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
+    data = options.dataset(config)
+    steps.check_budget(config, data)
+    recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
+    dense = steps.dense_network(config, data, folder)
+    images = steps.calibration(config, data, dense)
+    with steps.search_session(config, data, dense, images) as session:
+        results = search_all(session, entered, folder.searches)
+    with_preprocessing(winner(results).plan, data).save(folder.plan)
+    final = FinalTest(data, dense, session.applied, recipe, folder.state / "plans")
+    rows = tested(session.problem, results, final)
+    metrics = {
+        **steps.head(config, data, dense, steps.searched(config)),
+        "selector": ",".join(config.compare.selectors),
+        "baseline": network_numbers(dense, data),
+        "search": {
+            "episodes": sum(row.episodes for row in rows),
+            "evaluations": sum(row.evaluations for row in rows),
+            "seconds": sum(row.seconds for row in rows),
+            "best_reward": max(row.best_reward for row in rows),
+        },
+        "compare": _numbers(rows),
+    }
+    metrics["dense_int8"] = rival_numbers(dense, data, options.export_options(config), folder.state)
+    steps.add_notes(metrics, folder)
+    setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
+    page = write_comparison(folder.path, rows, metrics, setup)
+    steps.track_result(folder, metrics)
+    write_json(folder.metrics, metrics)
+    console = Console()
+    console.print(_table(rows))
+    if rival_note(metrics):
+        console.print(f"{rival_note(metrics)}.", soft_wrap=True)
+    steps.print_end(console, metrics, page)
+
+
+def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
+    """Return the section `compare` of metrics.json."""
+    return {
+        summary.selector: {
+            "runs": summary.runs,
+            **{name: asdict(spread) for name, spread in summary.measures.items()},
+        }
+        for summary in summarise(rows)
+    }
+
+
+def _table(rows: list[ComparisonRow]) -> Table:
+    columns, cells = comparison_cells(rows, SHORT)
+    table = Table(header_style="bold")
+    for index, column in enumerate(columns):
+        # Where the terminal is narrow, entries with many options are folded, numbers never.
+        table.add_column(
+            column,
+            justify="right" if index else "left",
+            no_wrap=index > 0,
+            overflow="fold" if not index else "ellipsis",
+        )
+    for row in cells:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,44 @@
+"""`task=finetune`: train a compressed network further."""
+
+from __future__ import annotations
+
+from decomposition import save_compressed
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.tasks import register_task
+from rankrl.cli.tasks import steps
+from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
+from rankrl.errors import ConfigError
+from rankrl.runs.run_folder import RunFolder
+from rankrl.verify.measure import cost_ratios, network_numbers, test_accuracy, with_preprocessing
+
+
+@register_task("finetune", "train the compressed network weights=PATH further, the dense one as teacher")
+def finetune(config: AppConfig, folder: RunFolder) -> None:
+    """Write the fine-tuned network as `model.safetensors`."""
+    recipe = options.finetuning_recipe(config)
+    data = options.dataset(config)
+    network, dense, plan = compressed_from(config, data)
+    plan = with_preprocessing(plan, data)
+    if recipe.distillation > 0 and not config.model.get("checkpoint"):
+        raise ConfigError(
+            "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH, or "
+            "set finetune.distillation=0"
+        )
+    baseline, compressed = dense_numbers(config, data, dense), network_numbers(network, data)
+    removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
+    epochs = steps.finetuned(config, data, network, dense, folder, after_removal=removed)
+    save_compressed(network, plan, folder.model, dense=dense)
+    plan.save(folder.plan)
+    accuracy = test_accuracy(network, data)
+    metrics = {
+        **steps.head(config, data, dense, method_of(plan)),
+        "baseline": baseline,
+        "compressed": compressed,
+        "finetuned": {"accuracy": accuracy},
+        "ratios": cost_ratios(baseline, compressed),
+    }
+    known = config.model.get("checkpoint")
+    before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
+    steps.check_collapse(folder, metrics, data, before)
+    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)

@@ -1,0 +1,145 @@
+"""`task=pretrain`: one policy from many tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.tasks import register_task
+from rankrl.cli.tasks import steps
+from rankrl.data import ImageData
+from rankrl.errors import CheckpointError, ConfigError
+from rankrl.files import write_json
+from rankrl.plan_search.pretraining.episodes import TaskEpisodes, read_episodes
+from rankrl.plan_search.pretraining.tasks import FittedNetwork, TaskFit, play_tasks, pretrained, task_fits
+from rankrl.runs.run_folder import RunFolder
+from rankrl.training.networks import build_network, model_title
+
+POLICY_FILE = "policy.safetensors"
+EPISODES_FOLDER = "tasks"
+
+
+@register_task("pretrain", "train one policy on many tasks: networks, formats, budgets")
+def pretrain(config: AppConfig, folder: RunFolder) -> None:
+    """Play every task's plans, once, train the policy on all of them, and write `policy.safetensors`.
+
+    The episodes of a task are in `state/tasks`; a run that was killed goes on with the next task.
+    """
+    episode_options, training = options.pretraining(config)
+    networks = _networks(config)
+    added = [each for run in config.pretrain.add for each in _added(Path(run))]
+    data = options.dataset(config)
+    kept = folder.state / EPISODES_FOLDER
+    episodes = [
+        each
+        for one in networks
+        for network in _fitted(one, data, folder)
+        for each in play_tasks(
+            network,
+            options.scoring(config, data, network.model),
+            episode_options,
+            kept,
+            seed=config.seed,
+            warn=folder.warn,
+        )
+    ]
+    played = {each.task.decision for each in episodes}
+    episodes += [each for each in added if each.task.decision not in played]
+    if not episodes:
+        raise ConfigError(
+            "pretrain: no task is left, none of the budgets can be reached; raise pretrain.params or "
+            "pretrain.macs"
+        )
+    policy = pretrained(episodes, episode_options, training, seed=config.seed)
+    policy.save(folder.path / POLICY_FILE)
+    fits = task_fits(episodes, policy, training, seed=config.seed)
+    write_json(
+        folder.metrics,
+        {
+            "task": config.task,
+            "seed": config.seed,
+            "policy": POLICY_FILE,
+            "tasks": [{**dataclasses.asdict(fit), "task": str(fit.task)} for fit in fits],
+            "warnings": folder.notes.warnings,
+        },
+    )
+    console = Console()
+    console.print(_table(fits))
+    console.print(f"policy: {folder.path / POLICY_FILE}", soft_wrap=True)
+
+
+def _networks(config: AppConfig) -> list[AppConfig]:
+    """Return a configuration for every network and format."""
+    chosen: Sequence[Mapping[str, Any]] = config.pretrain.networks or [config.model]
+    for network in chosen:
+        if not network.get("architecture"):
+            raise ConfigError(
+                f"pretrain.networks: {dict(network)} names no architecture; an entry is for example "
+                "{architecture: resnet20, checkpoint: cifar10-resnet20.th}"
+            )
+        if not network.get("checkpoint"):
+            raise ConfigError(
+                f"task=pretrain fits trained networks, and {network['architecture']} has no checkpoint; set "
+                "model.checkpoint=PATH, or one for every entry of pretrain.networks"
+            )
+    formats = config.pretrain.formats
+    decompositions = [config.decomposition]
+    if formats is not None:
+        decompositions = [
+            dataclasses.replace(config.decomposition, format=name, formats=None) for name in formats
+        ]
+    found = [
+        dataclasses.replace(config, model=dict(network), decomposition=decomposition)
+        for network in chosen
+        for decomposition in decompositions
+    ]
+    for each in found:
+        options.candidate_options(each)
+    return found
+
+
+def _fitted(config: AppConfig, data: ImageData, folder: RunFolder) -> Iterator[FittedNetwork]:
+    dense = build_network(config.model, data, seed=config.seed)
+    images = steps.calibration(config, data, dense)
+    network = steps.searched_network(config, data, dense, images)
+    yield FittedNetwork(
+        model_title(config.model, dense),
+        dense,
+        steps.candidate_fits(config, network),
+        options.candidate_options(config).candidates,
+        data,
+    )
+
+
+def _added(run: Path) -> list[TaskEpisodes]:
+    found = sorted((run / "state" / EPISODES_FOLDER).glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(
+            f"pretrain.add: {run} holds no episodes; give folders of earlier runs of task=pretrain"
+        )
+    return [read_episodes(path) for path in found]
+
+
+def _table(fits: Sequence[TaskFit]) -> Table:
+    table = Table(title="What the additive model leaves over of the gains", header_style="bold")
+    table.add_column("task", overflow="fold")
+    for column in ("plans", "greedy", "policy", "unseen"):
+        table.add_column(column, justify="right")
+    for fit in fits:
+        table.add_row(str(fit.task), str(fit.plans), *map(_share, (fit.greedy, fit.policy, fit.unseen)))
+    unseen = [fit.unseen for fit in fits if fit.unseen is not None]
+    means = fmean(fit.greedy for fit in fits), fmean(fit.policy for fit in fits)
+    table.add_row("mean", "", *map(_share, (*means, fmean(unseen) if unseen else None)))
+    return table
+
+
+def _share(left: float | None) -> str:
+    return "–" if left is None else f"{left:.3f}"

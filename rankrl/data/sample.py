@@ -1,0 +1,218 @@
+"""A user's own inputs, read into memory and checked before anything is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from decomposition import Inputs
+from decomposition.calibration.calibration_set import CalibrationInputs, labelled_batches
+from decomposition.calibration.input_check import accepted, check_finite, gaps
+from decomposition.candidates.listing import changing_layers
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import count_inputs, input_shape_of, joined, mapped, plain, rows, run_model
+from decomposition.network.outputs import tensors_in
+from rankrl.device import model_device
+from rankrl.errors import ConfigError, DataError
+
+UNLABELLED = -100
+"""The class of an input that has none, as torch's cross-entropy ignores it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs, with their labels if there are any.
+
+    Attributes:
+        inputs: One batch of all of them, on the CPU.
+        labels: A tensor, or a nesting of tensors, the first axis of each like the inputs'; or None.
+    """
+
+    inputs: Inputs
+    labels: Any = None
+
+    @classmethod
+    def read(cls, data: CalibrationInputs, model: nn.Module, what: str) -> Sample:
+        """Read inputs into memory: a tensor, a tuple or a dict of tensors, batches of such, or a dataset.
+
+        Args:
+            data: The inputs; batches may come in pairs with labels.
+            model: What takes them; it is run on two.
+            what: What they are, for messages.
+
+        Raises:
+            DataError: There are none, or only some of them have labels.
+            DecompositionError: They are no inputs, of different shapes, or not what the model takes.
+        """
+        batches = labelled_batches(data, model)
+        if not batches or sum(count_inputs(batch) for batch, _ in batches) == 0:
+            raise DataError(f"{what} holds no inputs; give a few hundred")
+        taken = accepted(model, [batch for batch, _ in batches], what, device=model_device(model))
+        inputs = mapped(Tensor.cpu, joined(taken))
+        sample = cls(inputs, _joined([labels for _, labels in batches], what))
+        for leaf in tree_flatten(sample.labels)[0]:
+            if leaf is not None and len(leaf) != len(sample):
+                raise DataError(f"{what} holds {len(sample)} inputs, but {len(leaf)} labels")
+        return sample
+
+    def __len__(self) -> int:
+        return count_inputs(self.inputs)
+
+    def part(self, index: Tensor) -> Sample:
+        """Return some of them."""
+        labels = None if self.labels is None else tree_map(lambda y: y[index], self.labels)
+        return Sample(rows(self.inputs, index), labels)
+
+    def parted(self, heldout: float, seed: int) -> tuple[Sample, Sample]:
+        """Return what is left and what is held out, drawn at random.
+
+        Raises:
+            DataError: There are fewer than two.
+        """
+        count = len(self)
+        if count < 2:
+            raise DataError(f"{count} inputs are too few to hold some out; give a few hundred")
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        held = min(max(1, round(heldout * count)), count - 1)
+        return self.part(order[held:].sort().values), self.part(order[:held].sort().values)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the labels are numbers of classes."""
+        return isinstance(self.labels, Tensor) and self.labels.ndim == 1 and not _is_real(self.labels)
+
+    def labelled(self) -> Sample:
+        """Return those inputs that have a class, where labels are classes."""
+        if not self.has_classes or not bool((self.labels == UNLABELLED).any()):
+            return self
+        return self.part((self.labels != UNLABELLED).nonzero().flatten())
+
+    def of_classes(self, classes: int, what: str) -> Sample:
+        """Return the same with labels of classes as int64, those that are whole numbers in floats, too.
+
+        Args:
+            classes: How many classes the network tells apart.
+            what: What the inputs are, for messages.
+
+        Raises:
+            DataError: A label is no class of the network's, or no input has one.
+        """
+        labels = self.labels
+        if not isinstance(labels, Tensor) or labels.ndim != 1 or not bool((labels == labels.round()).all()):
+            return self
+        sample = replace(self, labels=labels.long())
+        known = sample.labels[sample.labels != UNLABELLED]
+        if not len(known):
+            raise DataError(f"{what}: no input has a label, all are {UNLABELLED}; give some, or none at all")
+        lowest, highest = int(known.min()), int(known.max())
+        if lowest < 0 or highest >= classes:
+            remedy = "give labels - 1" if (lowest, highest) == (1, classes) else "number the classes from 0"
+            raise DataError(
+                f"{what}: labels run from {lowest} to {highest}, the network has {classes} outputs: 0 to "
+                f"{classes - 1}; {remedy}, with {UNLABELLED} for inputs without one, or, if they are no "
+                "classes, give score= and loss="
+            )
+        return sample
+
+
+def classes_of(model: nn.Module, inputs: Inputs) -> int | None:
+    """Return how many classes a model gives scores of, or None where it returns something else.
+
+    Args:
+        model: The model; scores are one tensor (N, classes), of two classes at least.
+        inputs: Any that it takes.
+    """
+    device = model_device(model)
+    with evaluation_mode(model):
+        outputs = tensors_in(run_model(model, mapped(lambda x: x.to(device), rows(inputs, slice(1)))))
+    scores = outputs[0] if len(outputs) == 1 else None
+    is_classifier = scores is not None and scores.ndim == 2 and scores.is_floating_point()
+    return scores.shape[1] if scores is not None and is_classifier and scores.shape[1] > 1 else None
+
+
+def read_samples(
+    data: CalibrationInputs,
+    heldout: float | CalibrationInputs,
+    test: CalibrationInputs | None,
+    model: nn.Module,
+    seed: int,
+    *,
+    skip: Sequence[str],
+    only: Sequence[str],
+    score_reads_classes: bool,
+    loss_reads_classes: bool,
+) -> tuple[Sample, Sample, Sample | None]:
+    """Return what is fitted to, what is held out, and what is tested on, all of it checked.
+
+    Args:
+        data: Inputs, as `rankrl.compress` takes them.
+        heldout: A share of them, or others.
+        test: Others, or None.
+        model: The network.
+        seed: Seed of what is held out.
+        skip: Layers that are not fitted.
+        only: Layers that alone are; empty for all.
+        score_reads_classes: Whether the score is an accuracy where labels are classes.
+        loss_reads_classes: Whether labels have to be classes, for cross-entropy.
+
+    Raises:
+        ConfigError: The share that is held out is out of range, or cross-entropy is not possible.
+        DataError: There are too few inputs, or labels are no classes of the network's where they have to be.
+        DecompositionError: Inputs are not finite, or the network does not take them.
+    """
+    given: dict[str, CalibrationInputs | None] = {"data": data, "heldout": None, "test": test}
+    if not isinstance(heldout, int | float):
+        given["heldout"] = heldout
+    elif not 0 < heldout < 1:
+        raise ConfigError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or inputs")
+    samples = {what: Sample.read(each, model, what) for what, each in given.items() if each is not None}
+    fitted = samples["data"]
+    for what, sample in samples.items():
+        layers: list[str] = []
+        if sample is fitted and len(gaps(sample.inputs)):
+            layers = [s.name for s in changing_layers(model, input_shape_of(sample.inputs), skip, only)]
+        check_finite(model, sample.inputs, layers, what, device=model_device(model))
+    classes = classes_of(model, fitted.inputs)
+    if loss_reads_classes and fitted.labels is not None and classes is None:
+        raise ConfigError(
+            "the network does not return one tensor of class scores (N, classes), so that labels say nothing "
+            "of the loss; give loss=, or leave labels out to let it imitate the dense network"
+        )
+    if classes is not None and (score_reads_classes or loss_reads_classes):
+        for what, sample in samples.items():
+            if loss_reads_classes or sample.has_classes:
+                samples[what] = sample.of_classes(classes, what)
+    if not isinstance(heldout, int | float):
+        return samples["data"], samples["heldout"], samples.get("test")
+    return *samples["data"].parted(heldout, seed), samples.get("test")
+
+
+def _is_real(labels: Tensor) -> bool:
+    return labels.is_floating_point() or labels.is_complex()
+
+
+def _joined(labels: Sequence[Any], what: str) -> Any:
+    """Return the labels of all batches as one, on the CPU; None where there are none.
+
+    Raises:
+        DataError: Some have none, or they are no tensors, or not alike.
+    """
+    if all(each is None for each in labels):
+        return None
+    refusal = (
+        f"{what}: labels must be one tensor for each batch (or a dict or tuple of tensors), or be left out"
+    )
+    flat = [tree_flatten(each) for each in labels]
+    if any(each is None for each in labels) or any(spec != flat[0][1] for _, spec in flat):
+        raise DataError(f"{refusal} of all of them")
+    for leaf in (leaf for leaves, _ in flat for leaf in leaves):
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+            kind = "a single number" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise DataError(f"{refusal}; they hold {kind}; torch.as_tensor reads lists of numbers and arrays")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return flat[0][1].unflatten([torch.cat([plain(y).cpu() for y in column]) for column in columns])

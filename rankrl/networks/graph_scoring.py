@@ -1,0 +1,282 @@
+"""Scoring plans of a network in an ONNX file: one graph that takes on the weights of any plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+
+from decomposition import CandidateSet, FitLibrary
+from rankrl.errors import ConfigError
+from rankrl.onnx.graph.batch_axes import BatchAxes
+from rankrl.onnx.graph.inputs import add_to_digest
+from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx.graph.rewrite import open_constants, without_unused
+from rankrl.onnx.graph.site import Site
+from rankrl.plan_search.scores.divergence import each_alone
+from rankrl.plan_search.scores.evaluator import Evaluator
+from rankrl.plan_search.scores.remembering import RememberingEvaluator
+from rankrl.plan_search.scores.score_evaluator import checked_score, score_digest
+from rankrl.plan_search.scores.scoring_network import CACHE_BYTES
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
+from rankrl.workers.base import WorkerCluster
+
+FileTerm = Literal["agreement", "soft_agreement"]
+"""What plans are scored by without a user's score: see `OnnxScoring.term`."""
+SessionScore = Callable[[onnxruntime.InferenceSession], float]
+"""A user's score: from an onnxruntime session to a number, higher is better."""
+
+_Values = dict[str, bytes]
+"""What constants hold, float32, by their names."""
+
+
+class ScoringGraph:
+    """A graph with dense nodes that is opened with the weights of any plan.
+
+    It is rewritten once. A plan costs the constants that differ from the last plan's and the opening of a
+    session; no node is changed. (onnxruntime can be handed constants beside the model,
+    `SessionOptions.add_initializer`; its convolutions then compute with those of the model all the same,
+    seen in 1.31.) What is lost of the mean of a node's output is given back where something takes it up.
+
+    Args:
+        network: The network.
+        found: Its nodes.
+        library: The fits of its nodes.
+        sites: The candidates of its nodes.
+    """
+
+    def __init__(
+        self, network: OnnxNetwork, found: Sequence[Site], library: FitLibrary, sites: Sequence[CandidateSet]
+    ) -> None:
+        self.source, self.library, self.sites = network.source, library, tuple(sites)
+        model = network.graph_model()
+        self._nodes = {site.name: site for site in found}
+        self._open = {site.name: open_constants(model, self._nodes[site.name]) for site in self.sites}
+        self._model = ir.to_proto(without_unused(model))
+        self._constants = {each.name: each for each in self._model.graph.initializer}
+        self._known: OrderedDict[tuple[int, int], _Values] = OrderedDict()
+        self._bytes = 0
+        self._written = [site.dense for site in self.sites]
+
+    def session(self, choices: Sequence[int]) -> onnxruntime.InferenceSession:
+        """Return the network under a plan, open.
+
+        Args:
+            choices: Index of the candidate of every site.
+        """
+        for index, choice in enumerate(choices):
+            if self._written[index] != choice:
+                for name, content in self._values(index, int(choice)).items():
+                    self._constants[name].raw_data = content
+                self._written[index] = int(choice)
+        return open_session(self._model, self.source)
+
+    def _values(self, index: int, choice: int) -> _Values:
+        key = (index, choice)
+        if key not in self._known:
+            self._known[key] = self._reconstructed(index, choice)
+            self._bytes += _size(self._known[key])
+            while self._bytes > CACHE_BYTES and len(self._known) > 1:
+                self._bytes -= _size(self._known.popitem(last=False)[1])
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def _reconstructed(self, index: int, choice: int) -> _Values:
+        site = self.sites[index]
+        node = self._nodes[site.name]
+        dense, opened = self.library.weights[site.name], self._open[site.name]
+        weight = self.library.weight(site.name, site.candidates[choice].operations)
+        written = weight.reshape(node.weight.shape)
+        if node.spread:
+            written = node.spread_weight(written)
+        arrays = {opened.weight: (written.T if opened.turned else written).numpy()}
+        if opened.mean and self.library.moments is not None:
+            lost = (dense - weight).flatten(1) @ self.library.moments[site.name].mean
+            arrays[opened.mean] = (opened.known + opened.sign * lost.reshape(opened.known.shape)).numpy()
+        return {name: value.astype(np.float32).tobytes() for name, value in arrays.items()}
+
+
+@dataclass(frozen=True)
+class OnnxScoring:
+    """What plans of a network in an ONNX file are scored by.
+
+    Attributes:
+        network: The network.
+        found: Its nodes.
+        feeds: Batches of inputs that nothing is fitted to.
+        single: Batches on which single nodes are looked at (`OnnxPlanEvaluator.divergences`); none that
+            results are compared on.
+        score: The user's score, or None for the agreement with the original on `feeds`.
+        term: `agreement`: how often the largest number of an output (N, classes) is in the same place, 1 -
+            the relative error of an output without classes, averaged over the outputs; `soft_agreement`: 1 -
+            the relative error of every output, which moves with every change of the weights.
+    """
+
+    network: OnnxNetwork
+    found: Sequence[Site]
+    feeds: Sequence[Feed]
+    score: SessionScore | None = None
+    term: FileTerm = "soft_agreement"
+    single: Sequence[Feed] = ()
+
+    def __post_init__(self) -> None:
+        if self.term not in get_args(FileTerm):
+            raise ConfigError(
+                f"search.term must be one of {', '.join(get_args(FileTerm))} for a network in an ONNX file, "
+                f"which comes without labels, got {self.term!r}"
+            )
+
+    def check(self) -> None:
+        """Score the original, so that a score that fails does so before nodes are fitted.
+
+        Raises:
+            ConfigError: The user's score is no number.
+            NonFiniteError: It is NaN or an infinity.
+        """
+        if self.score is not None:
+            self.of_session(open_session(self.network.model, self.network.source), "the original network")
+
+    def evaluator(
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None = None
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process: workers only fit nodes."""
+        del cluster
+        return nullcontext(OnnxPlanEvaluator(self, library, problem))
+
+    def of_networks(self) -> Callable[[OnnxNetwork], float]:
+        """Return what scores compressed networks as they are written."""
+        return lambda network: self.of_session(
+            open_session(network.model, network.source), "the compressed network"
+        )
+
+    def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
+        """Return the score of an open network.
+
+        Args:
+            session: The network.
+            what: What it is, for messages.
+
+        Raises:
+            ConfigError: The user's score is no number.
+            NonFiniteError: It, or an output, is NaN or an infinity.
+        """
+        if self.score is not None:
+            return checked_score(self.score(session), what)
+        outputs = self.agreement(session)
+        found = agreement_score(outputs)
+        if self.term == "soft_agreement":
+            found = float(np.mean([1 - each.error for each in outputs]))
+        return checked_score(found, what)
+
+    def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
+        """Compare the outputs of an open network with those of the original."""
+        answers = _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
+        return agreement(self._original, answers, self._numbers)
+
+    def constant_agreement(self) -> list[OutputAgreement]:
+        """Compare the best constant answer with the original's outputs."""
+        return constant_agreement(self._original, self._numbers)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that scores depend on beside the plan."""
+        digest = hashlib.sha256(self.network.model.SerializeToString())
+        if self.score is not None:
+            digest.update(score_digest(self.score).encode())
+        else:
+            digest.update(self.term.encode())
+            add_to_digest(digest, self.feeds)
+        return digest.hexdigest()[:16]
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.feeds))
+
+    @cached_property
+    def _original(self) -> _Remembered:
+        answers = _Numbered(self.network.session(), self.feeds, self.network.axes)
+        return _Remembered(answers.output_names, [answers.run(number) for number in self._numbers])
+
+
+class OnnxPlanEvaluator(RememberingEvaluator):
+    """Scores the plans of a search; equal plans are scored once.
+
+    Args:
+        scoring: What they are scored by.
+        library: The fits of the nodes.
+        problem: The search problem made of them.
+    """
+
+    def __init__(self, scoring: OnnxScoring, library: FitLibrary, problem: SearchProblem) -> None:
+        super().__init__(problem, sum(map(scoring.network.axes.size, scoring.feeds)))
+        self.scoring = scoring
+        self.graph = ScoringGraph(scoring.network, scoring.found, library, problem.sites)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what scores depend on beside the plan."""
+        return self.scoring.fingerprint
+
+    def value(self, choices: Choices) -> float:
+        """Return the score of the network under a plan; see `evaluate` for the errors."""
+        what = f"the plan with candidates {list(choices)}"
+        return self.scoring.of_session(self.graph.session(choices), what)
+
+    def divergences(self, batches: int) -> list[np.ndarray]:
+        """Measure how far the outputs move when one node alone is compressed.
+
+        Args:
+            batches: On how many batches, or on all where there are fewer.
+
+        Returns:
+            For every site the squared relative error of the outputs, averaged over them, under each of its
+            candidates; shape (candidates,), 0 for the dense one.
+        """
+        scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
+
+        def divergence(plan: Choices) -> float:
+            outputs = scoring.agreement(self.graph.session(plan))
+            return float(np.mean([each.error**2 for each in outputs]))
+
+        return each_alone(self.graph.sites, divergence)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A network that answers batches by their number, inputs counted on the first axis of each answer."""
+
+    session: GraphSession
+    feeds: Sequence[Feed]
+    axes: BatchAxes
+
+    @property
+    def output_names(self) -> list[str]:
+        return self.session.output_names
+
+    def run(self, number: int, /) -> list[Array]:
+        answers = zip(self.output_names, self.session.run(self.feeds[number]), strict=True)
+        return [self.axes.first_axis(name, each) for name, each in answers]
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """Answers to batches by their number."""
+
+    output_names: list[str]
+    answers: list[list[Array]]
+
+    def run(self, number: int, /) -> list[Array]:
+        return self.answers[number]
+
+
+def _size(values: _Values) -> int:
+    return sum(map(len, values.values()))

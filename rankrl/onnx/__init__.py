@@ -1,0 +1,1 @@
+"""ONNX: `export` writes files, `graph` reads and rewrites those of others, `runtimes` run them."""

@@ -1,0 +1,18 @@
+"""ONNX files of (compressed) models: written, and compared with PyTorch."""
+
+from __future__ import annotations
+
+from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.export.network_file import class_agreement, export_network
+from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
+from rankrl.onnx.export.verification import onnx_accuracy, verify_onnx
+
+__all__ = [
+    "ExportResult",
+    "class_agreement",
+    "export_network",
+    "export_onnx",
+    "onnx_accuracy",
+    "quantise_onnx",
+    "verify_onnx",
+]

@@ -1,0 +1,54 @@
+"""ONNX files that are right before they are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as MissingKernel
+
+from rankrl.errors import DefectError
+from rankrl.files import write_atomically
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+
+
+def write_checked(model: onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False) -> int:
+    """Write a file that ONNX's checker accepts and onnxruntime loads; another never appears.
+
+    Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
+
+    Args:
+        model: What to write.
+        path: The file to write.
+        what: What it is, for messages.
+        full_check: Whether all shapes have to agree, too, those that somebody else wrote among them.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        DefectError: It is damaged, which is no fault of the user's.
+        ExportError: It does not fit into one file.
+        StorageError: It cannot be written.
+    """
+    try:
+        data = model.SerializeToString()
+    except Exception as error:  # ValueError or protobuf's own, by its version
+        raise ExportError(
+            f"cannot write {what} as one ONNX file: {error}. A model of 2 GiB or more does not fit into one."
+        ) from error
+    try:
+        onnx.checker.check_model(model, full_check=full_check)
+        onnxruntime.InferenceSession(data, session_options(1), providers=["CPUExecutionProvider"])
+    except MissingKernel:
+        pass
+    except Exception as error:  # neither onnx's errors nor onnxruntime's have a base of their own
+        raise DefectError(
+            f"{what} is damaged, so nothing was written to {path}: {error}. This is a fault of "
+            "rankrl's, not of your network or options: please report it with the command, the original file "
+            f"and the versions, onnx {onnx.__version__} and onnxruntime {onnxruntime.__version__}"
+        ) from error
+    write_atomically(path, data)
+    return len(data)

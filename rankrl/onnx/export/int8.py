@@ -1,0 +1,324 @@
+"""ONNX files in 8-bit integers, by onnxruntime's own quantiser.
+
+Weights become int8, one scale an output channel; activations uint8, one scale a tensor, from the ranges that
+they take on calibration inputs (static quantisation; Jacob et al., CVPR 2018). The file says so by pairs of
+QuantizeLinear and DequantizeLinear (QDQ), which onnxruntime fuses to integer kernels when it loads it.
+Signed activations would be as accurate and, on processors with AVX-512 VNNI, three times slower.
+
+x86 processors without VNNI add two products of 8 bits in 16 (VPMADDUBSW), where 2 * 255 * 127 does not fit
+and is cut off: the file runs, as fast as ever, and its numbers are wrong. There weights take 7 of their 8
+bits (onnxruntime's `reduce_range`), with which no sum overflows.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from torch import nn
+
+from decomposition import Inputs, calibrate_ranges, integer_layers, rounded_parameters
+from decomposition.network.rounding import REDUCED_BITS, reduce_weight_range
+from decomposition.network.surgery import copied
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export.channel_padding import unpad_channels
+from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.operators import STANDARD, dequantises, is_standard, quantises
+from rankrl.onnx.export.quantiser_copy import QuantiserCopy
+from rankrl.onnx.export.sparse import store_densely
+from rankrl.onnx.export.subsampling import selects, store_selections
+from rankrl.onnx.runtimes import Batch, open_session
+
+_LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
+
+log = logging.getLogger(__name__)
+
+# What only moves, adds or compares integers is integer where all that it takes is.
+_PASSING = frozenset(
+    ("Add", "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten")
+) | {"Transpose", "Squeeze", "Unsqueeze", "Slice", "Pad"}
+_COMPUTING = frozenset(("Conv", "Gemm", "MatMul"))
+
+
+def quantise_onnx(
+    path: str | Path,
+    target: str | Path,
+    inputs: Iterable[Batch],
+    *,
+    weights: Collection[str] | None = None,
+    partly: bool = False,
+    reduce_range: bool | None = None,
+) -> Path:
+    """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
+
+    Args:
+        path: A float32 file.
+        target: The file to write.
+        inputs: Calibration batches, of the type and shape that the file takes, one array for each input by
+            name where there are several; at least one.
+        weights: Names of the weights (initializers) whose nodes are quantised; what lies between integers is
+            integer too. `None` quantises all that onnxruntime can.
+        partly: With weights: accept a file in which other nodes are in integers already; they stay.
+        reduce_range: Whether weights lie in -64..64 instead of -127..127, as they have to where the file will
+            run on an x86 processor without VNNI. None: where this processor is one (`sums_overflow`).
+
+    Returns:
+        `target`.
+
+    Raises:
+        ExportError: The file is missing or quantised already, its opset is below 13, there are no calibration
+            inputs, the network's outputs on them are not finite, a weight belongs to no node that computes in
+            integers, or onnxruntime cannot quantise the file.
+        DefectError: What it made of the file is damaged; nothing is written.
+    """
+    path, target = Path(path), Path(target)
+    session = open_session(path)
+    model = _checked_graph(path, partly=partly and weights is not None)
+    unpad_channels(model)
+    store_selections(model)  # the quantiser takes constants alone for weights
+    copy = QuantiserCopy(model)
+    before = {node.name for node in model.graph.node}
+    nodes = None if weights is None else integer_nodes(model.graph, weights)
+    copy.hide_values(model)
+    fixed = session.fixed_batch
+    feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
+    batches = [feed for feed in feeds if fixed is None or fixed == len(feed[session.input_name])]
+    if not batches:
+        wanted = "" if fixed is None else f" of {fixed}, the batch size of the file,"
+        raise ExportError(
+            f"{path} cannot be quantised without calibration batches{wanted}: give a few hundred inputs."
+        )
+    for output in session.run(batches[0]):
+        if output.dtype.kind == "f" and not np.isfinite(output).all():
+            raise ExportError(
+                f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
+                "quantise to; check the network and the inputs."
+            )
+    named = [{copy.values[name]: each for name, each in feed.items()} for feed in batches]
+    quantised = _quantised(model, path, named, nodes, copy.apart, _reduces(reduce_range))
+    if nodes is not None:
+        _spare_floats(quantised.graph, set(nodes), before)
+    copy.restore(quantised)
+    write_checked(quantised, target, f"{path} in integers")
+    return target
+
+
+def _quantised(
+    model: onnx.ModelProto,
+    path: Path,
+    batches: Iterable[Mapping[str, np.ndarray[Any, Any]]],
+    nodes: Sequence[str] | None,
+    excluded: Sequence[str],
+    reduced: bool,
+) -> onnx.ModelProto:
+    """Return what onnxruntime's quantiser makes of a network; `path` is where that is from, for messages."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain, scratch = Path(folder) / "network.onnx", Path(folder) / "quantised.onnx"
+        try:
+            onnx.save(model, plain)
+            with _quiet():
+                quantize_static(
+                    plain,
+                    scratch,
+                    _Reader(batches),
+                    quant_format=QuantFormat.QDQ,
+                    per_channel=True,
+                    activation_type=QuantType.QUInt8,
+                    weight_type=QuantType.QInt8,
+                    reduce_range=reduced,
+                    nodes_to_quantize=nodes,
+                    nodes_to_exclude=excluded,
+                )
+        except Exception as error:  # whatever onnxruntime's Python code stumbles over
+            raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
+        return onnx.load(scratch)
+
+
+@cache
+def sums_overflow() -> bool:
+    """Tell whether onnxruntime cuts off sums of uint8 times int8 on this processor, by trying.
+
+    It does on x86 processors without VNNI: AVX2, and AVX-512 before Cascade Lake.
+    """
+    terms = 64
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["inputs", "weights"], ["sums"])],
+        "largest sums",
+        [helper.make_tensor_value_info("inputs", TensorProto.UINT8, [1, terms])],
+        [helper.make_tensor_value_info("sums", TensorProto.INT32, [1, 16])],
+        [onnx.numpy_helper.from_array(np.full((terms, 16), 127, dtype=np.int8), "weights")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _LEAST_OPSET)], ir_version=8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sums.onnx"
+        onnx.save(model, path)
+        (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
+    overflow = bool((sums != 255 * 127 * terms).any())
+    if overflow:
+        log.info(
+            "this processor's 8-bit sums overflow (no VNNI): weights of what computes in integers get 7 bits"
+        )
+    return overflow
+
+
+def as_in_file(
+    network: nn.Module, reduce_range: bool | None, inputs: Iterable[Inputs] | None = None
+) -> nn.Module:
+    """Return the network whose simulated integers are those of its file, a copy where they are not its own.
+
+    All weights that compute in integers have as many bits: where a plan gives some of them 7, all get 7.
+
+    Args:
+        network: A network with rounding.
+        reduce_range: As in `quantise_onnx`.
+        inputs: Batches of what the network takes, on which a copy's activations get their ranges anew; `None`
+            leaves those that there are.
+    """
+    bits = integer_bits(network)
+    if 8 not in bits or not (REDUCED_BITS in bits or _reduces(reduce_range)):
+        return network
+    reduced = reduce_weight_range(copied(network))
+    if inputs is not None:
+        calibrate_ranges(reduced, inputs)
+    return reduced
+
+
+def integer_bits(network: nn.Module) -> set[int]:
+    """Return the bits of the weights that compute in integers."""
+    bits = rounded_parameters(network)
+    return {bits[f"{name}.weight"] for name in integer_layers(network)}
+
+
+def runnable(precisions: Sequence[str], reduce_range: bool | None = None) -> tuple[str, ...]:
+    """Return precisions with `int7` in the place of `int8` where weights are to have 7 of 8 bits.
+
+    Args:
+        precisions: Names of what layers may compute with (`PRECISIONS`).
+        reduce_range: As in `quantise_onnx`.
+    """
+    if "int8" not in precisions or not _reduces(reduce_range):
+        return tuple(precisions)
+    return tuple(dict.fromkeys("int7" if name == "int8" else name for name in precisions))
+
+
+def _reduces(reduce_range: bool | None) -> bool:
+    """Return what was asked for, or else what this processor needs."""
+    return sums_overflow() if reduce_range is None else reduce_range
+
+
+class _Reader(CalibrationDataReader):
+    """Hands batches to the quantiser."""
+
+    def __init__(self, feeds: Iterable[Mapping[str, np.ndarray[Any, Any]]]) -> None:
+        self._feeds = iter(feeds)
+
+    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
+        feed = next(self._feeds, None)
+        return None if feed is None else {name: np.asarray(each, order="C") for name, each in feed.items()}
+
+
+def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]:
+    """Return the nodes that compute in integers: those of some weights, and what lies between them.
+
+    A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
+    too, where one summand is and the other at least is the input of a weight's node, as it is or subsampled.
+
+    Args:
+        graph: The float32 graph.
+        weights: Names of initializers.
+
+    Raises:
+        ExportError: If a weight belongs to no convolution or matrix product.
+    """
+    owners = [
+        (name, node)
+        for node in graph.node
+        if is_standard(node, *_COMPUTING)
+        for name in node.input
+        if name in weights
+    ]
+    missing = sorted(set(weights) - {name for name, _ in owners})
+    if missing:
+        raise ExportError(
+            f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
+            "nothing can compute with it in integers; leave its layer without Quantise"
+        )
+    constants = {tensor.name for tensor in graph.initializer}
+    chosen = {node.name for _, node in owners}
+    produced = {name for _, node in owners for name in node.output}
+    taken = {node.input[0] for _, node in owners}
+    summands = {tuple(node.input) for node in graph.node if is_standard(node, "Add")}
+    added_to = dict(summands) | {second: first for first, second in summands}
+    for node in graph.node:  # in topological order
+        inputs = {name for name in node.input if name and name not in constants}
+        if selects(node):
+            passes = inputs <= produced or (inputs <= taken and added_to.get(node.output[0]) in produced)
+        else:
+            known = produced | taken if is_standard(node, "Add") else produced
+            passes = is_standard(node, *_PASSING) and bool(inputs & produced) and inputs <= known
+        if passes:
+            chosen.add(node.name)
+            produced.update(node.output)
+    return [node.name for node in graph.node if node.name in chosen]
+
+
+def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str], before: Collection[str]) -> None:
+    """Hand tensors that are computed in floating point to nodes that compute in it as they are.
+
+    The quantiser rounds a tensor for all that take it as soon as one of them computes in integers.
+
+    Args:
+        graph: The quantised graph; changed in place.
+        nodes: Names of the nodes that compute in integers.
+        before: Names of the nodes that there were before; what they round stays rounded.
+    """
+    producers = {output: node for node in graph.node for output in node.output}
+    unrounded = {}
+    for node in graph.node:
+        if node.name in before:
+            continue
+        if dequantises(node) and node.input[0] in producers:
+            source = producers[node.input[0]].input[0]  # what went into QuantizeLinear
+            if source not in producers or producers[source].name not in nodes:
+                unrounded[node.output[0]] = source
+    for node in graph.node:
+        if node.name not in nodes and not (quantises(node) or dequantises(node)):
+            node.input[:] = [unrounded.get(name, name) for name in node.input]
+
+
+def _checked_graph(path: Path, *, partly: bool) -> onnx.ModelProto:
+    model = onnx.load(path)
+    store_densely(model)
+    opset = next((each.version for each in model.opset_import if each.domain in STANDARD), 0)
+    if opset < _LEAST_OPSET:
+        raise ExportError(
+            f"{path} has opset {opset}; 8-bit integers need {_LEAST_OPSET} or newer. Export it with "
+            "export.opset=null."
+        )
+    if not partly and any(quantises(node) for node in model.graph.node):
+        raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the quantiser's advice to optimise the graph first: our files are."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.setLevel(level)

@@ -1,0 +1,172 @@
+"""From a compressed network to its ONNX file, integers included.
+
+The network without rounding is exported and compared with PyTorch to rounding errors; onnxruntime's quantiser
+then makes integers of what the plan says.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper
+from onnxruntime.quantization.quant_utils import compute_scale_zp, quantize_onnx_initializer
+from torch import nn
+
+from decomposition import integer_layers, rounded_parameters, without_rounding
+from decomposition.network.inputs import ExampleInputs, run_model
+from decomposition.network.rounding import REDUCED_BITS
+from decomposition.network.surgery import copied
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export.channel_padding import pad_channels
+from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.int8 import as_in_file, integer_bits, quantise_onnx
+from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
+from rankrl.onnx.export.operators import is_standard
+from rankrl.onnx.export.values import names_in, new_name
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, open_session
+
+INT4_OPSET = 21
+"""The first operator set in which DequantizeLinear takes INT4."""
+
+
+def export_network(
+    network: nn.Module,
+    path: Path,
+    input_shape: ExampleInputs,
+    inputs: Iterable[Batch],
+    *,
+    opset: int | None = None,
+    channel_block: int = 1,
+    reduce_range: bool | None = None,
+    **options: Any,
+) -> ExportResult:
+    """Write a network, with the integers that its plan asks for.
+
+    Args:
+        network: The network as `decomposition.apply_plan` or `build_structure` made it; it is not changed.
+        path: The file to write.
+        input_shape: Shape of one input without the batch, or a batch of inputs.
+        inputs: Batches that set the ranges of activations, as the file takes them; used where a layer
+            computes in integers.
+        opset: Version of the ONNX operator set; None for the exporter's default, or what 4 bits need.
+        channel_block: As in `export_onnx`.
+        reduce_range: As in `quantise_onnx`.
+        **options: The others of `export_onnx`.
+
+    Raises:
+        ExportError: As `export_onnx` and `quantise_onnx`; or the operator set is too old for 4 bits.
+    """
+    network = as_in_file(network, reduce_range)
+    computing = {f"{name}.weight" for name in integer_layers(network)}
+    stored = {name: bits for name, bits in rounded_parameters(network).items() if name not in computing}
+    if 4 in stored.values():
+        if opset is not None and opset < INT4_OPSET:
+            raise ExportError(f"opset is {opset}; weights of 4 bits need {INT4_OPSET} or newer (or null).")
+        opset = max(opset or 0, INT4_OPSET)
+    if not (computing or stored):
+        options |= {"opset": opset, "channel_block": channel_block, "progress": False}
+        return export_onnx(network, path, input_shape, **options)
+    with tempfile.TemporaryDirectory() as folder:  # the float32 file is never seen under the other's name
+        scratch = Path(folder) / "network.onnx"
+        plain = without_rounding(copied(network))
+        written = export_onnx(plain, scratch, input_shape, opset=opset, progress=False, **options)
+        model = onnx.load(scratch)
+        store_integers(model, stored)
+        if computing:
+            onnx.save(model, scratch)
+            reduced = REDUCED_BITS in integer_bits(network)
+            quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduced)
+            model = onnx.load(scratch)
+        pad_channels(model, channel_block)
+        size = write_checked(model, path, f"the file of {type(network).__name__}")
+    return replace(written, path=path, file_bytes=size)
+
+
+def store_integers(model: onnx.ModelProto, bits: Mapping[str, int]) -> None:
+    """Store weights of a float32 graph in integers, one scale an output channel.
+
+    The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
+    onnxruntime's (`onnxruntime.quantization.quant_utils`), which finds the scales of rounded weights again.
+
+    Args:
+        model: The graph, changed in place.
+        bits: 8 or 4 by the name of the weight (initializer).
+
+    Raises:
+        ExportError: If the graph has no such weight.
+    """
+    graph = model.graph
+    columns = {node.input[1] for node in graph.node if is_standard(node, "MatMul")}
+    initializers, taken = {tensor.name: tensor for tensor in graph.initializer}, names_in(graph)
+    missing = sorted(set(bits) - set(initializers))
+    if missing:
+        raise ExportError(
+            f"the weight {missing[0]!r} is no constant of the graph, so it cannot be stored in integers; "
+            "leave its layer without Quantise"
+        )
+    for name, width in bits.items():
+        tensor = initializers[name]
+        axis = len(tensor.dims) - 1 if name in columns else 0
+        values = np.moveaxis(onnx.numpy_helper.to_array(tensor), axis, 0)
+        kind = onnx.TensorProto.INT8 if width == 8 else onnx.TensorProto.INT4
+        largest = 2 ** (width - 1) - 1
+        rows = np.abs(values.reshape(len(values), -1)).max(1)
+        ends = np.array([-largest, largest], dtype=np.int8)
+        pairs = [compute_scale_zp(-each, each, *ends, symmetric=True) for each in rows]
+        zero = np.zeros(len(values), dtype=helper.tensor_dtype_to_np_dtype(onnx.TensorProto.INT8))
+        scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
+        scale[rows == 0] = 1.0
+        stored, factor, back = (
+            new_name(f"{name}_{kind}", taken) for kind in ("integers", "scale", "DequantizeLinear")
+        )
+        graph.initializer.remove(tensor)
+        graph.initializer.extend(
+            [
+                quantize_onnx_initializer(tensor, kind, zero, scale, axis=axis, quant_weight_name=stored),
+                onnx.numpy_helper.from_array(scale, factor),
+            ]
+        )
+        graph.node.insert(0, helper.make_node("DequantizeLinear", [stored, factor], [name], back, axis=axis))
+
+
+def class_agreement(
+    network: nn.Module,
+    path: Path,
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    runtime: str = DEFAULT_RUNTIME,
+) -> float:
+    """Return on how many inputs a file and a network in PyTorch give the same class, as a fraction.
+
+    Args:
+        network: The network in PyTorch.
+        path: The ONNX file.
+        pairs: Batches for the network, and the same inputs as the file takes them.
+        runtime: What runs the file.
+
+    Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
+        ExportError: There is no input.
+    """
+    session = open_session(path, runtime=runtime)
+    same = total = 0
+    mode = network.training
+    network.eval()
+    try:
+        for images, given in pairs:
+            with torch.no_grad():
+                expected = np.asarray(run_model(network, images).argmax(1))
+            same += int((session.run(given.numpy())[0].argmax(1) == expected).sum())
+            total += len(images)
+    finally:
+        network.train(mode)
+    if total == 0:
+        raise ExportError("there are no images to compare the ONNX file with its network on.")
+    return same / total

@@ -1,0 +1,180 @@
+"""`export_onnx`: from a module to one self-contained, checked ONNX file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+from torch import nn
+
+from decomposition.network.inputs import (
+    ExampleInputs,
+    Inputs,
+    InputShape,
+    InputSpec,
+    as_inputs,
+    count_inputs,
+    described,
+    example_batch,
+    holds_tensors,
+    input_shape_of,
+    joined,
+    mapped,
+)
+from rankrl.data import Preprocessing
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export.channel_padding import pad_channels
+from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.feeds import input_names
+from rankrl.onnx.export.graph import name_batch_axis, name_outputs, set_metadata, simplify, take_bytes
+from rankrl.onnx.export.outputs import return_tensors_alone, say_left_out
+from rankrl.onnx.export.subsampling import convolve_subsampling
+from rankrl.onnx.export.tracing import convert, inference_copy, trace
+from rankrl.progress import Progress, progress_bar
+
+OLDEST_OPSET = 18
+"""The oldest operator set that torch's exporter translates to without a down-conversion."""
+_STEPS = 4  # tracing, translation, simplification, the file
+PREPROCESSING_KEY = "preprocessing"
+"""The metadata that says what goes into the file, as JSON (`Preprocessing.to_dict`)."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        path: The ONNX file.
+        file_bytes: Its size in bytes.
+        opset: The version of the ONNX operator set that it uses.
+        operators: How often each operator occurs, e.g. `{"Conv": 21, "Relu": 19}`.
+    """
+
+    path: Path
+    file_bytes: int
+    opset: int
+    operators: Mapping[str, int]
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    input_shape: ExampleInputs,
+    *,
+    sample: ExampleInputs | None = None,
+    opset: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    fold_batchnorm: bool = True,
+    dynamic_batch: bool = True,
+    preprocessing: Preprocessing | None = None,
+    channel_block: int = 1,
+    progress: Progress = None,
+) -> ExportResult:
+    """Write a model as one self-contained ONNX file that `onnx.checker` accepts and onnxruntime loads.
+
+    The file computes what the model computes in evaluation mode and float32. Decomposed layers keep their
+    cores: a runtime contracts them once, when it loads the file. Shortcuts that only subsample and add
+    channels of zeros become convolutions (`onnx.export.subsampling`). The file appears complete or not at
+    all.
+
+    Args:
+        model: Any module; it is not changed.
+        path: The file to write.
+        input_shape: Shape of one input without the batch, e.g. (3, 32, 32); or a batch of inputs to trace
+            with: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by
+            name. The file's input is called `input`; several are called as the forward's parameters. The
+            outputs are called by the keys or fields that the forward returns them under, else `output`.
+        sample: A batch of inputs to trace with where a shape is given and zeros will not do (a model that
+            checks its input).
+        opset: Version of the ONNX operator set, at least 18; None for the default of torch's exporter.
+        metadata: Text to store in the file, e.g. the plan and the metrics as JSON.
+        fold_batchnorm: Fold every batch normalisation that follows a convolution or linear layer into it.
+        dynamic_batch: Leave the batch size free. Otherwise it is the sample's (1 without a sample).
+        preprocessing: What is done to images of bytes before the model. With it the file does that itself:
+            it takes uint8 of shape (N, height, width, channels), and its metadata says so under
+            `preprocessing`. Without it the file takes what the model takes.
+        channel_block: Fill up fewer channels than that to so many when the file is loaded, where onnxruntime
+            is faster then (`rankrl.onnx.export.channel_padding`); `rankrl.device.channel_block()` is what it
+            computes at a time here, 1 leaves all as it is.
+        progress: Where progress goes: None draws a bar on a terminal, False shows nothing; a function is
+            called with "export", the number of steps that are done and the number of all.
+
+    Returns:
+        Where the file is, how large it is, and what it is made of.
+
+    Raises:
+        ExportError: The model cannot be traced or translated (the layer is named), the options contradict one
+            another, or it does not fit into one file.
+        DefectError: The graph is damaged, by no fault of the user's.
+        StorageError: The file cannot be written.
+    """
+    newest = onnx.defs.onnx_opset_version()
+    if opset is not None and not OLDEST_OPSET <= opset <= newest:
+        raise ExportError(
+            f"opset is {opset}; it must lie between {OLDEST_OPSET} and {newest}, or be left out."
+        )
+    if metadata and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ExportError("metadata must map strings to strings; write other values as JSON text first.")
+    if preprocessing is not None:
+        preprocessing = replace(preprocessing, in_graph=False)
+        shape = input_shape_of(input_shape)
+        if shape != preprocessing.input_shape:
+            raise ExportError(
+                f"preprocessing is for inputs of shape {preprocessing.input_shape}, the model's is "
+                f"{shape}; give the preprocessing of the images that the model was trained on."
+            )
+    with progress_bar("export", _STEPS, progress=progress) as bar:
+        network = inference_copy(model)
+        name = type(network).__name__
+        batch = _sample_batch(network, input_shape, sample, 2 if dynamic_batch else 1)
+        outputs = return_tensors_alone(network)
+        program = trace(network, batch, dynamic_batch=dynamic_batch)
+        say_left_out(name, tuple(outputs.left_out))
+        bar.advance()
+        graph = convert(program, name, opset, inputs=input_names(network, batch))
+        bar.advance()
+        proto = simplify(graph, fold_batchnorm=fold_batchnorm)
+        bar.advance()
+        name_batch_axis(proto.graph)
+        name_outputs(proto.graph, outputs.names)
+        convolve_subsampling(proto)
+        notes = dict(metadata or {})
+        if preprocessing is not None:
+            take_bytes(proto.graph, preprocessing)
+            notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
+        pad_channels(proto, channel_block)
+        set_metadata(proto, notes)
+        size = write_checked(proto, path, f"the ONNX graph of {name}", full_check=True)
+        bar.advance()
+    return ExportResult(
+        path=Path(path),
+        file_bytes=size,
+        opset=next(entry.version for entry in proto.opset_import if entry.domain == ""),
+        operators=dict(Counter(node.op_type for node in proto.graph.node)),
+    )
+
+
+def _sample_batch(
+    model: nn.Module, input_shape: ExampleInputs, sample: ExampleInputs | None, least: int
+) -> Inputs:
+    """The batch to trace with; never of one input where the batch size is to stay free."""
+    shape = input_shape_of(input_shape)
+    if sample is None and not holds_tensors(input_shape):
+        return example_batch(model, shape, least)
+    batch = as_inputs(input_shape if sample is None else sample)
+    found, wanted = (_sizes(input_shape_of(each)) for each in (batch, shape))
+    if found != wanted or count_inputs(batch) == 0:
+        raise ExportError(
+            f"sample has the {described(batch)}; without its first axis, of at least 1, it must have the "
+            f"shape {', '.join(map(str, wanted))}."
+        )
+    batch = mapped(lambda x: x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu(), batch)
+    return joined([batch] * least) if count_inputs(batch) < least else batch
+
+
+def _sizes(shape: InputShape) -> list[tuple[int, ...]]:
+    return [each.shape for each in shape.tensors] if isinstance(shape, InputSpec) else [shape]

@@ -1,0 +1,89 @@
+"""The outputs of an ONNX file: the tensors that a network returns, by the names that it gives them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from decomposition.network.outputs import Place, leaves
+from rankrl.onnx.errors import ExportError
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass
+class FileOutputs:
+    """What a file returns of what its network does; known once the network has run.
+
+    Attributes:
+        names: The names of the tensors, in order.
+        left_out: What is no tensor, with its place and type.
+    """
+
+    names: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def output_names(places: Sequence[Place]) -> list[str]:
+    """Return what a file calls its outputs.
+
+    Args:
+        places: Where in the network's output each tensor is (`decomposition.network.outputs.leaves`).
+
+    Returns:
+        The keys or fields that lead to each, joined by underscores, where all are valid and different names;
+        else `output`, or `output_0`, `output_1`, ...
+    """
+    names = ["_".join(map(str, place)) for place in places]
+    if len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)):
+        return names
+    return ["output"] if len(names) == 1 else [f"output_{index}" for index in range(len(names))]
+
+
+def return_tensors_alone(network: nn.Module) -> FileOutputs:
+    """Let a network return nothing but the tensors in its output, as the outputs of a file can be.
+
+    Args:
+        network: A copy to be exported, changed in place.
+
+    Returns:
+        What is filled in when the network runs.
+    """
+    outputs = FileOutputs()
+
+    def reduce(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        found = list(leaves(output))
+        tensors = [(place, leaf) for place, leaf in found if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise ExportError(f"{type(module).__name__} returns no tensor, but a {type(output).__name__}")
+        others = {  # of a size, which is a tuple of numbers, the first
+            place[:1]: f"{place[0] if place else 'itself'} ({type(leaf).__name__})"
+            for place, leaf in reversed(found)
+            if leaf is not None and not isinstance(leaf, Tensor)
+        }
+        outputs.left_out = list(others.values())[::-1]
+        outputs.names = output_names([place for place, _ in tensors])
+        seen = {id(leaf) for _, leaf in leaves((given, keywords))}
+        returned = []
+        for _, tensor in tensors:  # a file's output has one name: twice the same, or an input, is copied
+            returned.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return tuple(returned) if len(returned) > 1 else returned[0]
+
+    network.register_forward_hook(reduce, with_kwargs=True)
+    return outputs
+
+
+@functools.cache
+def say_left_out(model: str, others: tuple[str, ...]) -> None:
+    """Warn of outputs that a file does not have, once: a budget in time exports a network many times."""
+    if others:
+        log.warning("the ONNX file of %s returns tensors alone, not %s", model, ", ".join(others))

@@ -1,0 +1,28 @@
+"""Networks in ONNX files, compressed on their own graph: no PyTorch code, labels or gradients are needed.
+
+A node becomes what `decomposition` understands, a weight with its geometry, the moments of its inputs and the
+sensitivity of the network's outputs to it; fits, costs and allocation are that package's.
+"""
+
+from __future__ import annotations
+
+from rankrl.onnx.graph.budget import network_costs
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.given import GivenFile
+from rankrl.onnx.graph.image_files import ImagePreprocessing
+from rankrl.onnx.graph.inputs import read_inputs, split_inputs
+from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.sites import find_sites
+
+__all__ = [
+    "GivenFile",
+    "ImagePreprocessing",
+    "OnnxGraphError",
+    "OnnxNetwork",
+    "Site",
+    "find_sites",
+    "network_costs",
+    "read_inputs",
+    "split_inputs",
+]

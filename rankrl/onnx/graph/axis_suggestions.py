@@ -1,0 +1,124 @@
+"""Which axes probably count the inputs of a batch: what a file and the arrays given for it suggest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from rankrl.onnx.graph.batch_axes import BatchAxes
+from rankrl.onnx.graph.graph_input import GraphInput
+
+Axes = Mapping[str, int | None]
+"""The axis that counts the inputs of a batch by the name of the input; None for none."""
+Shape = tuple[int, ...]
+
+_HINT = "batch"
+"""What exporters put into the name of the axis."""
+
+
+def axes_in_file(inputs: Sequence[GraphInput]) -> BatchAxes:
+    """Return what the names and sizes in a file alone suggest."""
+    axes = next(suggested_axes(inputs, {}, {}))
+    return BatchAxes(axes, fixed=declared_batch(inputs, axes))
+
+
+def declared_batch(inputs: Sequence[GraphInput], axes: Axes) -> int | None:
+    """Return the batch size that a file declares."""
+    counted = [(each, axis) for each in inputs if (axis := axes[each.name]) is not None]
+    return next((size for each, axis in counted if (size := each.shape[axis]) is not None), None)
+
+
+def suggested_axes(
+    inputs: Sequence[GraphInput], stated: Axes, sizes: Mapping[str, Shape]
+) -> Iterator[dict[str, int | None]]:
+    """Yield axes for all inputs, the likeliest first.
+
+    Each suggestion begins with one axis of one input, from which those of the others follow.
+
+    Args:
+        inputs: What the file takes.
+        stated: The axes that the user states, which hold.
+        sizes: Shapes of a batch of inputs by their names; empty where there is none.
+    """
+    left = [each for each in inputs if each.name not in stated and each.shape]
+    known = next(((each, axis) for each in inputs if (axis := stated.get(each.name)) is not None), None)
+    free = [(each, axis) for each in left for axis in _free(each)]
+    begins = [(each, axis) for each, axis in free if axis == 0 or _HINT in each.names[axis].lower()]
+    begins += [(each, 1) for each, axis in begins if axis == 0 and 1 in _free(each)]
+    weighty = [each for each in left if len(each.shape) > 1 and _free(each)]
+    if weighty and all(len(each.shape) == 1 and axis == 0 for each, axis in begins):
+        begins = []  # lengths and masks do not say what the arrays beside them count
+    if known is not None:
+        begins = [known]
+    elif not begins and left:
+        begins = [(_deviating(weighty or left, sizes), 0)]
+
+    def order(begin: tuple[GraphInput, int]) -> tuple[bool, int, bool, int]:
+        each, axis = begin
+        others = _following(inputs, stated, sizes, each, axis)
+        without = sum(1 for other in left if _free(other) and others[other.name] is None)
+        return (
+            _HINT not in each.names[axis].lower(),
+            without,
+            axis != 0,
+            -int(np.prod(sizes.get(each.name, ()))),
+        )
+
+    if not begins:
+        yield {each.name: stated.get(each.name) for each in inputs}
+    for each, axis in sorted(begins, key=order):
+        yield _following(inputs, stated, sizes, each, axis)
+
+
+def _following(
+    inputs: Sequence[GraphInput], stated: Axes, sizes: Mapping[str, Shape], begin: GraphInput, axis: int
+) -> dict[str, int | None]:
+    """Return the axes of all inputs that follow from the axis of one."""
+    found: dict[str, int | None] = {}
+    count = sizes[begin.name][axis] if begin.name in sizes else None
+    for each in inputs:
+        if each.name in stated:
+            found[each.name] = stated[each.name]
+        elif each is begin:
+            found[each.name] = axis
+        else:
+            found[each.name] = _alike(each, sizes.get(each.name), begin, axis, count)
+    return found
+
+
+def _alike(
+    each: GraphInput, shape: Shape | None, begin: GraphInput, axis: int, count: int | None
+) -> int | None:
+    """Return the axis of an input that counts what an axis of another one does."""
+    if not each.shape:
+        return None
+    free, declared, name = _free(each), begin.shape[axis], begin.names[axis]
+    for same in free:
+        if name and each.names[same] == name:
+            return same
+    fits = range(len(each.shape)) if shape is None else [k for k, size in enumerate(shape) if size == count]
+    other = len(each.shape) == 1 if declared is not None else bool(name and each.names[0])
+    if 0 in free and (0 in fits or not other):
+        return 0  # of another length only where the file suggests that it counts something else
+    if shape is not None and any(k in free for k in fits):
+        return next(k for k in fits if k in free)
+    if shape is not None and count is not None:  # a file of one batch size, given arrays of many inputs
+        longer = [k for k, size in enumerate(each.shape) if size not in (None, shape[k])]
+        if len(longer) == 1 and longer[0] in fits:
+            return longer[0]
+    if declared is None or free:
+        return None
+    return next((k for k, size in enumerate(each.shape) if size == declared), None)
+
+
+def _free(each: GraphInput) -> list[int]:
+    return [axis for axis, size in enumerate(each.shape) if size is None]
+
+
+def _deviating(inputs: Sequence[GraphInput], sizes: Mapping[str, Shape]) -> GraphInput:
+    """Return the first input that has another length than the file declares, or the first of all."""
+    longer = [
+        each for each in inputs if each.name in sizes and each.shape[0] not in (None, sizes[each.name][0])
+    ]
+    return (longer or list(inputs))[0]

@@ -1,0 +1,217 @@
+"""Finding which axes count the inputs of a batch, and which sizes it may have, by trying what is suggested.
+
+Of the axes that a file and its inputs suggest (`axis_suggestions`) the first are taken with which the file
+runs with one input and with two, an output grows as the batch does, and inputs do not change each other's
+outputs, as steps of a sequence do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rankrl.onnx.graph.axis_suggestions import Axes, Shape, declared_batch, suggested_axes
+from rankrl.onnx.graph.batch_axes import BatchAxes, shown_axes
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork
+
+INFLUENCE = 0.02
+"""How far an input may change another one's outputs, relative to them: more than rounding does."""
+_FURTHER = (32, 16, 8, 4)
+"""Sizes that are tried where a file does not run at 1 and 2, after the user's own."""
+_LARGEST = 256
+"""The largest size that is tried: users may give all of their inputs as one array."""
+
+
+def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None) -> BatchAxes:
+    """Return the axes that count the inputs of a batch, and the only batch size if there is one.
+
+    Args:
+        network: The network.
+        feed: A batch of inputs of the user's own size; its ranks are those of the file.
+        stated: The axes that the user states; the others are guessed.
+
+    Raises:
+        OnnxGraphError: What is stated does not fit the file, inputs differ in their number or change each
+            other's outputs, or the file runs at none of the sizes that were tried.
+    """
+    stated = _checked(stated or {}, network)
+    trusted = len(stated) == len(network.inputs) or any(axis is not None for axis in stated.values())
+    # Integers whose scale is taken from a whole batch change its inputs' outputs a little, whatever they are.
+    scaled = any(node.op_type == "DynamicQuantizeLinear" for node in network.model.graph.node)
+    tolerance = math.inf if scaled else INFLUENCE
+    session, trials = network.session(), []
+    for inputs in suggested_axes(network.inputs, stated, {name: value.shape for name, value in feed.items()}):
+        axes = BatchAxes(inputs, fixed=declared_batch(network.inputs, inputs))
+        check_sizes(feed, axes, network)
+        if axes.size(feed) == 0:
+            return axes
+        trial = _Trial(session, axes, feed)
+        independent = trial.grows and trial.influence <= tolerance
+        if trial.found is not None and (trusted or (independent and trial.found.fixed is None)):
+            return trial.found
+        trials.append(trial)
+    for trial in trials:
+        if trial.influence > tolerance:
+            nothing = shown_axes(dict.fromkeys(trial.axes.inputs))
+            raise OnnxGraphError(
+                f"{network.source} counts no independent inputs on {shown_axes(trial.axes.inputs)}: the "
+                f"second one's outputs are {trial.influence:.0%} off what they are alone, as those of steps "
+                f"are. State the axes (dataset.batch_axes, batch_axes= in Python): {nothing} if they are the "
+                "steps of a sequence, so that every batch is one input and run as it is; or those above"
+            )
+    for trial in sorted(trials, key=lambda each: not each.grows):
+        if trial.found is not None:
+            return trial.found
+    first = trials[0]
+    raise OnnxGraphError(
+        f"{first.error}. It was tried with batches of {', '.join(map(str, first.tried))}, their inputs "
+        f"counted on {shown_axes(first.axes.inputs)}; if that is not so, say it (dataset.batch_axes, "
+        "batch_axes= in Python; null for an input without such an axis), and give "
+        "batches of a size that the file runs at"
+    )
+
+
+class _Trial:
+    """Runs of a file under one suggestion.
+
+    Args:
+        session: The file.
+        axes: The suggestion, with the batch size that the file declares.
+        feed: A batch of the user's own size.
+
+    Attributes:
+        found: The axes and the batch size with which the file runs; None where it does not.
+        influence: How far the outputs of an input change with another one before it, relative to what they
+            are alone, at most; 0 where the file does not run with one and with two.
+        error: What was said when it did not run.
+    """
+
+    def __init__(self, session: GraphSession, axes: BatchAxes, feed: Feed) -> None:
+        self.axes, self.error, self.influence = axes, "", 0.0
+        self._session, self._feed, self._own = session, feed, axes.size(feed)
+        self._outputs: dict[int, list[Array] | None] = {}
+        self.found = self._found()
+
+    @property
+    def tried(self) -> list[int]:
+        """The batch sizes that were tried."""
+        return list(self._outputs)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it runs, and an output counts the inputs."""
+        return self.found is not None and any(axis is not None for axis in self.found.outputs.values())
+
+    def _found(self) -> BatchAxes | None:
+        counted = any(axis is not None for axis in self.axes.inputs.values())
+        sizes: Sequence[int] = (self.axes.fixed or 1,)
+        if self.axes.fixed is None and counted:
+            one, two = self._run([1]), self._run([0, 1])
+            if one is not None and two is not None:
+                found = [_growing(*pair) for pair in zip(one, two, strict=True)]
+                self.influence = max(map(_influence, one, two, found), default=0.0)
+                if self.influence > INFLUENCE and not self._repeats(two):
+                    self.influence = 0.0  # random numbers of its own hide it
+                return self._with_outputs(found, None)
+            own = (self._own,) if self._own <= _LARGEST else ()
+            sizes = (*own, 1, 2, *_FURTHER)
+        for size in sizes:
+            outputs = self._run(range(size))
+            if outputs is not None:
+                return self._with_outputs([_counting(np.shape(each), size) for each in outputs], size)
+        return None
+
+    def _with_outputs(self, outputs: Sequence[int | None], fixed: int | None) -> BatchAxes:
+        return BatchAxes(self.axes.inputs, dict(zip(self._session.output_names, outputs, strict=True)), fixed)
+
+    def _repeats(self, outputs: Sequence[Array]) -> bool:
+        """Tell whether two inputs get these outputs a second time."""
+        again = self._session.run(self.axes.rows(self._feed, np.array([0, 1]) % self._own), quiet=True)
+        pairs = [pair for pair in zip(outputs, again, strict=True) if pair[0].dtype.kind == "f"]
+        return all(np.array_equal(*pair, equal_nan=True) for pair in pairs)
+
+    def _run(self, rows: Sequence[int]) -> list[Array] | None:
+        """Return the outputs for some inputs, or None where the file fails; each size is tried once."""
+        size = len(rows)
+        if size not in self._outputs:
+            feed = self.axes.rows(self._feed, np.asarray(rows) % self._own)
+            try:
+                self._outputs[size] = self._session.run(feed, quiet=True)
+            except OnnxGraphError as error:
+                self._outputs[size], self.error = None, self.error or str(error)
+        return self._outputs[size]
+
+
+def _growing(one: Array, two: Array) -> int | None:
+    """Return the axis that is twice as long for twice as many inputs."""
+    if np.ndim(one) != np.ndim(two):
+        return None
+    sizes = zip(np.shape(one), np.shape(two), strict=True)
+    return next((axis for axis, (size, twice) in enumerate(sizes) if 0 < size != twice == 2 * size), None)
+
+
+def _influence(alone: Array, pair: Array, axis: int | None) -> float:
+    """Return how far the second of two inputs' output is from what it is alone, relative to that.
+
+    Args:
+        alone: Output of the second input.
+        pair: Output of both.
+        axis: The axis that counts them; their numbers on it lie one input after the other, or in turns.
+    """
+    if axis is None or alone.dtype.kind != "f" or not alone.any():
+        return 0.0
+    expected, both = (np.moveaxis(each, axis, 0).astype(np.float64) for each in (alone, pair))
+    if expected.shape[1:] != both.shape[1:]:
+        return 0.0
+    differences = [np.linalg.norm(each - expected) for each in (both[len(expected) :], both[1::2])]
+    return float(min(differences) / np.linalg.norm(expected))
+
+
+def _counting(shape: Shape, batch: int) -> int | None:
+    """Return the axis that counts the inputs of a batch of the only size, the first if it can be."""
+    if shape and (shape[0] == batch or (batch > 1 and shape[0] and shape[0] % batch == 0)):
+        return 0
+    return next((axis for axis, size in enumerate(shape) if size == batch), None)
+
+
+def check_sizes(feed: Feed, axes: BatchAxes, network: OnnxNetwork) -> None:
+    """Refuse a batch whose sizes are not those of the file, or that counts different numbers of inputs.
+
+    Raises:
+        OnnxGraphError: One does not fit.
+    """
+    for wanted in network.inputs:
+        shape, counting = feed[wanted.name].shape, axes.inputs[wanted.name]
+        for axis, (size, other) in enumerate(zip(wanted.shape, shape, strict=True)):
+            if size not in (None, other) and axis != counting:
+                raise OnnxGraphError(
+                    f"the input {wanted.name!r} has the shape {shape}, but {network.source} takes {wanted}: "
+                    f"axis {axis} must have the size {size}, unless it counts the inputs, which "
+                    f"batch_axes={{{wanted.name}: {axis}}} says"
+                )
+    axes.check(feed)
+
+
+def _checked(stated: Axes, network: OnnxNetwork) -> dict[str, int | None]:
+    """Return stated axes counted from the front."""
+    inputs = {each.name: each for each in network.inputs}
+    found: dict[str, int | None] = {}
+    for name, axis in stated.items():
+        if name not in inputs:
+            raise OnnxGraphError(
+                f"batch_axes names the input {name!r}, but {network.source} takes "
+                f"{', '.join(map(str, network.inputs))}; name one of them"
+            )
+        rank = len(inputs[name].shape)
+        if axis is not None and (
+            isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank
+        ):
+            raise OnnxGraphError(
+                f"batch_axes says {axis!r} of {inputs[name]}; give one of its {rank} axes, counted from 0, "
+                "or null (None) if none counts the inputs of a batch"
+            )
+        found[name] = axis if axis is None else axis % rank
+    return found

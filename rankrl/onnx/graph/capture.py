@@ -1,0 +1,156 @@
+"""What reaches the nodes of a graph: their inputs, seen in onnxruntime batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from decomposition.calibration.metric import is_finite, with_mean
+from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, MomentAccumulator
+from decomposition.calibration.shrinkage import labels_or_single
+from decomposition.errors import DecompositionError
+from decomposition.network.layers import DecomposableModule
+from decomposition.network.patches import labels_of_batch, sample_labelled_patches
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, until
+from rankrl.onnx.graph.site import Site
+
+_CAPTURED = 2**28
+"""Bytes of captured values at a time."""
+CHOOSING_ELEMENTS, FINAL_ELEMENTS = 2**23, 2**24
+"""Numbers in the patches of one node, to choose ranks by and to fit in the end: a kernel of many positions
+has large patches, and the time of a fit grows with their number squared."""
+_NARROW, _NARROW_ELEMENTS = 1024, 2**25
+"""Patches of so many numbers at most are fitted by their second moments, in a time that their number does not
+matter for."""
+
+
+def most_patches(site: Site, elements: int) -> int:
+    """Return how many patches of a node's input are looked at, `elements` numbers where they are large."""
+    width = site.weight[0].numel()
+    return max(1, min(PATCHES_PER_LAYER, (_NARROW_ELEMENTS if width <= _NARROW else elements) // width))
+
+
+def collect_moments(
+    network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed], *, seed: int = 0
+) -> dict[str, InputMoments]:
+    """Estimate the moments of what every node multiplies with its weight.
+
+    Nodes behind which nothing takes up a change of the mean are measured around zero.
+
+    Args:
+        network: The network.
+        sites: The nodes to watch, without a refusal.
+        batches: Calibration inputs.
+        seed: Seed of the patch positions.
+
+    Returns:
+        Moments by the nodes' names.
+
+    Raises:
+        OnnxGraphError: A node's input is not finite.
+    """
+    model = network.graph_model()
+    generator = torch.Generator().manual_seed(seed)
+    accumulators = {site.name: MomentAccumulator() for site in sites}
+    layers = {node.name: node.module() for site in sites for node in site.nodes}
+    counts = [network.axes.size(feed) for feed in batches]
+    total = sum(counts)
+    for group in _groups(sites, max(counts)):
+        session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
+        fitting = max(1, _CAPTURED // sum(map(_bytes, group)))
+        for feed in (part for whole in batches for part in network.axes.parts(whole, fitting)):
+            values, size = session.run(feed), network.axes.size(feed)
+            for site in group:
+                share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
+                for node in site.nodes:
+                    given = [values[node.input_name]]
+                    patches, labels = drawn_patches(node, layers[node.name], given, share, generator, size)
+                    if not bool(torch.isfinite(patches[0]).all()):
+                        raise OnnxGraphError(
+                            f"node {node.name!r} of {network.source}: its input is NaN or infinite on the "
+                            "inputs given; check how they are normalised"
+                        )
+                    accumulators[site.name].add(patches[0], labels_or_single(labels, total))
+    found = {name: each.moments() for name, each in accumulators.items()}
+    for site in sites:
+        moments = found[site.name]
+        if not is_finite(moments.covariance):
+            raise DecompositionError(f"node {site.name!r}: the moments of its input are not finite")
+        if site.absorber is None:  # its errors are not corrected around the mean
+            whole = with_mean(moments.covariance, moments.mean)
+            found[site.name] = InputMoments(
+                torch.zeros_like(moments.mean), whole, moments.count, moments.shrinkage
+            )
+    return found
+
+
+def drawn_patches(
+    site: Site,
+    layer: DecomposableModule,
+    inputs: Sequence[Array],
+    count: int,
+    generator: torch.Generator,
+    batch: int,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw the same random patches from several inputs of a node.
+
+    Args:
+        site: The node.
+        layer: The node as a layer without padding (`Site.module`).
+        inputs: Values of one shape that the node takes.
+        count: Patches at most.
+        generator: Source of the positions.
+        batch: Inputs of the network behind each value.
+
+    Returns:
+        For each input a matrix (patches, in * kernel), and which input of the network each is from.
+    """
+    counting = site.counting_axis(inputs[0].shape, batch)
+    tensors = [site.padded(np.moveaxis(x, counting, 0)).float() for x in inputs]
+    patches, labels = sample_labelled_patches(layer, tensors, count, generator)
+    return patches, labels_of_batch(labels, len(tensors[0]), batch)
+
+
+class Captured:
+    """A session that returns values of a graph by name, inputs of the graph among them.
+
+    Args:
+        model: The graph; left as it was.
+        names: Names of values.
+        source: Where the graph is from, for messages.
+    """
+
+    def __init__(self, model: ir.Model, names: Sequence[str], source: str) -> None:
+        entries = {value.name for value in model.graph.inputs}
+        self._given = [name for name in dict.fromkeys(names) if name in entries]
+        computed = [name for name in dict.fromkeys(names) if name not in entries]
+        self._session = GraphSession(until(model, computed), source) if computed else None
+
+    def run(self, feed: Feed) -> dict[str, Array]:
+        """Return the values for one batch."""
+        found = {name: np.asarray(feed[name]) for name in self._given}
+        if self._session is not None:
+            found |= dict(zip(self._session.output_names, self._session.run(feed), strict=True))
+        return found
+
+
+def _bytes(site: Site) -> int:
+    """Return the bytes of a node's input for one input of the network."""
+    return 4 * site.spec.in_channels * max(1, site.spec.input_positions)
+
+
+def _groups(sites: Sequence[Site], batch: int) -> list[list[Site]]:
+    """Return the nodes in groups that are captured together."""
+    groups: list[list[Site]] = []
+    room = 0
+    for site in sites:
+        if not groups or _bytes(site) * batch > room:
+            groups.append([])
+            room = _CAPTURED
+        groups[-1].append(site)
+        room -= _bytes(site) * batch
+    return groups

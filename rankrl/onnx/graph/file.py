@@ -1,0 +1,149 @@
+"""From a compressed graph to a file, integers included, and the proof that it computes what it should."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import version_converter
+
+from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.graph import set_metadata
+from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.export.network_file import INT4_OPSET, store_integers
+from rankrl.onnx.export.operators import STANDARD
+from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.half import in_half
+from rankrl.onnx.graph.network import Array, Feed, GraphSession, free_ends, part_of
+from rankrl.onnx.graph.quantised import rounds
+from rankrl.onnx.graph.refit import CompressedGraph
+from rankrl.onnx.graph.site import Site
+
+TOLERANCE = 1e-3
+"""The largest difference that factorised nodes and dense ones of their contracted weights may make at the
+outputs, as a share of the largest number there: sums in another order."""
+
+
+def write_graph(
+    graph: CompressedGraph,
+    path: Path,
+    calibration: Sequence[Feed],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    reduce_range: bool | None = None,
+) -> None:
+    """Write a compressed graph; the file appears complete or not at all.
+
+    Args:
+        graph: The graph.
+        path: The file to write.
+        calibration: Batches that set the ranges of activations, where nodes compute in integers.
+        metadata: Text to store in the file, beside what it holds already.
+        reduce_range: As in `quantise_onnx`.
+
+    Raises:
+        OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted.
+        ExportError: onnxruntime cannot quantise it.
+        DefectError: The graph is damaged, by no fault of the user's.
+    """
+    proto = ir.to_proto(graph.model)
+    if graph.half:
+        proto = in_half(proto, graph.half, "the compressed network")
+    if 4 in graph.stored.values():
+        proto = _with_int4(proto)
+    if metadata:
+        known = {entry.key: entry.value for entry in proto.metadata_props}
+        set_metadata(proto, {**known, **metadata})
+    store_integers(proto, graph.stored)
+    if not graph.computing:
+        write_checked(proto, path, "the compressed network")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / "graph.onnx"
+        onnx.save(proto, scratch)
+        quantise_onnx(
+            scratch,
+            path,
+            calibration,
+            weights=graph.computing,
+            partly=True,
+            reduce_range=graph.reduced or reduce_range,
+        )
+
+
+def _with_int4(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a graph in an operator set that has weights of 4 bits."""
+    opset = next(each.version for each in proto.opset_import if each.domain in STANDARD)
+    if opset >= INT4_OPSET:
+        return proto
+    try:
+        return version_converter.convert_version(proto, INT4_OPSET)
+    except Exception as error:  # the converter's own, and those of what it does not know
+        raise OnnxGraphError(
+            f"the file has opset {opset}; weights of 4 bits need {INT4_OPSET}, to which onnx cannot convert "
+            f"it ({error}). Take int8_weights, or export the network anew"
+        ) from error
+
+
+def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: str) -> float:
+    """Compare a graph with the one that has dense nodes of the contracted weights.
+
+    Where the graph rounds on its way, the order of a sum decides whole steps at its outputs; there every
+    replaced node is compared by itself, on the inputs that it receives.
+
+    Args:
+        graph: The graph, before any rounding that the plan asks for.
+        batches: Inputs.
+        source: Where it is from, for messages.
+
+    Returns:
+        The largest difference at an output, as a share of the largest number there.
+
+    Raises:
+        OnnxGraphError: It is above the tolerance, or not finite.
+    """
+    assert graph.contracted is not None
+    pairs = _node_by_node if any(map(rounds, graph.model.graph.all_nodes())) else _as_a_whole
+    largest = 0.0
+    for name, found, expected in pairs(graph.model, graph.contracted, graph.replaced, batches, source):
+        if found.dtype.kind != "f" or not found.size:
+            continue
+        scale = max(1e-30, float(np.abs(expected).max()))
+        difference = float(np.abs(found - expected).max()) / scale
+        if not difference <= TOLERANCE:  # also true of NaN
+            raise OnnxGraphError(
+                f"the output {name!r} of the compressed {source} differs by {difference:.2e} from what "
+                f"its factors contract to; at most {TOLERANCE:.0e} is accepted. Take another format"
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _as_a_whole(
+    model: ir.Model, contracted: ir.Model, nodes: Sequence[Site], batches: Sequence[Feed], source: str
+) -> Iterator[tuple[str, Array, Array]]:
+    """Yield the outputs of both graphs, by name."""
+    del nodes
+    sessions = [GraphSession(each, source) for each in (model, contracted)]
+    for feed in batches:
+        yield from zip(sessions[0].output_names, *(each.run(feed) for each in sessions), strict=True)
+
+
+def _node_by_node(
+    model: ir.Model, contracted: ir.Model, nodes: Sequence[Site], batches: Sequence[Feed], source: str
+) -> Iterator[tuple[str, Array, Array]]:
+    """Yield what replaced nodes give and what the dense ones give of the same inputs, by its name."""
+    for node in nodes:
+        ends = [node.input_name, node.output_name]
+        captured = Captured(model, ends, source)
+        part = part_of(contracted, ends[:1], ends[1:])
+        free_ends(part)
+        dense = GraphSession(part, source)
+        for feed in batches:
+            values = captured.run(feed)
+            yield ends[1], values[ends[1]], dense.run(values)[0]

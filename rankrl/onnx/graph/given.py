@@ -1,0 +1,192 @@
+"""What a task on an ONNX file begins with: the network, its inputs, its nodes and what they cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from decomposition.network.layers import skipping
+from rankrl.onnx.graph.axis_suggestions import Axes
+from rankrl.onnx.graph.budget import input_shape, network_costs
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
+from rankrl.onnx.graph.image_files import ImagePreprocessing
+from rankrl.onnx.graph.inputs import HELDOUT, Batches, SplitInputs, read_inputs, split_inputs
+from rankrl.onnx.graph.look_up import with_look_ups
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.positions import Chosen, with_several_positions
+from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.sites import find_sites
+from rankrl.wording import counted
+
+log = logging.getLogger(__name__)
+
+Inputs = Batches | str | Path
+
+
+@dataclass(frozen=True)
+class GivenFile:
+    """A network in an ONNX file with its inputs.
+
+    Attributes:
+        original: The network as the file has it, half precision in float32.
+        network: The network that is compressed: the original with look-ups for products with one-hot codes,
+            perhaps with convolutions that compute several positions at once.
+        split: The inputs.
+        sites: Its nodes.
+        totals: What it costs (`network_costs`).
+        several: Which convolutions compute several positions at once.
+    """
+
+    original: OnnxNetwork
+    network: OnnxNetwork
+    split: SplitInputs
+    sites: tuple[Site, ...]
+    totals: Mapping[str, int]
+    several: Chosen = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        inputs: Inputs,
+        *,
+        images: ImagePreprocessing | None = None,
+        batch_axes: Axes | None = None,
+        heldout: float = HELDOUT,
+        scored: float = 0.0,
+        skip: Sequence[str] = (),
+        only: Sequence[str] = (),
+        look_ups: bool = True,
+        seed: int = 0,
+    ) -> GivenFile:
+        """Read the file, and the inputs where they are in a file, too.
+
+        Args:
+            path: The ONNX file.
+            inputs: A .npz or .npy file, a folder of images, arrays, or batches of them.
+            images: How image files become inputs, where `inputs` is a folder of them.
+            batch_axes: The axis of every input that counts the inputs of a batch (`split_inputs`).
+            heldout: Share of the inputs that results are compared on.
+            scored: Share of the inputs that plans are scored on.
+            skip: Nodes that stay as they are: names, or patterns of names.
+            only: Nodes that alone may change, named likewise; empty for all.
+            look_ups: Whether products with one-hot codes become look-ups.
+            seed: Seed of the split.
+
+        Raises:
+            OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
+            DecompositionError: `skip` or `only` match no node.
+        """
+        original = OnnxNetwork.load(path).in_float32()
+        held = read_inputs(inputs, original, images) if isinstance(inputs, str | Path) else inputs
+        split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
+        original = original.with_axes(split.axes)
+        network = with_look_ups(original) if look_ups else original
+        found = find_sites(network, split.calibration[0])
+        specs = skipping([site.spec for site in found], skip, only)
+        sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
+        given = cls(original, network, split, tuple(sites), network_costs(network, sites))
+        if given.foreign is not None:
+            log.warning("%s: %s", path, given.foreign)
+        return given
+
+    def with_several_positions(self, chosen: Chosen) -> GivenFile:
+        """Return the same file with convolutions that compute several positions at once.
+
+        Args:
+            chosen: Which ones, and how.
+        """
+        if not chosen:
+            return self
+        network = with_several_positions(self.network, self.sites, chosen)
+        refusals = {site.name: site.spec.refusal for site in self.sites}
+        sites = [
+            replace(site, spec=replace(site.spec, refusal=refusals[site.name]))
+            for site in find_sites(network, self.split.calibration[0])
+        ]
+        return replace(
+            self, network=network, sites=tuple(sites), totals=network_costs(network, sites), several=chosen
+        )
+
+    @property
+    def usable(self) -> list[Site]:
+        """The nodes that can be compressed, at least one.
+
+        Raises:
+            OnnxGraphError: There is none; the message gives the reasons.
+        """
+        found = [site for site in self.sites if site.spec.refusal is None]
+        if not found:
+            reasons = "; ".join(f"{site.name}: {site.spec.refusal}" for site in self.sites[:5])
+            raise OnnxGraphError(
+                f"{self.network.source} has no node that can be compressed "
+                f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
+            )
+        return found
+
+    @cached_property
+    def foreign(self) -> str | None:
+        """Which nodes hold weights but are no operators of ONNX, and what to do about it."""
+        nodes = {node.name: node for node in self.network.graph_model().graph}
+        names = [site.name for site in self.sites if is_foreign(nodes.get(site.name))]
+        if not names:
+            return None
+        among = f", {names[0]!r} among them" if len(names) > 1 else f", {names[0]!r}"
+        reason = foreign_reason(nodes[names[0]])
+        return f"{counted(len(names), 'node')} with weights must stay{among}: {reason}"
+
+    @cached_property
+    def original_sites(self) -> list[Site]:
+        """The nodes of the network as the file has it."""
+        if self.original is self.network:
+            return list(self.sites)
+        return find_sites(self.original, self.split.calibration[0])
+
+    @property
+    def looked_up(self) -> list[Site]:
+        """The nodes that became look-ups."""
+        left = {site.name for site in self.sites}
+        return [site for site in self.original_sites if site.name not in left]
+
+    @property
+    def rewritten(self) -> dict[str, str]:
+        """What became of nodes before anything was compressed, by their names."""
+        found = {site.name: "a look-up" for site in self.looked_up}
+        return found | {name: f"{each.positions} positions at once" for name, each in self.several.items()}
+
+    @cached_property
+    def original_totals(self) -> dict[str, int]:
+        """What the network costs as the file has it."""
+        return network_costs(self.original, self.original_sites)
+
+    def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Return fractions of the original's costs as fractions of what the compressed network begins with.
+
+        Args:
+            kept: Fractions of parameters, multiply-accumulates and bytes, by `params`, `macs` and `bytes`.
+        """
+        ratios = {name: self.original_totals[name] / max(1, self.totals[name]) for name in self.totals}
+        return {
+            name: None if value is None else min(1.0, value * ratios[name]) for name, value in kept.items()
+        }
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first input for one input of the network, as plans record it."""
+        return input_shape(self.network, self.split.calibration[0])
+
+    def feed(self, batch: int) -> Feed:
+        """Return a batch of real inputs of a size, or of the file's own where that is fixed."""
+        split, axes = self.split, self.split.axes
+        first = split.calibration[0]
+        if axes.fixed is not None:
+            return first
+        every = (*split.calibration, *split.scored, *split.heldout)
+        whole = axes.joined([each for each in every if axes.kind(each) == axes.kind(first)])
+        return axes.rows(whole, np.arange(batch) % axes.size(whole))

@@ -1,0 +1,270 @@
+"""Inputs for a network in an ONNX file: read, checked against what it takes, and split."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from rankrl.onnx.graph.axis_suggestions import Axes
+from rankrl.onnx.graph.batch_axes import BatchAxes
+from rankrl.onnx.graph.batch_trials import check_sizes, find_batch_axes
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.graph_input import GraphInput
+from rankrl.onnx.graph.image_files import ImagePreprocessing
+from rankrl.onnx.graph.network import Array, Feed, OnnxNetwork
+
+HELDOUT = 0.2
+"""The share of the inputs that results are compared on; nothing is fitted to them."""
+BATCH = 32
+"""Inputs that are run at a time, where the network leaves that free."""
+Batches = Mapping[str, Array] | Array | Iterable[Feed | Array | Sequence[Feed | Array]]
+"""All inputs as arrays, or batches of them; a list of batches is a sequence of its own."""
+
+
+@dataclass(frozen=True)
+class SplitInputs:
+    """Batches of inputs.
+
+    Attributes:
+        axes: Which axes count the inputs of a batch.
+        calibration: What layers are fitted to.
+        heldout: What the result is compared with the original on.
+        scored: What plans are scored on; empty where none are, or where they are scored otherwise.
+    """
+
+    axes: BatchAxes
+    calibration: list[Feed]
+    heldout: list[Feed]
+    scored: list[Feed]
+
+
+def add_to_digest(digest: hashlib._Hash, feeds: Sequence[Feed]) -> None:
+    """Let a hash depend on batches, names, types and shapes included."""
+    for feed in feeds:
+        for name, value in feed.items():
+            digest.update(f"{name} {value.dtype} {value.shape}".encode())
+            digest.update(np.ascontiguousarray(value).tobytes())
+
+
+def read_inputs(
+    path: str | Path, network: OnnxNetwork, images: ImagePreprocessing | None = None
+) -> dict[str, Array]:
+    """Read inputs from a file or from a folder of images.
+
+    Args:
+        path: A .npz file with one array for each input of the network, by its name; other arrays in it, such
+            as labels, are left alone. A .npy file, or a .npz file of one array, will do for a network with
+            one input, whatever the array's name. Or a folder of image files.
+        network: The network that is to take them.
+        images: How images become inputs; pixels in [0, 1] when omitted.
+
+    Raises:
+        OnnxGraphError: The file is missing or damaged, or lacks an input, or the network takes no images.
+        DataError: An image cannot be decoded.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return (images or ImagePreprocessing()).read(path, network)
+    if images is not None:
+        raise OnnxGraphError(
+            f"{path} is no folder of images, so that there is nothing to resize or normalise"
+        )
+    if not path.is_file():
+        raise OnnxGraphError(
+            f"there is no file of inputs at {path}; give a .npz, a .npy or a folder of images"
+        )
+    try:
+        content = np.load(path, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            arrays = {"": content}
+        else:
+            with content:
+                arrays = {name: content[name] for name in content.files}
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise OnnxGraphError(
+            f"{path} cannot be read as .npz or .npy ({error}); write it with numpy.savez(path, NAME=array), "
+            f"one array for each of {_listed(network.inputs)}"
+        ) from error
+    if len(arrays) == 1 and len(network.inputs) == 1:
+        return {network.inputs[0].name: next(iter(arrays.values()))}
+    missing = [each.name for each in network.inputs if each.name not in arrays]
+    if missing:
+        held = ", ".join(repr(name or "an array without a name") for name in arrays)
+        raise OnnxGraphError(
+            f"{path} holds {held}, but no {missing[0]!r}; {network.source} takes {_listed(network.inputs)}: "
+            "give one array for each by its name"
+        )
+    return {each.name: arrays[each.name] for each in network.inputs}
+
+
+def split_inputs(
+    inputs: Batches,
+    network: OnnxNetwork,
+    *,
+    batch_axes: Axes | None = None,
+    heldout: float = HELDOUT,
+    scored: float = 0.0,
+    batch: int = BATCH,
+    seed: int = 0,
+) -> SplitInputs:
+    """Check inputs and split them.
+
+    Args:
+        inputs: One array for each input by name, all of the same length on the axis that counts the inputs;
+            one array for a network with one input; or batches of such, whose further sizes may differ. A list
+            of batches in the place of one is a sequence, the steps of a recording say, which no split parts.
+        network: The network that is to take them.
+        batch_axes: The axis that counts the inputs of a batch, by the names of inputs, None for an input that
+            goes with every batch as it is; what is left out is found (`find_batch_axes`).
+        heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on.
+        scored: Share of them to score plans on.
+        batch: Inputs that are run at a time, where the network leaves that free.
+        seed: Seed of the draw.
+
+    Raises:
+        OnnxGraphError: An input's name, type or shape does not fit, or there are too few.
+    """
+    if not 0 < heldout < 1:
+        raise OnnxGraphError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1")
+    if not heldout + scored < 1:
+        raise OnnxGraphError(
+            f"heldout is {heldout}, and as many inputs are to score plans on, which leaves none to fit to; "
+            "give a share below 0.5"
+        )
+    if batch < 1:
+        raise OnnxGraphError(f"batch is {batch}; it must be at least 1")
+    if isinstance(inputs, np.ndarray):
+        inputs = {_only(network).name: inputs}
+    given = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    sequences = [[checked(step, network) for step in _steps(each)] for each in given]
+    feeds = [feed for each in sequences for feed in each]
+    if not feeds:
+        raise OnnxGraphError("there are no inputs; give a few hundred that are like those it will be used on")
+    axes = find_batch_axes(network, feeds[0], batch_axes)
+    for feed in feeds:
+        check_sizes(feed, axes, network)
+    size = axes.fixed or batch
+    generator = np.random.default_rng(seed)
+    in_steps = any(len(each) > 1 for each in sequences)
+    counted = any(axis is not None for axis in axes.inputs.values())
+    if counted and not in_steps and len({axes.kind(feed) for feed in feeds}) == 1:
+        whole = axes.joined(feeds)
+        shares = _shares(axes.size(whole), axes.fixed or 1, heldout, scored, network, generator)
+        return SplitInputs(axes, *(list(_batches(axes.rows(whole, each), axes, size)) for each in shares))
+    parts = [
+        [
+            part
+            for index in sorted(indices)
+            for feed in sequences[index]
+            for part in _batches(feed, axes, size)
+        ]
+        for indices in _shares(len(sequences), 1, heldout, scored, network, generator)
+    ]
+    if not all(parts[: 2 + bool(scored)]):
+        raise OnnxGraphError(f"{network.source} takes batches of {axes.fixed}; give whole ones")
+    return SplitInputs(axes, *parts)
+
+
+def _steps(given: Any) -> Sequence[Any]:
+    """Return a batch, or the batches of a sequence; what is neither is refused with the batches."""
+    sequence = (
+        isinstance(given, list | tuple)
+        and given
+        and all(isinstance(each, Mapping | np.ndarray) for each in given)
+    )
+    return given if sequence else [given]
+
+
+def _shares(
+    count: int,
+    unit: int,
+    heldout: float,
+    scored: float,
+    network: OnnxNetwork,
+    generator: np.random.Generator,
+) -> tuple[Array, Array, Array]:
+    """Return which of so many inputs are fitted to, held out and scored on, `unit` of each at least."""
+    _check_enough(count, (2 + bool(scored)) * unit, network)
+    order = generator.permutation(count)
+    tried = min(max(unit, round(scored * count)), count - 2 * unit) if scored else 0
+    held = min(max(unit, round(heldout * count)), count - tried - unit)
+    return order[held + tried :], order[:held], order[held : held + tried]
+
+
+def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:
+    """Return a batch in the types that the network takes.
+
+    Raises:
+        OnnxGraphError: A name, type or shape does not fit.
+    """
+    if isinstance(feed, np.ndarray):
+        feed = {_only(network).name: feed}
+    if not isinstance(feed, Mapping):
+        raise OnnxGraphError(
+            f"a batch of inputs is a {type(feed).__name__}; give mappings of input names to arrays"
+        )
+    names = [each.name for each in network.inputs]
+    wrong = [name for name in feed if name not in names] + [name for name in names if name not in feed]
+    if wrong:
+        raise OnnxGraphError(
+            f"the inputs given are {', '.join(map(repr, feed)) or 'none'}, but {network.source} takes "
+            f"{_listed(network.inputs)}; give one array for each by its name"
+        )
+    return {each.name: _fitting(np.asarray(feed[each.name]), each, network) for each in network.inputs}
+
+
+def _fitting(value: Array, wanted: GraphInput, network: OnnxNetwork) -> Array:
+    takes = f"{network.source} takes {wanted}"
+    if value.ndim != len(wanted.shape):
+        raise OnnxGraphError(
+            f"the input {wanted.name!r} has the shape {value.shape}, but {takes}: give as many axes as "
+            f"that ({len(wanted.shape)})"
+        )
+    if value.dtype == wanted.dtype:
+        return value
+    # Widening loses nothing, and float64 is what numpy makes by itself; anything else may be a mistake.
+    both_real = value.dtype.kind == "f" and wanted.dtype.kind == "f"
+    both_whole = value.dtype.kind in "iu" and wanted.dtype.kind in "iu"
+    if both_whole and value.size:
+        limits = np.iinfo(wanted.dtype)
+        both_whole = bool(limits.min <= value.min() and value.max() <= limits.max)
+    if not (both_real or both_whole):
+        raise OnnxGraphError(
+            f"the input {wanted.name!r} is {value.dtype}, but {takes}: convert it with "
+            f".astype(numpy.{wanted.dtype}) if that is what it means"
+        )
+    return value.astype(wanted.dtype)
+
+
+def _batches(whole: Feed, axes: BatchAxes, size: int) -> Iterator[Feed]:
+    """Cut inputs into batches; one that is not full only where any size will do."""
+    count = axes.size(whole)
+    for first in range(0, count, size):
+        if axes.fixed is None or first + size <= count:
+            yield axes.rows(whole, slice(first, first + size))
+
+
+def _check_enough(count: int, least: int, network: OnnxNetwork) -> None:
+    if count < least:
+        raise OnnxGraphError(
+            f"{count} inputs are too few: {network.source} needs at least {least}, to fit to some and "
+            "compare on others; a few hundred are better"
+        )
+
+
+def _only(network: OnnxNetwork) -> GraphInput:
+    if len(network.inputs) != 1:
+        raise OnnxGraphError(
+            f"{network.source} takes {_listed(network.inputs)}; give one array for each by its name"
+        )
+    return network.inputs[0]
+
+
+def _listed(inputs: Sequence[GraphInput]) -> str:
+    return ", ".join(map(str, inputs))

@@ -1,0 +1,62 @@
+"""Which nodes of a network onnxruntime can compute in 8-bit integers."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+
+from rankrl.errors import DefectError
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.site import Site
+
+log = logging.getLogger(__name__)
+
+
+def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) -> list[str]:
+    """Return the names of nodes that cannot compute in integers, so that all others can together.
+
+    The quantiser takes every convolution and product, but what it writes onnxruntime sometimes refuses to
+    load or to run: its own rewriting of some graphs around integer nodes is not valid. Such nodes are found
+    by trying all at once, then halves of those that fail.
+
+    Args:
+        network: The network.
+        sites: The nodes, without a refusal.
+        feed: A batch that sets the ranges.
+    """
+    given = {node.name: node.input[1] for node in network.model.graph.node if len(node.input) > 1}
+    taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
+    runs: list[str] = []
+    failing = [site.name for site in sites if site.spread]
+    with tempfile.TemporaryDirectory() as folder:
+        plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
+        onnx.save(network.model, plain)
+
+        def fails(names: Sequence[str]) -> bool:
+            try:
+                quantise_onnx(plain, rounded, [feed], weights={given[name] for name in names}, partly=True)
+                OnnxNetwork.load(rounded).session().run(feed)
+            except (DefectError, ExportError, OnnxGraphError) as error:
+                log.debug("%s in integers: %s", ", ".join(names), error)
+                return True
+            return False
+
+        waiting = [[site.name for site in taken]] if taken else []
+        while waiting:
+            names = waiting.pop()
+            if not fails([*runs, *names]):
+                runs += names
+            elif len(names) == 1:
+                failing += names
+                log.warning("onnxruntime cannot compute %s in integers; it stays in floating point", names[0])
+            else:
+                middle = len(names) // 2
+                waiting += [names[middle:], names[:middle]]
+    return failing

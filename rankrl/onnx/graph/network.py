@@ -1,0 +1,387 @@
+"""A network in an ONNX file: reading and checking it, and running it or parts of it in onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+from onnx import TensorProto, helper, inliner, version_converter
+
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export.channel_padding import unpad_channels
+from rankrl.onnx.export.operators import STANDARD
+from rankrl.onnx.export.sparse import store_densely
+from rankrl.onnx.export.values import sort_nodes, with_subgraphs
+from rankrl.onnx.graph.axis_suggestions import axes_in_file
+from rankrl.onnx.graph.batch_axes import BatchAxes
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.graph_input import GraphInput
+from rankrl.onnx.graph.half import HalfValues, half_values, in_float32, in_half
+from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Feed = Mapping[str, Array]
+"""One array for each input of a network, by name."""
+
+LEAST_OPSET = 13
+_LEAST_IR = 7
+"""The version of ONNX's files that came with that operator set."""
+_CONSTANTS_APART = 4
+"""The version of ONNX's files since which constants need not be inputs."""
+_QUIET = onnxruntime.RunOptions()
+_QUIET.log_severity_level = 4  # only what ends the process
+_LARGEST_FILE = 2**31 - 1
+"""Bytes that one protobuf message can hold, in which onnxruntime is handed changed graphs."""
+
+
+class OnnxNetwork:
+    """A network read from an ONNX file; the file itself is never written.
+
+    Args:
+        model: The model, all its data inside; every node has a name of its own.
+        source: Where it was read from, for messages.
+        axes: Which axes count the inputs of a batch; what the file suggests when omitted.
+        half: What of it is in half precision in the file, where `model` has it in float32.
+        converted: What to tell of a conversion of its operator set.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        source: str,
+        axes: BatchAxes | None = None,
+        *,
+        half: HalfValues | None = None,
+        converted: str = "",
+    ) -> None:
+        self.model, self.source, self.converted = model, source, converted
+        self.half = HalfValues() if half is None else half
+        if axes is not None:
+            self.axes = axes
+
+    @classmethod
+    def load(cls, path: str | Path) -> OnnxNetwork:
+        """Read a file, with the data that lie beside it, and check it.
+
+        Raises:
+            OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, data
+                beside it are missing, or it has no input that arrays can be given for.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise OnnxGraphError(f"there is no ONNX file at {path}; check the path (model.path=FILE)")
+        try:
+            model = onnx.load(path, load_external_data=False)
+        except (DecodeError, ValueError, OSError) as error:
+            raise OnnxGraphError(
+                f"{path} is no ONNX file, or one that is cut off ({error}); fetch or export it again"
+            ) from error
+        opset = next((each.version for each in model.opset_import if each.domain in STANDARD), None)
+        if not model.graph.node or opset is None:
+            raise OnnxGraphError(
+                f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
+            )
+        try:
+            onnx.load_external_data_for_model(model, str(path.parent))
+        except (OSError, ValueError, onnx.checker.ValidationError) as error:
+            raise OnnxGraphError(
+                f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "
+                f"the folder {path.parent}"
+            ) from error
+        if model.ByteSize() > _LARGEST_FILE:
+            raise OnnxGraphError(f"{path} holds {model.ByteSize():,} bytes; networks of up to 2 GiB are read")
+        _check(model, path)
+        try:
+            store_densely(model)
+        except ExportError as error:
+            raise OnnxGraphError(f"{path}: {error}") from error
+        model = _inlined(model)
+        _fix_constants(model)
+        free_sizes(model.graph)
+        converted = ""
+        if opset < LEAST_OPSET:
+            model = _converted(model, path, opset)
+            converted = f"onnx's version converter took it from operator set {opset} to {LEAST_OPSET}"
+        unpad_channels(model)
+        _name_nodes(model.graph)
+        network = cls(model, str(path), converted=converted)
+        if not network.inputs:
+            raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
+        other = [entry.name for entry in model.graph.output if not entry.type.HasField("tensor_type")]
+        if other:
+            raise OnnxGraphError(
+                f"{path}: the output {other[0]!r} is a sequence or a map; only tensors can be compared. Cut "
+                "the network off before it: onnx.utils.extract_model(FILE, TARGET, INPUTS, OUTPUTS)"
+            )
+        return network
+
+    @cached_property
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """What the network takes."""
+        found = []
+        for entry in self.model.graph.input:
+            if not entry.type.HasField("tensor_type"):
+                raise OnnxGraphError(
+                    f"{self.source}: the input {entry.name!r} is no tensor; only tensors can be given"
+                )
+            kind = entry.type.tensor_type
+            sizes = tuple(axis.dim_value or None for axis in kind.shape.dim)
+            names = tuple(axis.dim_param for axis in kind.shape.dim)
+            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
+            found.append(GraphInput(entry.name, dtype, sizes, names))
+        return tuple(found)
+
+    @cached_property
+    def axes(self) -> BatchAxes:
+        """Which axes count the inputs of a batch, as far as names and sizes in the file tell."""
+        return axes_in_file(self.inputs)
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The only batch size that the file runs at, or None where it is free."""
+        return self.axes.fixed
+
+    def with_axes(self, axes: BatchAxes) -> OnnxNetwork:
+        """Return the same network with these axes for the inputs of a batch."""
+        return OnnxNetwork(self.model, self.source, axes, half=self.half, converted=self.converted)
+
+    def in_float32(self) -> OnnxNetwork:
+        """Return the network with what is in half precision in float32; itself where nothing is.
+
+        Raises:
+            OnnxGraphError: It is in bfloat16.
+        """
+        half = half_values(self.model)
+        if not half:
+            return self
+        if TensorProto.BFLOAT16 in half.types.values():
+            raise OnnxGraphError(
+                f"{self.source} is in bfloat16, which onnxruntime does not compute with on a processor, so "
+                "that nothing can be compared; export it in float32 or float16"
+            )
+        return OnnxNetwork(in_float32(self.model, half), self.source, half=half, converted=self.converted)
+
+    def as_in_file(self) -> OnnxNetwork:
+        """Return the network in the precision of its file."""
+        if not self.half:
+            return self
+        narrow = in_half(self.model, self.half, self.source)
+        return OnnxNetwork(narrow, self.source, self.axes, converted=self.converted)
+
+    def rewritten(self, model: ir.Model) -> OnnxNetwork:
+        """Return the same network with another graph."""
+        proto = ir.to_proto(model)
+        return OnnxNetwork(proto, self.source, self.axes, half=self.half, converted=self.converted)
+
+    def graph_model(self) -> ir.Model:
+        """Return the model as a graph of its own that can be changed."""
+        return ir.from_proto(self.model)
+
+    def session(self, threads: int = 1) -> GraphSession:
+        """Open the network in onnxruntime.
+
+        Raises:
+            OnnxGraphError: onnxruntime cannot run a node.
+        """
+        return GraphSession(self.model, self.source, threads=threads)
+
+
+def open_session(
+    model: onnx.ModelProto | str, source: str, *, threads: int = 1, optimised: bool = True
+) -> onnxruntime.InferenceSession:
+    """Open a model in onnxruntime, on the processor.
+
+    Args:
+        model: The model, or the path of its file.
+        source: Where it is from, for messages.
+        threads: Threads that compute an operator.
+        optimised: Whether onnxruntime may rewrite the graph.
+
+    Raises:
+        OnnxGraphError: onnxruntime cannot run a node of it.
+    """
+    try:
+        options = session_options(threads)
+        if not optimised:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        content = model if isinstance(model, str) else model.SerializeToString()
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's error classes have no common base of their own
+        raise OnnxGraphError(
+            f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "
+            "another version of onnxruntime, or an export to standard ONNX operators"
+        ) from error
+
+
+class GraphSession:
+    """A graph in onnxruntime, with any number of inputs and outputs.
+
+    Args:
+        model: The graph, or a session that it is open in.
+        source: Where it is from, for messages.
+        threads: Threads that compute an operator.
+
+    Raises:
+        OnnxGraphError: onnxruntime cannot run a node of it.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto | ir.Model | onnxruntime.InferenceSession,
+        source: str,
+        *,
+        threads: int = 1,
+    ) -> None:
+        self.source = source
+        if isinstance(model, onnxruntime.InferenceSession):
+            self._session = model
+        else:
+            proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+            self._session = open_session(proto, source, threads=threads)
+        self._inputs = {entry.name for entry in self._session.get_inputs()}
+        self.output_names = [entry.name for entry in self._session.get_outputs()]
+
+    def run(self, feed: Feed, *, quiet: bool = False) -> list[Array]:
+        """Return all outputs for one batch; inputs that the graph does not need are left out.
+
+        Args:
+            feed: One array for each input.
+            quiet: Keep what onnxruntime would write about a failure to the error it raises.
+
+        Raises:
+            OnnxGraphError: The graph fails on the inputs.
+        """
+        given = {name: np.asarray(value, order="C") for name, value in feed.items() if name in self._inputs}
+        try:
+            found: list[Array] = self._session.run(None, given, _QUIET if quiet else None)
+        except Exception as error:
+            shapes = ", ".join(f"{name!r} {value.dtype} {value.shape}" for name, value in given.items())
+            raise OnnxGraphError(
+                f"{self.source} fails in onnxruntime on the inputs {shapes}: {error}"
+            ) from error
+        return found
+
+
+def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
+    """Return the part of a model that computes some values, which become its outputs.
+
+    Args:
+        model: The model; left as it was.
+        values: Names of values of its main graph.
+    """
+    return part_of(model, list(model.graph.inputs), values)
+
+
+def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence[str]) -> ir.Model:
+    """Return the part of a model between some values of its main graph; the model is left as it was."""
+    graph = ir.convenience.extract(model.graph, list(inputs), list(outputs))
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
+def free_ends(model: ir.Model) -> None:
+    """Let the ends of a graph take and give float32 of any size."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
+
+
+def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
+    """Return the values of a graph that depend on some of its values, and those."""
+    found = {each for each in values if not each.is_initializer()}
+    for node in graph:  # in topological order
+        if any(each in found for each in used_by(node, graph)):
+            found.update(node.outputs)
+    return found
+
+
+def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of the main graph that a node or its bodies take."""
+    found = [each for each in node.inputs if each is not None]
+    for attribute in node.attributes.values():
+        bodies = (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else list(attribute.as_graphs())
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        )
+        for body in bodies:
+            for inner in ir.traversal.RecursiveGraphIterator(body):
+                found += [each for each in inner.inputs if each is not None and each.graph is graph]
+    return found
+
+
+def _check(model: onnx.ModelProto, path: Path) -> None:
+    """Put nodes in order, as onnxruntime does where converters append them at the end; check the model."""
+    try:
+        for graph in with_subgraphs(model.graph):
+            sort_nodes(graph)
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        raise OnnxGraphError(
+            f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
+        ) from error
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model in which the nodes of its own functions stand where those were called."""
+    if not model.functions:
+        return model
+    inlined: onnx.ModelProto = inliner.inline_local_functions(model, convert_version=True)
+    return inlined
+
+
+def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
+    """Return a model in the oldest operator set that is taken."""
+    try:
+        converted: onnx.ModelProto = version_converter.convert_version(model, LEAST_OPSET)
+        onnx.checker.check_model(converted)
+    except Exception as error:  # the converter's own, and those of what it does not know
+        raise OnnxGraphError(
+            f"{path} has opset {opset}; {LEAST_OPSET} or newer is needed, to which onnx's version converter "
+            f"cannot convert it ({error}). Export it anew with a newer one"
+        ) from error
+    converted.ir_version = max(converted.ir_version, _LEAST_IR)
+    return converted
+
+
+def _fix_constants(model: onnx.ModelProto) -> None:
+    """Take constants off the inputs, where old files list them, so that they can go."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    kept = [entry for entry in model.graph.input if entry.name not in constants]
+    if len(kept) < len(model.graph.input):
+        del model.graph.input[:]
+        model.graph.input.extend(kept)
+        model.ir_version = max(model.ir_version, _CONSTANTS_APART)
+
+
+def free_sizes(graph: onnx.GraphProto) -> bool:
+    """Make sizes free that are written as -1 or 0, as Paddle's exporter does; tell whether there were any."""
+    values = [value.type for value in (*graph.input, *graph.output, *graph.value_info)]
+    axes = [axis for each in values if each.HasField("tensor_type") for axis in each.tensor_type.shape.dim]
+    unset = [axis for axis in axes if axis.HasField("dim_value") and axis.dim_value < 1]
+    for axis in unset:
+        axis.ClearField("dim_value")
+    return bool(unset)
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Give every node of the graph and of its bodies a name of its own, which plans go by."""
+    graphs = list(with_subgraphs(graph))
+    taken = {node.name for each in graphs for node in each.node if node.name}
+    seen: set[str] = set()
+    for each in graphs:
+        for index, node in enumerate(each.node):
+            if not node.name or node.name in seen:
+                stem, number = f"{node.name or node.op_type}_{index}", 0
+                while (name := f"{stem}_{number}" if number else stem) in taken:
+                    number += 1
+                node.name = name
+                taken.add(name)
+            seen.add(node.name)

@@ -1,0 +1,318 @@
+"""Convolutions to few channels that compute several neighbouring positions at once.
+
+Processors compute output channels in groups, 16 at a time with AVX-512, and a convolution to a single channel
+takes as long as one to 16. Its other lanes can hold the outputs of neighbouring positions: with a kernel that
+is copied for each of them, moved by a stride, and longer by as much, a convolution to c channels becomes one
+to c * n channels at every n-th position, whose outputs are put side by side. That multiplies with zeros, and
+is faster all the same where the kernel is long or the channels are few. No output changes but by rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from decomposition.errors import PlanError
+from rankrl.onnx.graph.budget import kept_measurement, time_beside
+from rankrl.onnx.graph.network import Array, Feed, OnnxNetwork, free_ends, part_of
+from rankrl.onnx.graph.rewrite import free_name, new_constant, put_in_place, without_unused
+from rankrl.onnx.graph.site import Site
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME
+from rankrl.options.timing import LatencyOptions
+from rankrl.progress import progress_bar
+from rankrl.timing.latency import is_unchanged, time_in_turns
+from rankrl.timing.rank_step import STEPS, fast_multiple
+
+log = logging.getLogger(__name__)
+
+METADATA = "several_positions"
+"""Under which a plan's metadata say what was rewritten in the network that it is for."""
+_RUNS = 9
+
+
+@dataclass(frozen=True)
+class SeveralPositions:
+    """How a convolution computes several positions at once.
+
+    Attributes:
+        axis: The spatial axis along which they lie, 0 the first one.
+        positions: How many they are, at least 2.
+    """
+
+    axis: int
+    positions: int
+
+
+Chosen = Mapping[str, SeveralPositions]
+"""What becomes of convolutions, by the names of their nodes."""
+
+
+def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], chosen: Chosen) -> OnnxNetwork:
+    """Return a network in which some convolutions compute several positions at once.
+
+    They keep their names, and have a bias from then on. What follows them puts the positions side by side.
+
+    Args:
+        network: The network; left as it was.
+        sites: Its nodes, with the sizes that inputs have.
+        chosen: What becomes of which nodes; of those that share a weight, the first stands for all.
+    """
+    if not chosen:
+        return network
+    model = network.graph_model()
+    for site in sites:
+        if site.name in chosen:
+            constants: dict[str, ir.Value] = {}
+            for each in site.nodes:
+                _replace(model.graph, each, site, chosen[site.name], constants)
+    return network.rewritten(without_unused(model))
+
+
+def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[SeveralPositions]:
+    """Return the ways in which a node can compute several positions at once; none for most nodes.
+
+    Args:
+        network: The network. Its inputs must have fixed sizes, because outputs are put side by side by them.
+        site: The node.
+        group: Output channels that the processor computes at a time.
+    """
+    axes = network.axes.inputs
+    fixed = all(
+        size is not None or axis == axes[each.name]
+        for each in network.inputs
+        for axis, size in enumerate(each.shape)
+    )
+    spec = site.spec
+    if not fixed or site.op_type != "Conv" or spec.refusal is not None or len(spec.kernel_size) > 2:
+        return []
+    counts = [2**power for power in range(1, group.bit_length()) if 2**power * spec.out_channels <= group]
+    return [
+        SeveralPositions(axis, count)
+        for axis, count in product(range(len(spec.kernel_size)), counts)
+        if spec.kernel_size[axis] > 1  # a lane whose kernel shares no input with another's saves nothing
+        and all(each.dilation[axis] == 1 and _sizes(each)[axis] >= count for each in site.nodes)
+    ]
+
+
+def faster_positions(
+    network: OnnxNetwork, sites: Sequence[Site], feed: Feed, options: LatencyOptions
+) -> dict[str, SeveralPositions]:
+    """Return which nodes are faster when they compute several positions at once, and how.
+
+    Every node is timed alone in every way that it can, and the network as a whole in the end: nothing is
+    returned where that is no faster.
+
+    Args:
+        network: The network.
+        sites: Its nodes.
+        feed: A batch of real inputs.
+        options: How time is measured; what is found is kept in the folder.
+    """
+    if not _ways(network, sites, max(STEPS)):
+        return {}
+    ways = _ways(network, sites, fast_multiple(options.folder))
+
+    def measured() -> dict[str, dict[str, int]]:
+        return to_metadata(_measured(network, sites, ways, feed, options))
+
+    found = kept_measurement([network], feed, options, "positions", measured, further=repr(list(ways)))
+    return {name: SeveralPositions(**each) for name, each in found.items()}
+
+
+def _measured(
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    ways: Mapping[str, Sequence[SeveralPositions]],
+    feed: Feed,
+    options: LatencyOptions,
+) -> dict[str, SeveralPositions]:
+    chosen: dict[str, SeveralPositions] = {}
+    with progress_bar("time positions", total=len(ways)) as bar:
+        for site in sites:
+            if site.name in ways:
+                best = _fastest(network, site, ways[site.name], network.axes.size(feed), options)
+                chosen |= {} if best is None else {site.name: best}
+                bar.advance()
+    if chosen:
+        beside = time_beside(network, with_several_positions(network, sites, chosen), feed, options)
+        log.info("with them the network takes %.2f of its time", beside)
+        if beside > 1 or is_unchanged(beside):
+            return {}
+    return chosen
+
+
+def to_metadata(chosen: Chosen) -> dict[str, dict[str, int]]:
+    """Return what became of convolutions as values that JSON holds."""
+    return {name: asdict(each) for name, each in chosen.items()}
+
+
+def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, SeveralPositions]:
+    """Read what `to_metadata` made, as a plan keeps it.
+
+    Raises:
+        PlanError: It is something else, or nothing that the nodes of the network can become.
+    """
+    if not isinstance(values, Mapping):
+        raise PlanError(
+            f"the plan's metadata hold {values!r} as {METADATA!r}, where names of nodes belong, each "
+            "with its axis and positions; remove it from them"
+        )
+    by_name = {site.name: site for site in sites}
+    found: dict[str, SeveralPositions] = {}
+    for name, each in values.items():
+        site, way = by_name.get(name), _from_json(each)
+        if site is None or way is None or way not in possible_positions(network, site, _lanes(site, way)):
+            raise PlanError(
+                f"the plan's metadata say of {network.source} that {name!r} computes several positions at "
+                f"once, {each!r}, which it cannot; remove {METADATA!r} from them, or use the file that the "
+                "plan was made for"
+            )
+        found[name] = way
+    return found
+
+
+def _ways(network: OnnxNetwork, sites: Sequence[Site], group: int) -> dict[str, list[SeveralPositions]]:
+    """Return the ways in which nodes can compute several positions at once, for those that have any."""
+    found = {site.name: possible_positions(network, site, group) for site in sites}
+    return {name: ways for name, ways in found.items() if ways}
+
+
+def _from_json(value: object) -> SeveralPositions | None:
+    known = isinstance(value, Mapping) and set(value) == {"axis", "positions"}
+    if not isinstance(value, Mapping) or not known or any(type(each) is not int for each in value.values()):
+        return None
+    return SeveralPositions(**value)
+
+
+def _lanes(site: Site, way: SeveralPositions) -> int:
+    """Return how many output channels a node then has."""
+    return max(0, way.positions) * site.spec.out_channels
+
+
+def _sizes(site: Site) -> tuple[int, ...]:
+    """Return the spatial sizes of a convolution's output."""
+    return site.spec.output_sizes[0][-len(site.spec.kernel_size) :]
+
+
+def _replace(
+    graph: ir.Graph, node_site: Site, site: Site, way: SeveralPositions, constants: dict[str, ir.Value]
+) -> None:
+    """Put what computes several positions at once in the place of one node.
+
+    Args:
+        graph: The graph; changed in place.
+        node_site: The node.
+        site: The one that holds the weight, which may be another.
+        way: How it computes.
+        constants: Those of nodes before that share the weight, to which its own are added.
+    """
+    node = next(each for each in graph if each.name == node_site.name)
+    x = node.inputs[0]
+    assert x is not None
+    axis, count, spec = way.axis, way.positions, node_site.spec
+    stride, sizes = spec.stride[axis], _sizes(node_site)
+    missing = -sizes[axis] % count
+    weight = _copied(site, stride, way)
+    name = f"{site.name}.positions"
+    # Nodes with one weight may have strides of their own.
+    for kind, array in ((f"weight_{stride}", weight), ("bias", _bias(site).repeat(count))):
+        if kind not in constants:
+            constants[kind] = new_constant(graph, f"{name}_{kind}", array)
+    pads = node_site.widths(spec.input_sizes[0][-len(sizes) :])
+    pads[axis] = (pads[axis][0], pads[axis][1] + missing * stride)
+    attributes: dict[str, Any] = {
+        "kernel_shape": list(weight.shape[2:]),
+        "strides": [size * count if index == axis else size for index, size in enumerate(spec.stride)],
+        "dilations": list(node_site.dilation),
+        "pads": [before for before, _ in pads] + [after for _, after in pads],
+        "group": 1,
+    }
+    whole = list(sizes)
+    whole[axis] += missing
+    # (batch, channels * count, ..., n / count, ...) to (batch, channels, ..., n, ...)
+    behind = [size for size in [math.prod(whole[axis + 1 :])] if size > 1]
+    apart, order = [0, spec.out_channels, count, -1, *behind], [0, 1, 3, 2, 4][: 4 + len(behind)]
+    steps: list[tuple[str, list[ir.Value], dict[str, Any]]] = [
+        ("Conv", [constants[f"weight_{stride}"], constants["bias"]], attributes),
+        ("Reshape", [_integers(graph, f"{name}_apart", apart)], {}),
+        ("Transpose", [], {"perm": order}),
+        ("Reshape", [_integers(graph, f"{name}_together", [0, spec.out_channels, *whole])], {}),
+    ]
+    if missing:
+        ends = {"start": 0, "end": sizes[axis], "axis": 2 + axis}
+        steps.append(("Slice", [_integers(graph, f"{name}_{key}", [end]) for key, end in ends.items()], {}))
+    nodes: list[ir.Node] = []
+    for number, (op_type, further, given) in enumerate(steps):
+        own = node_site.name if number == 0 else free_name(graph, f"{node_site.name}/positions_{number}")
+        nodes.append(ir.node(op_type, [x, *further], given, name=own))
+        x = nodes[-1].outputs[0]
+        x.name, x.type = free_name(graph, f"{own}_output"), ir.TensorType(ir.DataType.FLOAT)
+    put_in_place(graph, node, nodes)
+
+
+def _copied(site: Site, stride: int, way: SeveralPositions) -> Array:
+    """Return a weight with a copy of every kernel for each position, moved by the stride."""
+    weight = np.moveaxis(site.weight.numpy(), 2 + way.axis, -1)
+    outputs, *others, length = weight.shape
+    copies = np.zeros((outputs, way.positions, *others, length + (way.positions - 1) * stride), np.float32)
+    for position in range(way.positions):
+        copies[:, position, ..., position * stride : position * stride + length] = weight
+    return np.moveaxis(copies.reshape(-1, *copies.shape[2:]), -1, 2 + way.axis)
+
+
+def _bias(site: Site) -> Array:
+    return np.zeros(site.spec.out_channels, np.float32) if site.bias is None else site.bias.numpy()
+
+
+def _integers(graph: ir.Graph, name: str, values: Sequence[int]) -> ir.Value:
+    return new_constant(graph, name, np.array(values, np.int64))
+
+
+def _fastest(
+    network: OnnxNetwork, site: Site, ways: Sequence[SeveralPositions], batch: int, options: LatencyOptions
+) -> SeveralPositions | None:
+    """Time a node, with all that share its weight, in several ways; return the fastest or None as it is."""
+    times = np.zeros(1 + len(ways))
+    generator, model = np.random.default_rng(0), network.graph_model()
+    for node in site.nodes:
+        part = part_of(model, [node.input_name], [node.output_name])
+        free_ends(part)
+        alone, node_alone = OnnxNetwork(ir.to_proto(part), network.source), replace(node, twins=())
+        graphs = [alone, *(with_several_positions(alone, [node_alone], {node.name: way}) for way in ways)]
+        pieces, spatial = node.spec.input_sizes[0], len(node.spec.kernel_size)
+        shape = (batch * math.prod(pieces[:-spatial]), node.spec.in_channels, *pieces[-spatial:])
+        x = {node.input_name: generator.standard_normal(shape, dtype=np.float32)}
+        with tempfile.TemporaryDirectory() as scratch:
+            files = []
+            for number, graph in enumerate(graphs):
+                files.append(Path(scratch) / f"{number}.onnx")
+                onnx.save(graph.model, files[-1])
+            timed = time_in_turns(
+                [(DEFAULT_RUNTIME, file) for file in files],
+                batch=batch,
+                threads=options.threads,
+                runs=_RUNS,
+                inputs=x,
+            )
+        times += [each.median_ms for each in timed.latencies]
+    best = int(times.argmin())
+    if best == 0 or is_unchanged(times[0] / times[best]):
+        return None
+    log.info(
+        "%s computes %d positions at once: %.2f instead of %.2f ms",
+        site.name,
+        ways[best - 1].positions,
+        times[best],
+        times[0],
+    )
+    return ways[best - 1]

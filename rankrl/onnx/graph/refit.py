@@ -1,0 +1,261 @@
+"""Carrying out a plan on a graph: every node is fitted to what it receives in the compressed graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import cast
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    Factorise,
+    FitLibrary,
+    FitOptions,
+    LayerPlan,
+    PlanError,
+    Quantise,
+    without_rounding,
+)
+from decomposition.apply.apply import fitted_layer
+from decomposition.fit.lockstep import Refit, RefitProblem, Refitted, refit_to_patches, solved
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.network.layers import DecomposableModule, weight_of
+from decomposition.network.rounding import REDUCED_BITS
+from decomposition.operations.base import FINAL
+from decomposition.plan.layer_plan import without_growth
+from rankrl.onnx.graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
+from rankrl.onnx.graph.half import HalfValues
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node, without_unused
+from rankrl.onnx.graph.site import Site
+
+
+@dataclass
+class CompressedGraph:
+    """A graph with its plan carried out, still in floating point.
+
+    Attributes:
+        model: The graph.
+        contracted: The same with one dense node in the place of each factorised one.
+        computing: Names of weights whose nodes are to compute in integers.
+        reduced: Whether some of them have 7 bits, so that all are to have.
+        stored: Bits of weights that are to be stored in integers, by name.
+        errors: Relative output error of each node, those before it included, by name.
+        replaced: The nodes in whose place something else stands.
+        half: What is to be in half precision in the file.
+    """
+
+    model: ir.Model
+    contracted: ir.Model | None = None
+    computing: list[str] = field(default_factory=list)
+    reduced: bool = False
+    stored: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    replaced: list[Site] = field(default_factory=list)
+    half: HalfValues = field(default_factory=HalfValues)
+
+    def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
+        """Put a layer in the place of a node and note what becomes of its weights."""
+        layer = without_rounding(layer)
+        layers = [layer, *(_of_twin(layer, twin, plan) for twin in site.twins)]
+        weights = replace_node(self.model, site, layers, shift)
+        self.replaced += site.nodes
+        for operation in plan:
+            if isinstance(operation, Quantise):
+                if operation.integer:
+                    self.computing += weights
+                    self.reduced |= operation.weight_bits == REDUCED_BITS
+                else:
+                    self.stored |= dict.fromkeys(weights, operation.weight_bits)
+        if self.contracted is not None:
+            dense = [each.to_dense() if isinstance(each, FactorisedLayer) else each for each in layers]
+            replace_node(self.contracted, site, dense, shift)
+
+
+def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> None:
+    """Refuse a plan that cannot be carried out on a network in an ONNX file.
+
+    Args:
+        plan: The plan.
+        sites: The nodes of the network.
+        source: Where it is from, for messages.
+
+    Raises:
+        PlanError: The plan was made for another network, or does something that a node cannot become.
+        ConfigError: It holds a format that cannot be written as plain nodes.
+        DecompositionError: A rank is not feasible.
+    """
+    specs = plan.check_specs(site.spec for site in sites)
+    missing = [name for name in specs if name not in {layer.name for layer in plan}]
+    if missing:
+        raise PlanError(
+            f"the plan says nothing of {', '.join(missing[:5])} of {source}; give an entry to each"
+        )
+    spreading = {site.name for site in sites if site.spread}
+    for layer in plan:
+        spec = specs[layer.name]
+        if layer.operations and spec.refusal is not None:
+            raise PlanError(
+                f"the plan changes {layer.name!r} of {source}, which cannot be done: {spec.refusal}; leave "
+                "its operations empty"
+            )
+        for operation in layer.operations:
+            if not isinstance(operation, Factorise | Quantise):
+                raise PlanError(
+                    f"the plan does {operation.kind!r} with {layer.name!r}; nodes of an ONNX file can be "
+                    "factorised and rounded, nothing else"
+                )
+            if isinstance(operation, Factorise):
+                check_formats((operation.format,))
+            if isinstance(operation, Quantise) and layer.name in spreading:
+                raise PlanError(
+                    f"the plan rounds {layer.name!r}, a transposed convolution, to integers, which nothing "
+                    "computes with or stores an output channel at a time; leave its weights in float32"
+                )
+            operation.check(spec)
+
+
+def refitted_graph(
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    plan: CompressionPlan,
+    batches: Sequence[Feed],
+    *,
+    sensitivities: Mapping[str, torch.Tensor],
+    options: FitOptions = FINAL,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> CompressedGraph:
+    """Return the graph under a plan, its nodes fitted one after the other.
+
+    Each is fitted so that on the inputs which it then receives it gives what the original gives on its own
+    (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
+    anew, too, and make up for errors of those before.
+
+    Args:
+        network: The network.
+        sites: Its nodes.
+        plan: What becomes of them, by their names.
+        batches: Calibration inputs.
+        sensitivities: G (out, out) by name; nodes without one count their channels alike.
+        options: How much work each fit may do.
+        seed: Seed of the patch positions.
+        progress: Called with each node's name when it is done.
+    """
+    original = network.graph_model()
+    found = CompressedGraph(network.graph_model(), network.graph_model(), half=network.half)
+    touched = False
+    for site in sites:
+        if site.spec.refusal is not None:
+            continue
+        entry = without_growth(plan[site.name], site.spec)
+        # What stays as it is and receives what it always did needs no fit.
+        if entry.layer_operations or touched:
+            refit = _refit(site, entry, sensitivities.get(site.name), options)
+            result = _refitted(original, found.model, site, refit, batches, network, seed)
+            shift = result.shift if site.absorber is not None else None
+            found.put(site, result.module, entry.layer_operations, shift)
+            found.errors[site.name] = result.error
+            touched = True
+        if progress is not None:
+            progress(site.name)
+    without_unused(found.model)
+    if found.contracted is not None:
+        without_unused(found.contracted)
+    return found
+
+
+def structured_graph(
+    network: OnnxNetwork, sites: Sequence[Site], plan: CompressionPlan, library: FitLibrary
+) -> CompressedGraph:
+    """Return the graph under a plan with the fits that the plan was chosen by, to time it."""
+    found = CompressedGraph(network.graph_model(), half=network.half)
+    for site in sites:
+        if site.spec.refusal is not None:
+            continue
+        entry = without_growth(plan[site.name], site.spec)
+        if not entry.layer_operations:
+            continue
+        layer: nn.Module = site.module(MARKED)
+        for operation in entry.layer_operations:
+            bias = getattr(layer, "bias", None)
+            layer = operation.structure(layer, site.spec)
+            if isinstance(operation, Factorise) and isinstance(layer, FactorisedLayer):
+                layer.load(library.fit(site.name, operation).cores, bias)
+        found.put(site, layer, entry.layer_operations, None)
+    without_unused(found.model)
+    return found
+
+
+def _of_twin(layer: nn.Module, twin: Site, plan: Sequence[object]) -> nn.Module:
+    """Return the layer for a node that shares the weight, with strides and padding of its own."""
+    dense = twin.module(MARKED)
+    bias = getattr(layer, "bias", None)
+    if isinstance(layer, FactorisedLayer):
+        operation = next(each for each in plan if isinstance(each, Factorise))
+        like = operation.structure(dense, twin.spec)
+        assert isinstance(like, FactorisedLayer)
+        like.load([core.detach() for core in layer.cores()], bias, layer.error)
+        return like
+    with torch.no_grad():
+        dense.weight.copy_(weight_of(cast(DecomposableModule, layer)).reshape(dense.weight.shape))
+        if bias is not None and dense.bias is not None:
+            dense.bias.copy_(bias)
+    return dense
+
+
+def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, options: FitOptions) -> Refit:
+    """Return how a node is fitted: under its operations, or as the dense layer that it stays."""
+    dense = site.module(MARKED)
+    if not entry.layer_operations:
+        return solved(dense, weight_of(dense)[0].numel())
+
+    def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+        fitted = fitted_layer(dense, entry, site.spec, problem, sensitivity, options)
+        return fitted.module, fitted.weight
+
+    return refit
+
+
+def _refitted(
+    original: ir.Model,
+    compressed: ir.Model,
+    site: Site,
+    refit: Refit,
+    batches: Sequence[Feed],
+    network: OnnxNetwork,
+    seed: int,
+) -> Refitted:
+    generator, dense = torch.Generator().manual_seed(seed), site.module()
+    layers = [node.module() for node in site.nodes]
+    names = [node.input_name for node in site.nodes]
+    before, after = (Captured(model, names, network.source) for model in (original, compressed))
+    sizes = [network.axes.size(feed) for feed in batches]
+    *starts, total = accumulate(sizes, initial=0)
+    patches: list[list[torch.Tensor]] = []
+    labels: list[torch.Tensor] = []
+    for start, size, feed in zip(starts, sizes, batches, strict=True):
+        found = [each.run(feed) for each in (before, after)]
+        share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(names))
+        for node, layer in zip(site.nodes, layers, strict=True):
+            values = [each[node.input_name] for each in found]
+            drawn, label = drawn_patches(node, layer, values, share, generator, size)
+            patches.append(drawn)
+            labels.append(label + start)
+    dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))
+    joined = torch.cat(labels)
+    if total == 1:  # it says nothing of other inputs
+        joined = torch.arange(len(arriving))
+    return refit_to_patches(
+        dense,
+        refit,
+        dense_patches,
+        arriving,
+        joined,
+        mean_absorbed=site.absorber is not None,
+    )

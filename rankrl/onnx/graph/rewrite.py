@@ -1,0 +1,265 @@
+"""Writing layers back into a graph: a node becomes the plain nodes that its layer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import nn
+
+from decomposition import get_format, list_formats
+from decomposition.formats.chain import ChainFormat
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.network.layers import is_decomposable_module
+from rankrl.errors import ConfigError
+from rankrl.onnx.graph.network import Array
+from rankrl.onnx.graph.quantised import constant
+from rankrl.onnx.graph.site import Site
+
+MARKED = 1
+"""The padding of modules that are handed to fits: where a stage has it, the node's own goes."""
+
+
+def writable_formats() -> list[str]:
+    """Return the formats whose layers are plain convolutions and matrix products in a row."""
+    return [name for name in list_formats() if not isinstance(get_format(name), ChainFormat)]
+
+
+def check_formats(names: Sequence[str]) -> None:
+    """Refuse formats that cannot be written as plain nodes.
+
+    Raises:
+        ConfigError: Naming the format and those that can.
+    """
+    for name in names:
+        get_format(name)  # an unknown one has a message of its own
+        if name not in writable_formats():
+            raise ConfigError(
+                f"decomposition={name} cannot be written into an ONNX graph: its cores are contracted while "
+                f"it runs. Choose from {', '.join(writable_formats())}, or several of them with "
+                "decomposition=auto"
+            )
+
+
+def replace_node(
+    model: ir.Model, site: Site, layers: Sequence[nn.Module], shift: torch.Tensor | None
+) -> list[str]:
+    """Put a layer in the place of a node, and of all that share its weight.
+
+    Args:
+        model: The graph; changed in place.
+        site: The node, as it was found in the original graph.
+        layers: What takes its place, and that of each of the others: a dense layer or a factorised one
+            without rounding, made from a module with the padding `MARKED`; their values are those of the
+            first.
+        shift: What the mean output lacks (out,), for what takes it up; `None` where nothing does.
+
+    Returns:
+        Names of the weights that were written.
+    """
+    constants: dict[str, ir.Value] = {}
+    for node, layer in zip(site.nodes, layers, strict=True):
+        _replace_one(model.graph, node, layer, shift, constants)
+    return [str(value.name) for key, value in constants.items() if key.endswith("weight")]
+
+
+def _replace_one(
+    graph: ir.Graph,
+    site: Site,
+    layer: nn.Module,
+    shift: torch.Tensor | None,
+    constants: dict[str, ir.Value],
+) -> None:
+    """Put a layer in the place of one node; `constants` are those of nodes before that share the weight."""
+    node = next(each for each in graph if each.name == site.name)
+    stages = [each for each in layer.modules() if is_decomposable_module(each)]
+    x, old = node.inputs[0], node.outputs[0]
+    assert x is not None
+    if shift is not None and site.absorber in ("add", "batch_norm"):
+        _shift_behind(graph, old, site, shift)
+    nodes: list[ir.Node] = []
+    for number, stage in enumerate(stages):
+        last = number == len(stages) - 1
+        name = site.name
+        if len(stages) > 1:
+            name = free_name(graph, f"{site.name}/{_format_name(layer)}_{number}")
+        bias = stage.bias
+        if last and bias is not None and shift is not None and site.absorber == "bias":
+            bias = bias.detach() + shift.to(bias)
+        spreading = node if last and site.spread else None
+        written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}", spreading)
+        x = written.outputs[0]
+        nodes.append(written)
+    put_in_place(graph, node, nodes)
+
+
+@dataclass(frozen=True)
+class OpenConstants:
+    """Constants that say what a node computes, each with a name of its own by which others are put there.
+
+    Attributes:
+        weight: Name of the weight, with the axes in the order of the node.
+        turned: Whether that is a matrix whose input channels come first.
+        mean: Name of what takes up a change of the mean output, empty where nothing does.
+        known: Its value.
+        sign: 1 where the change is added to it, -1 where it is taken away.
+    """
+
+    weight: str
+    turned: bool = False
+    mean: str = ""
+    known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sign: int = 1
+
+
+def open_constants(model: ir.Model, site: Site) -> OpenConstants:
+    """Give the nodes of a site constants that nothing else uses; what the graph computes stays the same.
+
+    Args:
+        model: The graph; changed in place.
+        site: The node, without a refusal.
+    """
+    nodes = {each.name: each for each in model.graph}
+    node = nodes[site.name]
+    held = constant(node.inputs[1])
+    assert held is not None
+    weight = new_constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))
+    for each in site.nodes:
+        nodes[each.name].replace_input_with(1, weight)
+    if site.spread:
+        return OpenConstants(str(weight.name))
+    rows_first = "transB" in node.attributes and node.attributes["transB"].as_int() == 1
+    turned = site.spec.kind == "linear" and not rows_first
+    if site.absorber is None:
+        return OpenConstants(str(weight.name), turned)
+    if site.absorber == "bias":
+        assert site.bias is not None
+        known, sign = site.bias, 1
+        users = [(nodes[each.name], 2) for each in site.nodes]
+    else:
+        behind, index, sign = _absorbing(node.outputs[0], site)
+        array = constant(behind.inputs[index])
+        assert array is not None
+        known, users = torch.from_numpy(np.array(array)), [(behind, index)]
+    mean = new_constant(model.graph, f"{site.name}.mean", known)
+    for user, index in users:
+        user.replace_input_with(index, mean)
+    return OpenConstants(str(weight.name), turned, str(mean.name), known, sign)
+
+
+def put_in_place(graph: ir.Graph, node: ir.Node, nodes: Sequence[ir.Node]) -> None:
+    """Put nodes in a row in the place of one; the output of the last becomes what that node's output was."""
+    old, new = node.outputs[0], nodes[-1].outputs[0]
+    known = old.name, old.type, old.shape
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [new])
+    new.name, new.type, new.shape = known
+
+
+def without_unused(model: ir.Model) -> ir.Model:
+    """Remove constants and nodes that nothing uses any more, in place; return the model."""
+    passes.RemoveUnusedNodesPass()(model)
+    return model
+
+
+def _format_name(layer: nn.Module) -> str:
+    return layer.tensor_format.name if isinstance(layer, FactorisedLayer) else "dense"
+
+
+def _stage_node(
+    graph: ir.Graph,
+    site: Site,
+    stage: nn.Module,
+    bias: torch.Tensor | None,
+    x: ir.Value,
+    name: str,
+    constants: dict[str, ir.Value],
+    key: str,
+    spreading: ir.Node | None,
+) -> ir.Node:
+    """Return the node of one stage, with constants that are known by `key` or become so.
+
+    That of the last stage of a transposed convolution spreads positions as the original node does, whose bias
+    it keeps.
+    """
+
+    def known(kind: str, tensor: torch.Tensor) -> ir.Value:
+        if f"{key} {kind}" not in constants:
+            constants[f"{key} {kind}"] = new_constant(graph, f"{name}.{kind}", tensor)
+        return constants[f"{key} {kind}"]
+
+    weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
+    attributes: dict[str, Any] = {}
+    op_type = "Conv"
+    if spreading is not None:
+        op_type, weight = "ConvTranspose", site.spread_weight(weight)
+        attributes = dict(spreading.attributes)
+    elif isinstance(stage, nn.Conv1d | nn.Conv2d):
+        attributes = {
+            "kernel_shape": list(stage.kernel_size),
+            "strides": list(stage.stride),
+            "dilations": list(stage.dilation),
+            "group": stage.groups,
+        }
+        marked = [padding == MARKED for padding in stage.padding]
+        if site.pads is None:
+            if any(marked):
+                attributes["auto_pad"] = site.auto_pad
+        else:
+            pairs = [pair if here else (0, 0) for pair, here in zip(site.pads, marked, strict=True)]
+            attributes["pads"] = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+    elif site.op_type == "Gemm":
+        op_type, attributes = "Gemm", {"transB": 1}
+    else:
+        op_type, weight = "MatMul", weight.T
+    inputs = [x, known("weight", weight)]
+    if bias is not None:
+        inputs.append(known("bias", bias.detach()))
+    elif spreading is not None:
+        inputs += [each for each in spreading.inputs[2:] if each is not None]
+    node = ir.node(op_type, inputs, attributes, name=name)
+    node.outputs[0].name = free_name(graph, f"{name}_output")
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    return node
+
+
+def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> None:
+    """Let the addition or the batch normalisation behind a node take up a change of its mean."""
+    behind, index, sign = _absorbing(value, site)
+    known = constant(behind.inputs[index])
+    assert known is not None
+    moved: Array = known + sign * shift.numpy().reshape(known.shape)
+    tensor = torch.from_numpy(np.ascontiguousarray(moved.astype(known.dtype)))
+    behind.replace_input_with(index, new_constant(graph, f"{site.name}.shifted", tensor))
+
+
+def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
+    """Return the node behind a value that takes up a change of its mean, by which input and which sign."""
+    use = next(iter(value.uses()))
+    normalises = site.absorber == "batch_norm"  # its third input is the mean that it takes away
+    return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1
+
+
+def new_constant(graph: ir.Graph, name: str, values: torch.Tensor | Array) -> ir.Value:
+    """Add a constant to a graph, under a name of its own; return its value."""
+    array = np.ascontiguousarray(values)
+    name = free_name(graph, name)
+    value = ir.val(name, const_value=ir.tensor(array, name=name))
+    graph.register_initializer(value)
+    return value
+
+
+def free_name(graph: ir.Graph, name: str) -> str:
+    """Return a name that no value and no node of the graph and its bodies has yet."""
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    taken = {node.name for node in nodes} | {each.name for node in nodes for each in node.outputs}
+    for each in {graph, *(node.graph for node in nodes)}:
+        if each is not None:
+            taken |= {value.name for value in (*each.inputs, *each.initializers.values())}
+    while name in taken:
+        name += "_"
+    return name

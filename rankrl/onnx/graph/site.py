@@ -1,0 +1,157 @@
+"""A node of a graph that multiplies with a constant weight, as a layer that `decomposition` understands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from rankrl.onnx.graph.network import Array
+
+Absorber = Literal["bias", "add", "batch_norm"]
+"""What can take up a change of a layer's mean output: its bias, the addition or the batch norm behind it."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node and its weight.
+
+    Attributes:
+        spec: What it is as a layer, named after the node; with a refusal where it stays as it is.
+        op_type: Operator of the node.
+        input_name: Name of the value that it multiplies with the weight.
+        output_name: Name of its output.
+        weight: (out, in, *kernel); empty where there is a refusal.
+        bias: (out,), or None.
+        pads: What it adds before and after each spatial axis; None where `auto_pad` says so.
+        auto_pad: The node's own attribute.
+        dilation: Spatial dilation.
+        absorber: What can take up a change of the mean output, or None.
+        weight_name: Name of the constant that holds the weight, which may be turned on its way to the node.
+        bias_name: Name of the value that holds the bias; empty without one.
+        twins: Further nodes with the same weight, which become what this one does; their costs are in `spec`.
+        spread: Kernel of a transposed convolution, over which it spreads every input position; empty for
+            others. To fits it is what it multiplies: a 1x1 convolution from its input channels to output
+            channels times kernel positions, whose outputs it adds up where they overlap. `spec`, `weight` and
+            `module` are those of that convolution, without the bias, which stays where it is.
+    """
+
+    spec: LayerSpec
+    op_type: str
+    input_name: str
+    output_name: str
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    pads: tuple[tuple[int, int], ...] | None = ()
+    auto_pad: str = "NOTSET"
+    dilation: tuple[int, ...] = ()
+    absorber: Absorber | None = None
+    weight_name: str = ""
+    bias_name: str = ""
+    twins: tuple[Site, ...] = ()
+    spread: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[Site, ...]:
+        """All nodes with this weight, in the order of the graph."""
+        return (self, *self.twins)
+
+    @property
+    def name(self) -> str:
+        """Name of the node."""
+        return self.spec.name
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the output that counts its channels."""
+        return -1 if self.spec.kind == "linear" else 1
+
+    @property
+    def channels(self) -> int:
+        """Channels of the node's output."""
+        return self.spec.out_channels // math.prod(self.spread)
+
+    def spread_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight (out * kernel, in, ...) as a transposed convolution has it: (in, out, *kernel)."""
+        return weight.flatten(1).T.reshape(-1, self.channels, *self.spread)
+
+    def module(self, padding: Sequence[int] | int = 0) -> DecomposableModule:
+        """Return the layer in PyTorch, with its values and any padding.
+
+        ONNX pads the two sides of an axis apart; what uses the module pads by itself, or does not mind.
+        """
+        spec, bias = self.spec, self.bias is not None
+        layer: DecomposableModule
+        if spec.kind == "linear":
+            layer = nn.Linear(spec.in_channels, spec.out_channels, bias=bias)
+        else:
+            kind = nn.Conv1d if len(spec.kernel_size) == 1 else nn.Conv2d
+            sizes: dict[str, Any] = {"stride": spec.stride, "dilation": self.dilation}
+            sizes["padding"] = padding if isinstance(padding, int) else tuple(padding)
+            kernel: Any = spec.kernel_size
+            layer = kind(spec.in_channels, spec.out_channels, kernel, bias=bias, **sizes)
+        with torch.no_grad():
+            layer.weight.copy_(self.weight)
+            if self.bias is not None:
+                cast(torch.Tensor, layer.bias).copy_(self.bias)
+        return layer.eval()
+
+    def widths(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return what is added before and after each spatial axis of an input of these sizes.
+
+        Follows the specification of Conv's `pads` and `auto_pad` (ai.onnx, version 11).
+        """
+        if self.pads is not None:
+            return list(self.pads)
+        found = []
+        for size, kernel, stride, dilation in zip(
+            sizes, self.spec.kernel_size, self.spec.stride, self.dilation, strict=True
+        ):
+            total = max(0, (math.ceil(size / stride) - 1) * stride + dilation * (kernel - 1) + 1 - size)
+            small, large = total // 2, total - total // 2
+            found.append((small, large) if self.auto_pad == "SAME_UPPER" else (large, small))
+        return found
+
+    def counting_axis(self, shape: Sequence[int], batch: int) -> int:
+        """Return the axis of its input that counts the inputs of the network; time may come before them.
+
+        Args:
+            shape: Of its input for a batch.
+            batch: Inputs in the batch.
+        """
+        if self.spec.kind != "linear" or batch == 1:
+            return 0
+        sizes = self.spec.input_sizes[0]  # for one input of the network
+        one = sizes if len(sizes) == len(shape) - 1 else (1, *sizes)
+        grown = [size == batch * single for size, single in zip(shape, one, strict=False)]
+        return grown.index(True) if any(grown) else 0
+
+    def padded(self, x: Array) -> torch.Tensor:
+        """Return an input of the node, padded as the node does it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(x))
+        if self.spec.kind == "linear":
+            return tensor
+        widths = [width for pair in reversed(self.widths(x.shape[2:])) for width in pair]
+        return nn.functional.pad(tensor, widths) if any(widths) else tensor
+
+
+class SiteModules(nn.Module):
+    """The sites as modules of one network, under the names of their nodes, which may hold any character.
+
+    It cannot be run; it is what `FitLibrary` reads weights and geometries from.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = list(modules)
+        self.sites = nn.ModuleList(modules.values())
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the sites by the names of their nodes."""
+        return zip(self._names, self.sites, strict=True)

@@ -1,0 +1,72 @@
+"""OpenVINO on the processor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rankrl.onnx.runtimes.base import Runtime, Session
+from rankrl.onnx.runtimes.registry import register_runtime
+
+
+class OpenVinoSession(Session):
+    """An ONNX file, compiled by OpenVINO."""
+
+    def __init__(self, compiled: Any) -> None:
+        entry = compiled.input(0)
+        kind, shape = entry.get_element_type(), entry.get_partial_shape()
+        sizes = [size.get_length() if size.is_static else None for size in shape]
+        super().__init__(entry.get_any_name(), kind.get_type_name(), kind.to_dtype(), sizes)
+        self._request = compiled.create_infer_request()
+
+    def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the outputs for contiguous arrays."""
+        if feed[self.input_name].dtype != self.input_dtype:
+            raise TypeError("the types differ, and OpenVINO would convert without a word")
+        return list(self._request.infer(feed, share_inputs=True).values())
+
+
+@register_runtime
+class OpenVino(Runtime):
+    """OpenVINO on the CPU (extra `openvino`), from the same ONNX file.
+
+    What is in floating point is computed in float32, as in the other runtimes: by itself OpenVINO rounds it
+    to bfloat16 where the processor has that, and inputs of layers with weights in integers to 8 bits. Pairs
+    of QuantizeLinear and DequantizeLinear become integer kernels. It is told to make one batch fast, not many
+    at a time, and threads are not bound to cores.
+    """
+
+    name: ClassVar[str] = "openvino"
+    description: ClassVar[str] = "OpenVINO on the CPU"
+
+    def obstacle(self) -> str | None:
+        """Return that the package is missing, where it is."""
+        try:
+            importlib.import_module("openvino")
+        except ImportError as error:
+            return (
+                f"it needs the package openvino ({error}); install it with `pip install 'rankrl[openvino]'`, "
+                "or leave it out"
+            )
+        return None
+
+    @property
+    def version(self) -> str:
+        """The version of OpenVINO."""
+        return str(importlib.import_module("openvino").__version__).partition("-")[0]
+
+    def load(self, path: str, threads: int | None) -> Session:
+        """Compile the file; what is free in it stays free."""
+        core = importlib.import_module("openvino").Core()
+        options: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": "f32",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+            "ENABLE_CPU_PINNING": False,
+        }
+        if threads is not None:
+            options["INFERENCE_NUM_THREADS"] = threads
+        return OpenVinoSession(core.compile_model(path, "CPU", options))

@@ -1,0 +1,43 @@
+"""The registry of runtimes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from decomposition.registry import Registry
+from rankrl.errors import ConfigError
+from rankrl.onnx.runtimes.base import Runtime, Session
+
+DEFAULT_RUNTIME = "onnxruntime"
+"""The runtime that budgets and choices go by; its Python package quantises too."""
+
+_RUNTIMES: Registry[Runtime] = Registry("runtime", ConfigError)
+
+
+def register_runtime(runtime: type[Runtime]) -> type[Runtime]:
+    """Register the decorated class under its `name`.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    _RUNTIMES.add(runtime.name, runtime(), runtime.description)
+    return runtime
+
+
+def list_runtimes() -> list[str]:
+    """Return the names of the runtimes, sorted, whether or not they can be used here."""
+    return _RUNTIMES.names()
+
+
+def get_runtime(name: str) -> Runtime:
+    """Return a runtime.
+
+    Raises:
+        ConfigError: There is no such runtime; the message gives the nearest name.
+    """
+    return _RUNTIMES[name]
+
+
+def open_session(path: str | Path, *, threads: int | None = None, runtime: str = DEFAULT_RUNTIME) -> Session:
+    """Open an ONNX file in a runtime; arguments and errors are those of `get_runtime` and `Runtime.open`."""
+    return get_runtime(runtime).open(path, threads=threads)

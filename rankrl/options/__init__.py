@@ -1,0 +1,1 @@
+"""Options: frozen dataclasses, the same in Python and in the configuration."""

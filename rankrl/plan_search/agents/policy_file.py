@@ -1,0 +1,297 @@
+"""A pretrained policy as a file: a small network over descriptors, and the card that says what made it.
+
+One .safetensors file holds the layers of the network, and as JSON in its metadata the card; nothing in it is
+pickled. The same file starts DDPG, TD3 and SAC: their actors are the same stack of layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rankrl.errors import CheckpointError, ConfigError
+from rankrl.files import write_atomically
+from rankrl.plan_search.envs.actions import ActionKind
+from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
+from rankrl.plan_search.envs.features import DESCRIBING, Feature, ObservationEncoder
+from rankrl.plan_search.space.problem import SearchProblem
+
+PRETRAINED = "pretrained"
+PRETRAINED_REFITTED = "pretrained_refitted"
+SHIPPED_POLICIES = (PRETRAINED, PRETRAINED_REFITTED)
+"""What `selector.policy` calls the policies that come with rankrl: the first learnt from plans whose layers
+were fitted apart, the second from plans that were refitted before they were scored."""
+
+_VERSION = 1
+_METADATA = "rankrl"
+
+
+@dataclass(frozen=True)
+class PolicyTask:
+    """A task that a policy was trained on.
+
+    Attributes:
+        model: What the network is called.
+        network: Fingerprint of the network's weights and calibration, whatever the format and the budget.
+        dataset: Name of the dataset.
+        formats: The tensor formats that layers chose from.
+        budgets: The fractions to keep, by measure.
+    """
+
+    model: str
+    network: str
+    dataset: str
+    formats: tuple[str, ...]
+    budgets: Mapping[str, float]
+
+    @property
+    def decision(self) -> tuple[str, frozenset[str], tuple[tuple[str, float], ...]]:
+        """What makes two tasks the same: network, formats and budgets."""
+        return self.network, frozenset(self.formats), tuple(sorted(self.budgets.items()))
+
+    def __str__(self) -> str:
+        budgets = " and ".join(f"{fraction:g} of {measure}" for measure, fraction in self.budgets.items())
+        return f"{self.model} on {self.dataset}, {'/'.join(self.formats)}, {budgets}"
+
+
+@dataclass(frozen=True)
+class PolicyCard:
+    """What a policy sees, what its actions mean, and what it was trained on.
+
+    Attributes:
+        features: What it sees of a layer beyond the base descriptors and the previous action.
+        descriptors: Names of the descriptors, in order.
+        action: What an action stands for.
+        importance_scale: Log-importance of action 1.
+        hidden: Units of its hidden layers.
+        tasks: What it was trained on.
+        trained: How, in plain values.
+        versions: Of the packages that trained it, by name.
+    """
+
+    features: tuple[Feature, ...]
+    importance_scale: float
+    hidden: tuple[int, ...]
+    tasks: tuple[PolicyTask, ...]
+    descriptors: tuple[str, ...] = DESCRIPTOR_NAMES
+    action: ActionKind = "importance"
+    trained: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not set(self.features) <= set(DESCRIBING):
+            raise ConfigError(
+                f"a policy for every network sees {', '.join(DESCRIBING)} at most, got "
+                f"{', '.join(self.features)}: the others depend on the network"
+            )
+
+    def check_held_out(self, task: PolicyTask) -> None:
+        """Refuse to report what the policy is worth on a task that it was trained on.
+
+        Raises:
+            ConfigError: It was trained on this network with these formats and budgets.
+        """
+        for known in self.tasks:
+            if known.decision == task.decision:
+                raise ConfigError(
+                    f"the policy was trained on this very task ({known}); what it carries over shows on "
+                    "another network, format or budget"
+                )
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> PolicyCard:
+        """Return the card that `dataclasses.asdict` made plain values of.
+
+        Raises:
+            KeyError: A value is missing.
+            TypeError: A value is of another type.
+            ConfigError: The policy sees what depends on the network.
+        """
+        tasks = tuple(PolicyTask(**{**task, "formats": tuple(task["formats"])}) for task in values["tasks"])
+        lists = {name: tuple(values[name]) for name in ("features", "hidden", "descriptors")}
+        return cls(**{**values, **lists, "tasks": tasks})
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """A pretrained policy.
+
+    Attributes:
+        layers: Weight (out, in) and bias (out,) of every linear layer; ReLU between, tanh behind.
+        card: What it sees, means and was trained on.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    card: PolicyCard
+
+    @property
+    def observed(self) -> int:
+        """Numbers in an observation."""
+        return self.layers[0][0].shape[1]
+
+    def actions(self, observations: Tensor) -> Tensor:
+        """Return what the policy does at every layer when it has done nothing before.
+
+        Args:
+            observations: What it sees of the layers beside the previous action, (layers, observed - 1).
+
+        Returns:
+            Actions in [-1, 1], shape (layers,).
+        """
+        before = torch.full((len(observations), 1), 0.5)
+        return self._played(torch.cat([observations, before], dim=1))
+
+    def _played(self, values: Tensor) -> Tensor:
+        """Return the actions for whole observations, (layers, observed)."""
+        for number, (weight, bias) in enumerate(self.layers):
+            values = values @ weight.T + bias
+            values = torch.relu(values) if number < len(self.layers) - 1 else torch.tanh(values)
+        return values[:, 0]
+
+    def actions_for(self, problem: SearchProblem) -> np.ndarray:
+        """Return what the policy does at every layer of a problem, one after the other.
+
+        Returns:
+            Actions in [-1, 1], shape (layers,).
+
+        Raises:
+            ConfigError: The policy sees another number of features than the problem's layers have.
+        """
+        encoder = ObservationEncoder(problem, self.card.features, 1)
+        self.check_observed(encoder.size)
+        actions = np.zeros((1, len(problem.sites), 1))
+        for layer in range(len(problem.sites)):
+            actions[0, layer, 0] = float(self._played(torch.from_numpy(encoder(layer, actions)))[0])
+        return actions[0, :, 0]
+
+    def counts(self, actions: np.ndarray) -> np.ndarray:
+        """Return how much each layer's loss counts under actions (layers,), greedy's own counts being 1."""
+        factors: np.ndarray = np.exp(self.card.importance_scale * (actions - actions.mean()))
+        return factors
+
+    def check_observed(self, shown: int) -> None:
+        """Refuse observations of another size.
+
+        Args:
+            shown: Numbers in them.
+
+        Raises:
+            ConfigError: The policy sees another number.
+        """
+        if self.observed != shown:
+            raise ConfigError(
+                f"the policy sees {self.observed} numbers of a layer, the environment shows {shown}; train "
+                "it anew with task=pretrain"
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the file, atomically.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        tensors = {}
+        for number, (weight, bias) in enumerate(self.layers):
+            tensors[f"{number}.weight"], tensors[f"{number}.bias"] = weight.contiguous(), bias.contiguous()
+        text = json.dumps({"version": _VERSION, "card": asdict(self.card)})
+        write_atomically(path, safetensors.torch.save(tensors, metadata={_METADATA: text}))
+
+    @classmethod
+    def load(cls, path: Path) -> PolicyFile:
+        """Read a file of `save`.
+
+        Raises:
+            CheckpointError: It is missing, damaged, no policy, of another version, or its policy sees other
+                descriptors than this version of rankrl has.
+        """
+        if not path.is_file():
+            raise CheckpointError(
+                f"selector.policy: there is no policy file {path}; `rankrl task=pretrain` makes one, and "
+                f"{' and '.join(SHIPPED_POLICIES)} come with rankrl"
+            )
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                metadata = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            content = json.loads(metadata[_METADATA])
+            version = content["version"]
+            if version != _VERSION:
+                raise CheckpointError(
+                    f"{path} is a policy of version {version}, this program reads version {_VERSION}; "
+                    "train it anew with task=pretrain"
+                )
+            card = PolicyCard.from_values(content["card"])
+            count = len(card.hidden) + 1
+            layers = tuple((tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in range(count))
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, ConfigError) as error:
+            raise CheckpointError(f"{path} is damaged or no policy file: {error}") from error
+        found = cls(layers, card)
+        found._check(path)
+        return found
+
+    def _check(self, path: Path) -> None:
+        if self.card.action not in get_args(ActionKind):
+            raise CheckpointError(f"{path} has actions of an unknown kind, {self.card.action!r}")
+        if self.card.descriptors != DESCRIPTOR_NAMES:
+            changed = sorted(set(self.card.descriptors) ^ set(DESCRIPTOR_NAMES)) or ["their order"]
+            raise CheckpointError(
+                f"{path} was trained on other descriptors than this version of rankrl has "
+                f"({', '.join(changed[:5])}); train it anew with task=pretrain"
+            )
+        sizes = [self.observed, *self.card.hidden, 1]
+        for number, (weight, bias) in enumerate(self.layers):
+            wanted = (sizes[number + 1], sizes[number])
+            if tuple(weight.shape) != wanted or tuple(bias.shape) != wanted[:1]:
+                raise CheckpointError(
+                    f"{path} is damaged: its layer {number} has the shape {tuple(weight.shape)}, its card "
+                    f"says {wanted}"
+                )
+            if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
+                raise CheckpointError(f"{path} is damaged: its layer {number} is not finite")
+
+
+def read_policy(policy: str | Path) -> PolicyFile:
+    """Return the policy of a file, or one that comes with rankrl.
+
+    Args:
+        policy: A path, or one of `SHIPPED_POLICIES`.
+
+    Raises:
+        CheckpointError: There is no such file, or it is none (`PolicyFile.load`).
+    """
+    if str(policy) not in SHIPPED_POLICIES:
+        return PolicyFile.load(Path(policy))
+    with resources.as_file(resources.files("rankrl.plan_search.agents") / f"{policy}.safetensors") as path:
+        return PolicyFile.load(path)
+
+
+def linear_layers(network: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of a network, in order."""
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
+
+
+def load_layers(targets: Sequence[nn.Linear], policy: PolicyFile) -> None:
+    """Write the layers of a policy into the layers of an actor, which are of the same shapes."""
+    with torch.no_grad():
+        for target, (weight, bias) in zip(targets, policy.layers, strict=True):
+            target.weight.copy_(weight)
+            target.bias.copy_(bias)
+
+
+def actor_layers(actor: nn.Module) -> list[nn.Linear]:
+    """Return what decides the deterministic action of stable-baselines3's actors, first to last.
+
+    That of TD3 and DDPG is all of `mu`; that of SAC is `latent_pi` and the mean, `mu`.
+    """
+    parts = [cast(nn.Module, getattr(actor, name)) for name in ("latent_pi", "mu") if hasattr(actor, name)]
+    return [layer for part in parts for layer in linear_layers(part)]

@@ -1,0 +1,186 @@
+"""Comparing selectors: the same fits, evaluator and number of evaluations, then the same fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import nn
+
+from decomposition import CompressionPlan
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.files import write_json
+from rankrl.plan_search.agents.policy_file import read_policy
+from rankrl.plan_search.pretraining.episodes import task_of
+from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
+from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.report.comparison import ComparisonRow
+from rankrl.training import TrainingRecipe
+from rankrl.training.networks import run_training
+from rankrl.verify.measure import test_accuracy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ComparedSearch:
+    """One search of a comparison.
+
+    Attributes:
+        entry: The selector with all of its options.
+        seed: Its seed; None for one that is not random.
+    """
+
+    entry: SelectorEntry
+    seed: int | None
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder that its search is kept in."""
+        name = self.entry.folder_name
+        return name if self.seed is None else f"{name}-{self.seed}"
+
+
+def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) -> list[ComparedSearch]:
+    """Return all searches: every selector with every seed, selectors that are not random once.
+
+    Args:
+        entries: The selectors.
+        seeds: Seeds, at least one.
+
+    Raises:
+        ConfigError: There are no selectors or seeds, or a seed is negative or named twice.
+    """
+    if not entries or not seeds:
+        raise ConfigError("compare.selectors and compare.seeds must each hold at least one entry")
+    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"compare.seeds must be different whole numbers >= 0, got {list(seeds)}")
+    return [
+        ComparedSearch(entry, seed)
+        for entry in entries
+        for seed in (seeds if selector_is_seeded(entry.selector) else (None,))
+    ]
+
+
+def search_all(
+    session: SearchSession, entered: Sequence[ComparedSearch], folder: Path
+) -> dict[ComparedSearch, SearchResult]:
+    """Run every search; finished searches are read, an interrupted one is continued.
+
+    Args:
+        session: What all of them share.
+        entered: The searches.
+        folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
+
+    Raises:
+        ConfigError: A selector's options are wrong, it lacks a package, or its policy was trained on this
+            very task; nothing was searched yet.
+        RunStoppedError: The user stopped a search.
+    """
+    for compared in entered:
+        _check_held_out(session, compared)
+        if compared.seed is not None:  # the others are quick to fail and slow to make
+            _check_options(session, compared)
+    results = {}
+    for number, compared in enumerate(entered, 1):
+        log.info("compare: %s (%d of %d)", compared.folder_name, number, len(entered))
+        own = folder / compared.folder_name
+        # What one selector has scored must not help, or be counted for, the next.
+        session.evaluator.restore({"first_scores": []}, {})
+        entry = compared.entry
+        result = session.search(entry.selector, entry.options, seed=compared.seed or 0, folder=own)
+        if result.stopped_by == "interrupt":
+            raise RunStoppedError(folder.parent)
+        result.plan.save(own / "plan.json")
+        results[compared] = result
+    return results
+
+
+@dataclass(frozen=True)
+class FinalTest:
+    """How plans are tested in the end: rewritten, measured, fine-tuned alike, measured again.
+
+    Attributes:
+        data: The dataset.
+        teacher: The dense network.
+        apply: From a plan to the compressed network.
+        recipe: Of fine-tuning; None leaves it out.
+        folder: Results are kept here, by plan: equal plans are fine-tuned once, and none again after a kill.
+    """
+
+    data: ImageData
+    teacher: nn.Module
+    apply: Callable[[CompressionPlan], nn.Module]
+    recipe: TrainingRecipe | None
+    folder: Path
+
+    def accuracies(self, problem: SearchProblem, plan: CompressionPlan) -> tuple[float, float | None]:
+        """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
+        recipe = None if self.recipe is None else asdict(self.recipe)
+        operations = [[each.to_dict() for each in layer.operations] for layer in plan]
+        identity = [problem.fingerprint, operations, recipe]
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        kept, state = self.folder / f"{key}.json", self.folder / f"{key}.safetensors"
+        if kept.exists():
+            known = json.loads(kept.read_text(encoding="utf-8"))
+            return known["test_accuracy"], known["finetuned_accuracy"]
+        network = self.apply(plan)
+        before, after = test_accuracy(network, self.data), None
+        if self.recipe is not None:
+            run_training("fine-tune", network, self.data, self.recipe, state_file=state, teacher=self.teacher)
+            after = test_accuracy(network, self.data)
+        write_json(kept, {"test_accuracy": before, "finetuned_accuracy": after})
+        state.unlink(missing_ok=True)
+        return before, after
+
+
+def winner(results: Mapping[ComparedSearch, SearchResult]) -> SearchResult:
+    """Return the search whose plan has the best reward; the first of equals."""
+    return max(results.values(), key=lambda result: result.chosen.reward)
+
+
+def tested(
+    problem: SearchProblem, results: Mapping[ComparedSearch, SearchResult], final: FinalTest
+) -> list[ComparisonRow]:
+    """Return the rows of the comparison: every search with the test accuracies of its plan."""
+    rows = []
+    for compared, result in results.items():
+        before, after = final.accuracies(problem, result.plan)
+        log.info("compare: %s: test accuracy %.4f", compared.folder_name, before if after is None else after)
+        rows.append(
+            ComparisonRow(
+                selector=compared.entry.text,
+                seed=compared.seed,
+                best_reward=result.chosen.reward,
+                heldout_accuracy=result.chosen.accuracy,
+                params_kept=result.chosen.params_kept,
+                macs_kept=result.chosen.macs_kept,
+                test_accuracy=before,
+                finetuned_accuracy=after,
+                episodes=len(result.rows),
+                evaluations=result.evaluations,
+                seconds=result.seconds,
+                best_rewards=tuple(row.best_reward for row in result.rows),
+            )
+        )
+    return rows
+
+
+def _check_held_out(session: SearchSession, compared: ComparedSearch) -> None:
+    """Refuse to compare a pretrained policy where it knows the answer."""
+    policy = compared.entry.options.get("policy")
+    if policy is not None:
+        task = task_of(session.problem, model="the network", dataset="this dataset")
+        read_policy(policy).card.check_held_out(task)
+
+
+def _check_options(session: SearchSession, compared: ComparedSearch) -> None:
+    entry = compared.entry
+    create_selector(entry.selector, session.problem, episodes=session.options.episodes, **entry.options)

@@ -1,0 +1,9 @@
+"""The environment `rankrl/RankSelection-v0`; importing `rankrl` registers it with Gymnasium."""
+
+from __future__ import annotations
+
+from rankrl.plan_search.envs.actions import ActionKind, ActionMap, create_action_map
+from rankrl.plan_search.envs.rank_selection import RankSelectionEnv, StepInfo
+from rankrl.registration import ENVIRONMENT_ID
+
+__all__ = ["ENVIRONMENT_ID", "ActionKind", "ActionMap", "RankSelectionEnv", "StepInfo", "create_action_map"]

@@ -1,0 +1,333 @@
+"""From continuous actions in [-1, 1] to candidates. Action 0 everywhere is greedy's plan."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from decomposition.candidates.candidates import CandidateSet
+from decomposition.choose.allocation import allocate, allocate_many
+from decomposition.formats import Ranks
+from decomposition.operations import Factorise
+from rankrl.errors import ConfigError
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.plan_search.space.setting import SearchSetting
+
+ActionKind = Literal["importance", "rank"]
+
+IMPORTANCE_SCALE = 2.0
+"""Log-importance of action 1: a layer then counts e^2 = 7.4 times what it does at action 0."""
+
+
+class ActionMap(ABC):
+    """Turns one action a layer, taken in forward order, into the candidate of every layer.
+
+    Attributes:
+        components: Numbers in one action.
+    """
+
+    components: int = 1
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
+        self.sites = problem.sites
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget the actions taken."""
+
+    @abstractmethod
+    def take(self, layer: int, action: np.ndarray) -> None:
+        """Take the action, shape (components,) in [-1, 1], of compressible layer number `layer`."""
+
+    @abstractmethod
+    def choices(self) -> Choices:
+        """Return the candidate of every layer once each has its action."""
+
+    def choices_of(self, actions: np.ndarray) -> Choices:
+        """Return the candidate of every layer under a whole episode of actions, (layers, components)."""
+        self.begin()
+        for layer, action in enumerate(actions):
+            self.take(layer, action)
+        return self.choices()
+
+    @abstractmethod
+    def budget_left(self) -> float:
+        """Return the share of the budget, 0 to 1, that the layers without an action have left."""
+
+    @abstractmethod
+    def loss_roots(self, actions: np.ndarray) -> np.ndarray:
+        """Return what each layer loses at the network's output under whole episodes.
+
+        Args:
+            actions: Shape (episodes, layers, components) in [-1, 1].
+
+        Returns:
+            Square roots of the candidates' losses, shape (episodes, layers).
+        """
+
+
+class ImportanceMap(ActionMap):
+    """The action is the layer's log-importance in the Lagrangian allocation.
+
+    rank_l = argmin_r exp(s (a_l - mean a)) error_l(r)^2 + lambda cost_l(r), with lambda such that the plan
+    spends the whole budget: plans are compared at equal size, and what one layer gives up goes where it helps
+    most.
+
+    Args:
+        problem: The search problem; it needs a budget.
+        scale: The factor s.
+
+    Raises:
+        ConfigError: There is no budget, or the scale is not positive.
+    """
+
+    def __init__(self, problem: SearchProblem, *, scale: float = IMPORTANCE_SCALE) -> None:
+        super().__init__(problem)
+        check_action("importance", setting=problem.setting)
+        check_importance_scale(scale)
+        assert problem.budget is not None
+        self.budget = problem.budget
+        self.scale = scale
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the actions taken."""
+        self._actions = np.zeros(len(self.sites))
+        self._taken = 0
+
+    def take(self, layer: int, action: np.ndarray) -> None:
+        """Take a layer's log-importance."""
+        self._actions[layer] = action[0]
+        self._taken = layer + 1
+
+    def allocate(self, actions: np.ndarray) -> np.ndarray:
+        """Return the candidate of every layer under actions of shape (layers,)."""
+        return allocate(self.sites, self.budget, self.scale * (actions - actions.mean()))
+
+    def choices(self) -> Choices:
+        """Allocate the budget under the actions taken."""
+        return tuple(self.allocate(self._actions).tolist())
+
+    def loss_roots(self, actions: np.ndarray) -> np.ndarray:
+        """Return the roots under the allocations, but for what `allocate` still spends at its end."""
+        weights = self.scale * (actions[:, :, 0] - actions[:, :, 0].mean(1, keepdims=True))
+        return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
+
+    def budget_left(self) -> float:
+        """Return the dense cost of the layers to come as a share: nothing is spent before the last action."""
+        dense = [float(site.cost(self.problem.measure)[-1]) for site in self.sites]
+        return sum(dense[self._taken :]) / sum(dense)
+
+
+class RankMap(ActionMap):
+    """The action spans the layer's candidates: -1 the smallest, 0 greedy's, 1 the dense layer; rounded.
+
+    With a budget the choice is clipped, in forward order, to what the layers still to come can reach.
+
+    Args:
+        problem: The search problem; it has at most one budget.
+
+    Raises:
+        ConfigError: There are two budgets, or what a layer costs within one depends on the next layer.
+    """
+
+    def __init__(self, problem: SearchProblem) -> None:
+        super().__init__(problem)
+        check_action("rank", setting=problem.setting)
+        self._costs = [site.cost(problem.measure).astype(float) for site in self.sites]
+        least = [cost.min() for cost in self._costs]
+        self._least_after = [sum(least[j + 1 :]) for j in range(len(least))]
+        self._available = math.inf if problem.budget is None else problem.budget.available
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the actions taken."""
+        self._left = self._available
+        self._chosen: list[int] = []
+
+    def take(self, layer: int, action: np.ndarray) -> None:
+        """Choose a layer's candidate."""
+        choice = self.choose(layer, action, self._left - self._least_after[layer])
+        self._left -= self._costs[layer][choice]
+        self._chosen.append(choice)
+
+    def choose(self, layer: int, action: np.ndarray, allowed: float) -> int:
+        """Return the candidate that an action stands for, at a cost of at most `allowed`."""
+        last, preset, value = len(self.sites[layer]) - 1, int(self.problem.preset[layer]), float(action[0])
+        return self._within(layer, round(preset + value * (last - preset if value > 0 else preset)), allowed)
+
+    def choices(self) -> Choices:
+        """Return the chosen candidates."""
+        return tuple(self._chosen)
+
+    def loss_roots(self, actions: np.ndarray) -> np.ndarray:
+        """Return the roots of the losses of the candidates that the actions choose."""
+        choices = np.zeros(actions.shape[:2], dtype=int)
+        for episode, chosen in zip(actions, choices, strict=True):
+            left = self._available
+            for layer, action in enumerate(episode):
+                chosen[layer] = self.choose(layer, action, left - self._least_after[layer])
+                left -= self._costs[layer][chosen[layer]]
+        return _loss_roots(self.sites, choices)
+
+    def budget_left(self) -> float:
+        """Return the unspent share of the budget (of the dense cost, when there is no budget)."""
+        if math.isfinite(self._available):
+            return max(0.0, self._left / self._available)
+        dense = sum(float(cost[-1]) for cost in self._costs)
+        spent = sum(float(site.params[j]) for site, j in zip(self.sites, self._chosen, strict=False))
+        return max(0.0, 1 - spent / dense)
+
+    def _within(self, layer: int, choice: int, allowed: float) -> int:
+        """Return the candidate, or the nearest below that costs at most `allowed`."""
+        cost = self._costs[layer]
+        if cost[choice] <= allowed:
+            return choice
+        # A budget in MACs need not grow with the rank.
+        below = np.flatnonzero(cost[:choice] <= allowed)
+        return int(below[-1]) if len(below) else int(cost.argmin())
+
+
+class BondMap(RankMap):
+    """One action component a bond: -1 is rank 1, 0 greedy's rank, 1 the largest; geometric between.
+
+    The candidate with the nearest ranks is taken, by the distance of their logarithms; layers with fewer
+    bonds than the longest ignore the rest. With a budget the choice is clipped as in `RankMap`.
+
+    Args:
+        problem: The search problem; its candidates are of one format.
+
+    Raises:
+        ConfigError: Candidates are of several formats, whose bonds mean different things.
+    """
+
+    def __init__(self, problem: SearchProblem) -> None:
+        super().__init__(problem)
+        check_action("rank", per_bond=True, setting=problem.setting)
+        self._ranks: list[list[Ranks]] = [_ranks_of(site) for site in self.sites]
+        self.components = max(1, *(len(ranks[-1]) for ranks in self._ranks))
+
+    def choose(self, layer: int, action: np.ndarray, allowed: float) -> int:
+        """Return the candidate that an action stands for, at a cost of at most `allowed`."""
+        ranks, preset = self._ranks[layer], int(self.problem.preset[layer])
+        if len(ranks) == 1:
+            return 0
+        parts = zip(map(float, action), ranks[preset], ranks[-1], strict=False)
+        wanted = np.log([_between(*each) for each in parts])
+        return self._within(layer, int(np.square(np.log(ranks) - wanted).sum(1).argmin()), allowed)
+
+
+def create_action_map(
+    problem: SearchProblem,
+    action: ActionKind | None = None,
+    *,
+    per_bond: bool = False,
+    scale: float = IMPORTANCE_SCALE,
+) -> ActionMap:
+    """Return the way from actions to ranks.
+
+    Args:
+        problem: The search problem.
+        action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
+        per_bond: One action component a bond, for `rank`.
+        scale: Log-importance of action 1, for `importance`.
+
+    Raises:
+        ConfigError: An option is unknown, or they contradict one another or the problem.
+    """
+    if check_action(action, per_bond=per_bond, setting=problem.setting) == "importance":
+        return ImportanceMap(problem, scale=scale)
+    return BondMap(problem) if per_bond else RankMap(problem)
+
+
+def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: SearchSetting) -> ActionKind:
+    """Refuse what an action stands for where the search has no use for it.
+
+    Args:
+        action: `importance`, `rank`, or None for `importance` with a budget and `rank` without.
+        per_bond: One action component a bond.
+        setting: The search, as far as it is known.
+
+    Returns:
+        The action that is meant.
+
+    Raises:
+        ConfigError: An option is unknown, or they contradict one another or the search.
+    """
+    if action is None:
+        action = "rank" if per_bond or not setting.measures else "importance"
+    if action not in get_args(ActionKind):
+        raise ConfigError(f"selector.action must be one of {', '.join(get_args(ActionKind))}, got {action!r}")
+    if action == "importance":
+        if not setting.measures:
+            raise ConfigError(
+                "selector.action=importance spends a budget and there is none; set budget.params or "
+                "budget.macs, or use selector.action=rank"
+            )
+        if per_bond:
+            raise ConfigError(
+                "selector.per_bond=true gives every bond its rank, selector.action=importance every layer "
+                "its share of the budget; use selector.action=rank with per_bond"
+            )
+        return action
+    if len(setting.measures) > 1:
+        raise ConfigError(
+            "selector.action=rank keeps one budget, and "
+            f"{' and '.join(f'budget.{each}' for each in setting.measures)} are set; use "
+            "selector.action=importance"
+        )
+    if setting.measures and setting.narrows:
+        raise ConfigError(
+            "selector.action=rank counts every layer by itself, and with decomposition.channels or "
+            "decomposition.blocks what a layer costs depends on the next one; use selector.action=importance"
+        )
+    if setting.borders:
+        raise ConfigError(
+            "selector.action=rank counts every layer by itself, and what a change between integers and "
+            "floating point takes of budget.latency depends on the next one; use selector.action=importance, "
+            "or decomposition.precisions=[float32]"
+        )
+    if per_bond and setting.several_formats:
+        raise ConfigError("selector.per_bond=true needs candidates of one format; use one, or per_bond=false")
+    return action
+
+
+def check_importance_scale(scale: float) -> None:
+    """Refuse a log-importance of action 1 that is not positive.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not scale > 0:
+        raise ConfigError(f"selector.importance_scale must be positive, got {scale}")
+
+
+def _loss_roots(sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:
+    """Return the roots of the losses of candidates (episodes, layers)."""
+    return np.stack([np.sqrt(site.losses)[choices[:, j]] for j, site in enumerate(sites)], axis=1)
+
+
+def _ranks_of(site: CandidateSet) -> list[Ranks]:
+    """Return every candidate's ranks; the dense one's are the largest that the format knows."""
+    operations = [
+        operation
+        for candidate in site.candidates
+        for operation in candidate.operations
+        if isinstance(operation, Factorise)
+    ]
+    if not operations:
+        return [()]
+    modes = operations[0].modes(site.spec)
+    return [*(each.ranks for each in operations), operations[0].tensor_format.max_ranks(modes)]
+
+
+def _between(value: float, middle: int, largest: int) -> float:
+    """Interpolate geometrically: 1 at -1, `middle` at 0, `largest` at 1."""
+    if value < 0:
+        return middle ** (1 + value)
+    return middle * (largest / middle) ** value

@@ -1,0 +1,198 @@
+"""What a policy that serves every network sees of a layer: normalised descriptors, without its identity.
+
+All of them are known before any plan is scored: from shapes, from the candidates' fits, and from greedy's
+allocation. There are as many of them whatever the network, its number of layers, the format or the budget, so
+that one policy can be trained on many tasks and carried over to others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from decomposition.candidates.candidates import MEASURES, CandidateSet
+from decomposition.operations import Factorise, Quantise
+from rankrl.plan_search.space.problem import SearchProblem
+
+CURVE_POINTS = 6
+
+_KNOWN_FORMATS = ("cp", "spatial_svd", "tensor_ring", "tensor_train", "tucker")
+# Logarithms of ratios are clipped to plus or minus this many powers of e before they are brought to [0, 1].
+_RANGE = 4.0
+# Depths of networks are told apart up to this many layers, sizes up to this many parameters.
+_MOST_LAYERS, _MOST_PARAMETERS = 256, 1e8
+
+_OF_A_LAYER = (
+    "depth",
+    "first",
+    "last",
+    "place_in_block",
+    "widening",
+    "stride",
+    "kernel",
+    "cost_share",
+    "params_share",
+    "macs_share",
+    "importance",
+    "loss_share",
+    "loss_before",
+    "preset_kept",
+    "preset_error",
+    "preset_dense",
+    "preset_least",
+    "slope_up",
+    "slope_down",
+    *(f"error_at_{point}" for point in range(CURVE_POINTS)),
+)
+_OF_NEIGHBOURS = ("place_in_block", "cost_share", "importance", "loss_share", "preset_kept", "preset_error")
+OF_THE_TASK = (
+    *(f"format_{name}" for name in _KNOWN_FORMATS),
+    "rounded",
+    *(f"budget_{measure}" for measure in MEASURES),
+    "layers",
+    "params",
+    "mean_error",
+)
+"""Names of the descriptors that are the same for all layers, but for those that stay dense."""
+
+DESCRIPTOR_NAMES = (
+    *_OF_A_LAYER,
+    *(f"previous_{name}" for name in _OF_NEIGHBOURS),
+    *(f"next_{name}" for name in _OF_NEIGHBOURS),
+    *OF_THE_TASK,
+)
+"""Names of the descriptors, in order."""
+
+
+def layer_descriptors(problem: SearchProblem) -> np.ndarray:
+    """Return the descriptors of every layer.
+
+    Of the layer: where it stands, in the network and among the layers of its module (its block); how its
+    channels change; its shares of cost, parameters, MACs and of what all layers lose under greedy's plan, as
+    logarithms beside an even share; what the network's output makes of its errors (importance); what greedy
+    keeps of it, and how steeply its loss falls and rises there, by cost; its error at equal steps of
+    log-cost.
+    Of the layers before and behind it some of the same. Of the task: format and rounding of greedy's
+    candidate, the fraction to keep by each measure (1 where there is no budget), and the network's size.
+
+    Args:
+        problem: The search problem.
+
+    Returns:
+        Shape (layers, `len(DESCRIPTOR_NAMES)`), in [0, 1].
+    """
+    own = _own(problem)
+    neighbours = np.stack([own[name] for name in _OF_NEIGHBOURS], axis=1)
+    nobody = np.full((1, len(_OF_NEIGHBOURS)), 0.5)
+    task = _task(problem)
+    columns = [
+        np.stack([own[name] for name in _OF_A_LAYER], axis=1),
+        np.concatenate([nobody, neighbours[:-1]]),
+        np.concatenate([neighbours[1:], nobody]),
+        np.stack([task[name] for name in OF_THE_TASK], axis=1),
+    ]
+    return np.concatenate(columns, axis=1).clip(0.0, 1.0)
+
+
+def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
+    sites, preset = problem.sites, problem.preset
+    specs, count = [site.spec for site in sites], len(sites)
+    costs = [site.cost(problem.measure).astype(float) for site in sites]
+    losses = np.array([site.losses[choice] for site, choice in zip(sites, preset, strict=True)])
+    slopes = np.array([_slopes(*each) for each in zip(sites, costs, preset, strict=True)])
+    curves = np.array([_curve(site, cost) for site, cost in zip(sites, costs, strict=True)])
+    lost = losses / max(float(losses.sum()), 1e-300)
+    return {
+        "depth": np.arange(count) / max(1, count - 1),
+        "first": np.eye(count)[0],
+        "last": np.eye(count)[-1],
+        "place_in_block": _place_in_block([site.name for site in sites]),
+        "widening": _unit(np.log([spec.out_channels / spec.in_channels for spec in specs])),
+        "stride": np.array([1 - 1 / max(1, *spec.stride) if spec.stride else 0.0 for spec in specs]),
+        "kernel": np.array([1 - 1 / spec.kernel_elements for spec in specs]),
+        "cost_share": _beside_even(np.array([cost[-1] for cost in costs])),
+        "params_share": _beside_even(np.array([float(spec.params) for spec in specs])),
+        "macs_share": _beside_even(np.array([float(spec.macs) for spec in specs])),
+        "importance": _beside_even(np.array([site.importance for site in sites])),
+        "loss_share": _beside_even(losses),
+        "loss_before": np.cumsum(lost) - lost,
+        "preset_kept": np.array([c[j] / c[-1] for c, j in zip(costs, preset, strict=True)]),
+        "preset_error": np.array([site.errors[j] for site, j in zip(sites, preset, strict=True)]),
+        "preset_dense": np.array([float(j == s.dense) for s, j in zip(sites, preset, strict=True)]),
+        "preset_least": np.array([float(c[j] == c.min()) for c, j in zip(costs, preset, strict=True)]),
+        "slope_up": _beside_mean(slopes[:, 0]),
+        "slope_down": _beside_mean(slopes[:, 1]),
+        **{f"error_at_{point}": curves[:, point] for point in range(CURVE_POINTS)},
+    }
+
+
+def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
+    count = len(problem.sites)
+    chosen = [
+        site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
+    ]
+    formats = [{each.format for each in operations if isinstance(each, Factorise)} for operations in chosen]
+    limits = () if problem.budget is None else problem.budget.limits
+    fractions = {each.measure: each.fraction for each in limits}
+    errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]
+    return {
+        **{f"format_{name}": np.array([float(name in each) for each in formats]) for name in _KNOWN_FORMATS},
+        "rounded": np.array([float(any(isinstance(o, Quantise) for o in each)) for each in chosen]),
+        **{f"budget_{measure}": np.full(count, fractions.get(measure, 1.0)) for measure in MEASURES},
+        "layers": np.full(count, np.log(count) / np.log(_MOST_LAYERS)),
+        "params": np.full(count, np.log(max(1, problem.params)) / np.log(_MOST_PARAMETERS)),
+        "mean_error": np.full(count, np.mean(errors)),
+    }
+
+
+def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, float]:
+    """Return how much less the next dearer candidate loses by cost, and how much more the next cheaper one.
+
+    The best of all dearer ones, the least of all cheaper ones; 0 where there is none.
+    """
+    extra, gain = cost - cost[choice], site.losses[choice] - site.losses
+    dearer, cheaper = extra > 0, extra < 0
+    up = float((gain[dearer] / extra[dearer]).max()) if dearer.any() else 0.0
+    down = float((gain[cheaper] / extra[cheaper]).min()) if cheaper.any() else 0.0
+    return max(0.0, up), max(0.0, down)
+
+
+def _curve(site: CandidateSet, cost: np.ndarray) -> np.ndarray:
+    """Return the layer's error at equal steps of the logarithm of its cost, from the least to the dense."""
+    logs = np.log(np.maximum(cost, 1e-12))
+    order = np.argsort(logs, kind="stable")
+    points = logs.min() + (np.arange(CURVE_POINTS) + 0.5) / CURVE_POINTS * (logs[-1] - logs.min())
+    return np.interp(points, logs[order], site.errors[order])
+
+
+def _place_in_block(names: list[str]) -> np.ndarray:
+    """Return each layer's place among those of the same module, from 0 to 1; 0.5 for one on its own."""
+    blocks = [name.rpartition(".")[0] for name in names]
+    sizes, seen = Counter(blocks), Counter[str]()
+    places = []
+    for block in blocks:
+        places.append(0.5 if sizes[block] == 1 or not block else seen[block] / (sizes[block] - 1))
+        seen[block] += 1
+    return np.array(places)
+
+
+def _beside_even(values: np.ndarray) -> np.ndarray:
+    """Return the logarithms of shares of a sum beside an even share, in [0, 1]."""
+    total = float(values.sum())
+    return _unit(np.log(np.maximum(values * len(values) / max(total, 1e-300), 1e-12)))
+
+
+def _beside_mean(values: np.ndarray) -> np.ndarray:
+    """Return the logarithms of positive values beside their mean over the layers that have one, in [0, 1]."""
+    there = values > 0
+    if not there.any():
+        return np.full(len(values), 0.5)
+    logs = np.log(np.where(there, values, 1.0))
+    return np.where(there, _unit(logs - logs[there].mean()), 0.0)
+
+
+def _unit(logs: np.ndarray) -> np.ndarray:
+    """Bring logarithms of ratios to [0, 1]; an even ratio is 0.5."""
+    unit: np.ndarray = (np.asarray(logs) / _RANGE).clip(-1, 1) / 2 + 0.5
+    return unit

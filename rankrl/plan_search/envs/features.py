@@ -1,0 +1,131 @@
+"""What the agent sees of a layer: features in [0, 1]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from decomposition.candidates.candidates import CandidateSet
+from rankrl.errors import ConfigError
+from rankrl.plan_search.envs.descriptors import layer_descriptors
+from rankrl.plan_search.space.problem import SearchProblem
+
+Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"]
+
+DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
+"""The features that are as many whatever the network: a policy that sees no others serves all of them."""
+
+CURVE_POINTS = 6
+
+
+class ObservationEncoder:
+    """Writes observations for many episodes at once.
+
+    An observation holds, in this order: the layer's index, output and input channels, kernel height and
+    width, stride height and width, and parameters (the embedding of patent WO2021102679; counts divided by
+    the largest layer's, channels and parameters as logarithms since they span decades); then the static
+    features asked for; then the previous layer's action; then the changing features asked for.
+
+    Args:
+        problem: The search problem.
+        features: Features beyond these: `macs` of the layer; its error `curve` over its size; `descriptors`,
+            all that is known of it and its neighbours for free (`layer_descriptors`); its `identity`, one of
+            n; `budget_left`; `last_reward`, that of the previous episode; `plan`, all actions so far.
+        components: Numbers in one action.
+
+    Attributes:
+        size: Numbers in an observation.
+        static: What no action changes of an observation, its first numbers; (layers, features).
+
+    Raises:
+        ConfigError: A feature is unknown.
+    """
+
+    def __init__(self, problem: SearchProblem, features: Sequence[Feature], components: int) -> None:
+        for name in features:
+            if name not in get_args(Feature):
+                known = ", ".join(get_args(Feature))
+                raise ConfigError(f"selector.features may hold {known}; got {name!r}")
+        self.features = tuple(features)
+        self.layers, self.components = len(problem.sites), components
+        self.static = _static_features(problem, self.features)
+        changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers * components}
+        self.size = self.static.shape[1] + components + sum(changing.get(name, 0) for name in features)
+
+    def __call__(
+        self, layer: int, actions: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0
+    ) -> np.ndarray:
+        """Return the observations before the action of a layer is taken.
+
+        Args:
+            layer: Number of the layer; the number of layers stands for the end of the episode, which repeats
+                the last layer's static features.
+            actions: Actions of E episodes, shape (E, layers, components) in [-1, 1]; those of `layer` and
+                later are not looked at.
+            budget_left: Share of the budget left, 0 to 1.
+            last_reward: Reward of the previous episode; clipped to [0, 1].
+
+        Returns:
+            Shape (E, size), float32 in [0, 1].
+        """
+        episodes = len(actions)
+        taken = (actions + 1) / 2
+        previous = taken[:, layer - 1] if layer else np.full((episodes, self.components), 0.5)
+        static = self.static[min(layer, self.layers - 1)]
+        parts = [np.broadcast_to(static, (episodes, len(static))), previous]
+        for feature in self.features:
+            if feature == "budget_left":
+                parts.append(np.full((episodes, 1), budget_left))
+            elif feature == "last_reward":
+                parts.append(np.full((episodes, 1), min(1.0, max(0.0, last_reward))))
+            elif feature == "plan":
+                so_far = taken.copy()
+                so_far[:, layer:] = 0.5
+                parts.append(so_far.reshape(episodes, -1))
+        return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.ndarray:
+    """Return the features of every layer that no action changes, shape (layers, features)."""
+    specs = [site.spec for site in problem.sites]
+    count = len(specs)
+    kernels = np.array([_two(spec.kernel_size) for spec in specs], dtype=float)
+    strides = np.array([_two(spec.stride) for spec in specs], dtype=float)
+    columns = [
+        np.arange(count) / max(1, count - 1),
+        _log_share([spec.out_channels for spec in specs]),
+        _log_share([spec.in_channels for spec in specs]),
+        *(kernels / kernels.max(0)).T,
+        *(strides / strides.max(0)).T,
+        _log_share([spec.params for spec in specs]),
+    ]
+    if "macs" in features:
+        columns.append(_log_share([spec.macs for spec in specs]))
+    if "curve" in features:
+        columns.extend(np.array([_resampled(site) for site in problem.sites]).T)
+    if "descriptors" in features:
+        columns.extend(layer_descriptors(problem).T)
+    if "identity" in features:
+        columns.extend(np.eye(count))
+    return np.stack(columns, axis=1)
+
+
+def _two(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Return (height, width), 1 where a layer has no such axis."""
+    padded = (1, 1, *sizes)
+    return padded[-2], padded[-1]
+
+
+def _log_share(values: Sequence[int]) -> np.ndarray:
+    logs = np.log1p(np.array(values, dtype=float))
+    return logs / logs.max()
+
+
+def _resampled(site: CandidateSet) -> np.ndarray:
+    """Return the layer's error at equally spaced shares of its dense parameters, in [0, 1]."""
+    shares = site.params / site.spec.params
+    order = np.argsort(shares)
+    points = (np.arange(CURVE_POINTS) + 0.5) / CURVE_POINTS
+    return np.clip(np.interp(points, shares[order], site.errors[order]), 0, 1)

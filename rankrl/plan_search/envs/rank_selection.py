@@ -1,0 +1,130 @@
+"""Choosing a rank for every layer as a Gymnasium environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
+from rankrl.plan_search.envs.features import Feature, ObservationEncoder
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+
+PlanReward = Callable[[Choices], float]
+"""From the candidate of every layer to the plan's reward."""
+
+
+class StepInfo(TypedDict, total=False):
+    """What `reset` and `step` tell beside the observation.
+
+    Attributes:
+        layer: Name of the layer that the next action is for; absent after the last one.
+        choices: The plan that the episode's actions stand for, the candidate of every layer; only after the
+            last action.
+    """
+
+    layer: str
+    choices: Choices
+
+
+class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
+    """One episode passes once over the compressible layers in forward order; one action chooses one rank.
+
+    Observation: features in [0, 1] of the layer at hand (`ObservationEncoder`). Action: one number in
+    [-1, 1], or one a bond; what it stands for is decided by `action` (`envs.actions`); 0 everywhere is
+    greedy's plan. The reward is 0 until every layer has its action and then that of the plan; the episode has
+    terminated.
+
+    The environment itself is deterministic: equal actions bring equal observations and plans.
+
+    Args:
+        problem: The layers, their candidates and the budget that every plan keeps.
+        reward: Reward of a plan; None when the caller scores `info["choices"]` itself, as several workers do.
+        action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
+        per_bond: One action component a bond of the format, with `action="rank"`.
+        features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
+        importance_scale: Log-importance of action 1, with `action="importance"`.
+
+    Raises:
+        ConfigError: Options are unknown or contradict one another.
+    """
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        reward: PlanReward | None = None,
+        *,
+        action: ActionKind | None = None,
+        per_bond: bool = False,
+        features: Sequence[Feature] = (),
+        importance_scale: float = IMPORTANCE_SCALE,
+    ) -> None:
+        self.problem = problem
+        self.reward = reward
+        self.map = create_action_map(problem, action, per_bond=per_bond, scale=importance_scale)
+        self.encoder = ObservationEncoder(problem, features, self.map.components)
+        self.layers = len(problem.sites)
+        self._actions = np.zeros((1, self.layers, self.map.components), dtype=np.float32)
+        self._layer = self.layers
+        self._last_reward = 0.0
+        self.observation_space = spaces.Box(0.0, 1.0, (self.encoder.size,), dtype=np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (self.map.components,), dtype=np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: Seed of the environment's generator, which nothing here draws from.
+            options: `last_reward`: the reward of the previous plan, where the caller scores plans itself.
+        """
+        super().reset(seed=seed)
+        if options is not None and "last_reward" in options:
+            self._last_reward = float(options["last_reward"])
+        self._layer = 0
+        self._actions[:] = 0
+        self.map.begin()
+        return self._observation(), self._info()
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Take the action of the layer at hand.
+
+        Args:
+            action: Numbers in [-1, 1], shape (components,); clipped to that range.
+
+        Raises:
+            gymnasium.error.ResetNeeded: The episode is over, or was never begun.
+            ValueError: The action has another shape or is not finite.
+        """
+        if self._layer >= self.layers:
+            raise gymnasium.error.ResetNeeded("the episode is over; call reset() before step()")
+        values = np.asarray(action, dtype=np.float32)
+        if values.shape != self.action_space.shape or not np.isfinite(values).all():
+            raise ValueError(
+                f"an action must hold {self.map.components} finite numbers in [-1, 1], shape "
+                f"{self.action_space.shape}; got {action!r}"
+            )
+        values = values.clip(-1, 1)
+        self._actions[0, self._layer] = values
+        self.map.take(self._layer, values)
+        self._layer += 1
+        terminated, reward = self._layer == self.layers, 0.0
+        info = self._info()
+        if terminated and self.reward is not None:
+            reward = self._last_reward = float(self.reward(info["choices"]))
+        return self._observation(), reward, terminated, False, info
+
+    def _info(self) -> dict[str, Any]:
+        info = StepInfo()
+        if self._layer < self.layers:
+            info["layer"] = self.problem.sites[self._layer].name
+        else:
+            info["choices"] = self.map.choices()
+        return dict(info)
+
+    def _observation(self) -> np.ndarray:
+        return self.encoder(self._layer, self._actions, self.map.budget_left(), self._last_reward)[0]

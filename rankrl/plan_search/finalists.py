@@ -1,0 +1,61 @@
+"""The last round of a search: the best few plans are applied, refit and all, and scored again.
+
+A search scores plans fitted layer by layer to the dense network's inputs, which is cheap; what a plan becomes
+in the end is refitted to the inputs of the compressed network. Among plans that are nearly equally good the
+two do not always agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from decomposition import CompressionPlan
+from rankrl.plan_search.run import SearchResult, best_rows
+from rankrl.plan_search.scores.history import EpisodeRow, known_evaluations
+from rankrl.plan_search.scores.rewards import Reward
+from rankrl.plan_search.space.problem import SearchProblem
+
+log = logging.getLogger(__name__)
+
+
+def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
+    """Return the `count` plans with the best rewards and the plan that the search began with.
+
+    The latter is greedy's where the selector learns: what a search ends with is then not behind what it began
+    with.
+
+    Args:
+        result: The search.
+        count: Number of finalists beside the first plan.
+    """
+    rows = best_rows(result.rows, count)
+    return rows if result.rows[0] in rows else [*rows, result.rows[0]]
+
+
+def best_finalist(
+    problem: SearchProblem,
+    rows: Sequence[EpisodeRow],
+    score: Callable[[CompressionPlan], float],
+    reward: Reward,
+    chosen_by: str,
+) -> EpisodeRow:
+    """Return the row whose plan, applied, has the best reward; the first of equals.
+
+    Args:
+        problem: What was searched over.
+        rows: The finalists, at least one; none of them repeats a plan.
+        score: Score of the network that a plan becomes.
+        reward: The search's reward.
+        chosen_by: Recorded in the plans.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    known = known_evaluations(problem, rows)
+    values = []
+    for row in rows:
+        refitted = replace(known[row.key], score=score(problem.plan(row.key, chosen_by)))
+        values.append(reward(refitted))
+        log.info("finalist of episode %d: reward %.4f, refitted %.4f", row.episode, row.reward, values[-1])
+    return rows[values.index(max(values))]

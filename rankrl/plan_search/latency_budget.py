@@ -1,0 +1,320 @@
+"""Budgets in time: measured layers, and the promise that the exported network keeps the budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decomposition import (
+    CandidateSet,
+    CompressionPlan,
+    DecompositionError,
+    FitLibrary,
+    LatencyTable,
+    LayerPlan,
+    plan_from_choices,
+)
+from decomposition.choose.reachable import least_fraction
+from rankrl.files import write_json
+from rankrl.networks.base import Network
+from rankrl.operations import KeepChannels
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.latency_fit import Trial, corrected, correction, first_trials
+from rankrl.plan_search.run import SearchResult, best_rows
+from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.timing.latency import SMALLEST_CHANGE
+
+log = logging.getLogger(__name__)
+
+PLAN_TIMES_FILE = "plan_times.json"
+"""Beside a search's state: the times of the plans that were exported at its end."""
+_ADJUSTMENTS = 9
+# A greedy plan that takes at least this share of the time allowed leaves little unused.
+_CLOSE = 0.95
+# The next plan is to take a little less than the budget; one that was tried before is left in such steps.
+_SAFE, _STEP = 0.985, 1.02
+_PLANS_TRIED = 20
+# Measured again, a plan that is this little too slow may keep the budget.
+_HAIR = 1 + SMALLEST_CHANGE
+# Sums of measured times are compared with their own, added up in another order.
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class TimedPlans:
+    """The best plans of a search that keep a budget in time.
+
+    Attributes:
+        rows: Their rows, best first; if none keeps it, that of the fastest among the best plans.
+        missed: What to tell a reader if none keeps it, else None.
+    """
+
+    rows: list[EpisodeRow]
+    missed: str | None = None
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A plan of greedy's that was exported and timed.
+
+    Attributes:
+        kept: Its time as a fraction of the dense network's.
+        loss: The sum of its candidates' losses.
+        wanted: The budget that it was chosen within,
+        table: by these times.
+    """
+
+    kept: float
+    loss: float
+    wanted: float
+    table: LatencyTable
+
+
+class LatencyBudget:
+    """A budget in time for one network: the table of its layers, and whole networks timed beside it.
+
+    Args:
+        network: The network.
+        sites: The candidates of its layers.
+        fraction: Fraction of the original's time to keep at most, in (0, 1].
+        options: How time is measured.
+        library: The fits of its layers.
+        further: Fractions of other costs of the original that have to be kept as well, by measure.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        sites: Sequence[CandidateSet],
+        fraction: float,
+        options: LatencyOptions,
+        library: FitLibrary | None = None,
+        *,
+        further: Mapping[str, float | None] | None = None,
+    ) -> None:
+        self.network, self.sites = network, list(sites)
+        self.fraction, self.options = min(1.0, fraction / network.time_of_original), options
+        kept = network.fractions(further or {})
+        self.further = {name: value for name, value in kept.items() if value is not None}
+        self._timer = network.timer(options, library)
+        self._timed: dict[tuple[LayerPlan, ...], float] = {}
+        self._ratio = network.time_of_original  # a user knows fractions of the original's time
+
+    @property
+    def asked(self) -> float:
+        """The fraction as a user gave it."""
+        return round(self._ratio * self.fraction, 6)
+
+    def problem(self, library: FitLibrary) -> SearchProblem:
+        """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
+
+        Where the fastest plan misses the budget by no more than what two timings of one file differ by, it is
+        searched all the same.
+
+        Layers measured alone do not quite add up to a network: the greedy plan is exported as a whole and
+        timed, the table corrected by it (`latency_fit`), and the budget set so that the table
+        says of that plan what was measured, until a plan keeps the fraction that was asked for, and little
+        less. What was found is kept beside the table of layers, so that a search is resumed with the same.
+
+        Raises:
+            DecompositionError: If no plan can reach the budget.
+        """
+        table, _ = self._faster
+        found, kept = (
+            self._path(table, "budget", self.fraction),
+            self._path(table, "corrected", self.fraction),
+        )
+        if found is None or kept is None:
+            best, fitted = self._adjusted(table, library)
+            return self._problem(fitted, best, library)
+        if not found.exists():
+            best, fitted = self._adjusted(table, library)
+            if not found.exists():  # a run beside this one may search with what it found by now
+                fitted.save(kept)
+                write_json(found, best)
+        wanted = float(json.loads(found.read_text(encoding="utf-8")))
+        return self._problem(LatencyTable.load(kept), wanted, library)
+
+    def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
+        """Return a fraction and a table with which greedy's plan keeps the budget.
+
+        Of the plans that keep it that with the least loss is taken, not the slowest: timings of whole
+        networks differ by several percent from one time to another.
+        """
+        _, sites = self._faster
+        first, later = self._trials(table), list[Trial]()
+        tried: set[tuple[LayerPlan, ...]] = set()
+        found: list[_Tried] = []
+        scale, new = 1.0, False
+        for _ in range(_ADJUSTMENTS):
+            factors = correction(table, first, later)
+            fitted = corrected(table, sites, factors)
+            if new:
+                last = later[-1]
+                scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
+            elif found:
+                scale *= _STEP if found[-1].kept < self.fraction else 1 / _STEP
+            least = least_fraction(fitted.attach(sites), fitted.budget(1.0, sites))
+            wanted = min(1.0, max(scale * self.fraction, least * _ROUNDING))
+            problem = self._problem(fitted, wanted, library)
+            plan = problem.plan(problem.preset, "greedy")
+            choices = list(zip(problem.sites, problem.preset, strict=True))
+            new, kept = plan.layers not in tried, self._once(plan)
+            if new:
+                tried.add(plan.layers)
+                later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], kept))
+            shown = (self._ratio * each for each in (self.fraction, wanted, kept))
+            log.info("latency: %.3f asked, %.3f expected, %.3f measured", *shown)
+            loss = sum(float(site.losses[j]) for site, j in choices)
+            found.append(_Tried(kept, loss, wanted, fitted))
+            at_an_end = wanted == 1 if kept <= self.fraction else not new and wanted <= least * _ROUNDING
+            if at_an_end or self.fraction * _CLOSE <= kept <= self.fraction:
+                break
+        fastest = min(found, key=lambda each: each.kept)
+        keeping = [each for each in found if each.kept <= self.fraction]
+        if not keeping and fastest.kept <= self.fraction * _HAIR:
+            keeping = [fastest]
+        if not keeping:
+            raise DecompositionError(
+                f"budget.latency={self.asked} cannot be reached: the fastest plan takes "
+                f"{self._ratio * fastest.kept:.3f} of the dense network's time ({table.conditions}). Ask for "
+                "that, or try another format"
+            )
+        best = min(keeping, key=lambda each: each.loss)
+        return best.wanted, best.table
+
+    def _trials(self, table: LatencyTable) -> list[Trial]:
+        """Return whole networks that were timed, where layers compute in integers."""
+        path = self._path(table, "trials")
+        if not table.borders:
+            return []
+        if path is not None and path.exists():
+            return [Trial(tuple(parts), time) for parts, time in json.loads(path.read_text(encoding="utf-8"))]
+        specs, shape = self.network.specs, self.network.input_shape
+
+        def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
+            return self.measured(
+                plan_from_choices(sites, choices, specs, shape, "a trial", keep=KeepChannels)
+            )
+
+        found = first_trials(table, self._faster[1], measured)
+        if path is not None:
+            write_json(path, [[each.parts, each.time] for each in found])
+        return found
+
+    def _once(self, plan: CompressionPlan) -> float:
+        """Return what `measured` said of a plan the first time: a second timing differs by chance alone."""
+        if plan.layers not in self._timed:
+            self._timed[plan.layers] = self.measured(plan)
+        return self._timed[plan.layers]
+
+    def measured(self, plan: CompressionPlan) -> float:
+        """Return the time of the network under a plan / that without one, timed in turns."""
+        return self._timer.whole(plan)
+
+    def holding(
+        self, problem: SearchProblem, result: SearchResult, count: int, *, folder: Path | None = None
+    ) -> TimedPlans:
+        """Export and time the best plans of a search, until enough of them keep the budget.
+
+        Args:
+            problem: What was searched over.
+            result: The search.
+            count: Rows to return at most.
+            folder: Where the times are kept, so that a search that is resumed comes to the same plan, which
+                its fine-tuning may have begun with; None keeps nothing.
+        """
+        found: list[EpisodeRow] = []
+        path = None if folder is None else folder / PLAN_TIMES_FILE
+        known = {} if path is None else _known_times(path, problem)
+        tried = best_rows(result.rows, max(_PLANS_TRIED, count))
+        nearest, least = tried[0], float("inf")
+        for row in tried:
+            name = ",".join(map(str, row.key))
+            if name not in known:
+                known[name] = self._once(problem.plan(row.key, result.plan.chosen_by))
+            kept = known[name]
+            if kept < least:
+                nearest, least = row, kept
+            if kept <= self.fraction:
+                found.append(row)
+            if len(found) == count:
+                break
+        if path is not None:
+            write_json(path, {"problem": problem.fingerprint, "kept": known})
+        if found:
+            return TimedPlans(found)
+        return TimedPlans(
+            [nearest],
+            f"budget.latency={self.asked} is missed: {_none_of(len(tried))} that fast when it is exported. "
+            f"The fastest was taken; it keeps {self._ratio * least:.3f} of the dense network's time. Ask for "
+            "a little less, measure on a quiet machine, or raise search.episodes",
+        )
+
+    def _path(self, table: LatencyTable, kind: str, *further: Any) -> Path | None:
+        """Return where something that follows from a table and the candidates is kept, or None."""
+        if self.options.folder is None:
+            return None
+        _, sites = self._faster
+        candidates = [[each.content() for each in site.candidates] for site in sites]
+        losses = [site.losses.tolist() for site in sites]
+        content = repr(
+            (
+                table.conditions,
+                table.rest,
+                table.sites,
+                table.borders,
+                candidates,
+                losses,
+                further,
+                *([self.further] if self.further else []),
+                self._timer.conditions,
+            )
+        )
+        return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{kind}.json"
+
+    @cached_property
+    def _faster(self) -> tuple[LatencyTable, list[CandidateSet]]:
+        """The measured times, and the sites, without candidates that are slower than their dense layer."""
+        return self._table().without_slower(self.sites)
+
+    def _table(self) -> LatencyTable:
+        """Measure all candidates of all sites, or read what was measured before."""
+        return self._timer.layers(self.sites)
+
+    def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
+        """Return the problem within this and the further budgets, which are fractions of this network's."""
+        network = self.network
+        return SearchProblem.from_costs(
+            network.specs,
+            self._faster[1],
+            network.input_shape,
+            network.costs,
+            {**self.further, "latency": fraction},
+            latencies=table,
+            library=library,
+            preparation=network.preparation,
+        )
+
+
+def _known_times(path: Path, problem: SearchProblem) -> dict[str, float]:
+    """Return the times of plans that were measured for the same problem, by their choices."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        same = content["problem"] == problem.fingerprint
+        return {str(name): float(kept) for name, kept in content["kept"].items()} if same else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _none_of(plans: int) -> str:
+    return "the only plan is not" if plans == 1 else f"of the {plans} best plans none is"

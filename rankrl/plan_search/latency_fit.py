@@ -1,0 +1,142 @@
+"""Making sums of layers' times agree with whole networks: a table of latencies corrected by a few of them.
+
+Layers timed one by one do not quite add up: tensors are cold or warm, additions of residual branches cost
+more where precisions differ, and what one layer's shape suits another's does not. A handful of whole
+networks under different plans, exported and timed, says by how much each kind of time is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from decomposition import Candidate, CandidateSet, LatencyTable, allocate
+from decomposition.choose.reachable import least_fraction
+from rankrl.plan_search.selectors.random_plans import spend_at_random
+
+_PRIOR, _LATER_PRIOR = 0.1, 0.5
+"""Weights of factors of 1 beside a network's relative error: a kind that few plans hold stays as it is.
+
+The plans on the way to a budget are alike, and timings of whole networks differ by several percent from one
+time to another; what they say is shared by all kinds rather than put down to one.
+"""
+_SHARES = (0.15, 0.35, 0.6, 0.85)
+"""Of the way from the fastest plan to the dense network, where plans are tried."""
+_KINDS = 4
+"""Dense and factorised, first in floating point, then in integers."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A whole network that was exported and timed.
+
+    Attributes:
+        parts: What the table says it takes: the sums of the four kinds of layers, of borders, and the rest.
+        time: What it took, as a fraction of the dense network's.
+    """
+
+    parts: tuple[float, ...]
+    time: float
+
+    @classmethod
+    def of(
+        cls, table: LatencyTable, sites: Sequence[CandidateSet], chosen: Sequence[Candidate], time: float
+    ) -> Trial:
+        """Return the trial of these candidates, whose costs may come from another table."""
+        indices = [
+            next(j for j, each in enumerate(site.candidates) if each.content() == candidate.content())
+            for site, candidate in zip(sites, chosen, strict=True)
+        ]
+        parts = np.zeros(_KINDS + 2)
+        for site, index in zip(sites, indices, strict=True):
+            parts[_kind(site.candidates[index])] += table.sites[site.name][index]
+        for (site, index), (behind, other) in pairwise(zip(sites, indices, strict=True)):
+            here, there = site.candidates[index], behind.candidates[other]
+            if there.level and behind.producer == site.name:
+                saved = table.sites[site.name][index] - table.narrowed[site.name][index][there.level - 1]
+                parts[_kind(here)] -= saved
+            if here.integer != there.integer and table.borders:
+                parts[_KINDS] += table.borders[site.name]
+        parts[-1] = table.rest
+        return cls(tuple(parts.tolist()), time)
+
+
+def first_trials(
+    table: LatencyTable,
+    sites: Sequence[CandidateSet],
+    measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
+) -> list[Trial]:
+    """Time the best and random plans of several budgets.
+
+    Args:
+        table: The measured layers.
+        sites: Their candidates.
+        measured: Time of the network under some choices, as a fraction of the dense one's.
+    """
+    attached = table.attach(sites)
+    least = least_fraction(attached, table.budget(1.0, sites))
+    generator = np.random.default_rng(0)
+    plans = []
+    for share in _SHARES:
+        budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
+        plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
+    found = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
+    for plan in plans:
+        chosen = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
+        found.append(Trial.of(table, sites, chosen, measured(attached, plan)))
+    return found
+
+
+def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Trial] = ()) -> np.ndarray:
+    """Return the factors, one for each part, with which sums come closest to the trials' times.
+
+    They are found around 1 by non-negative least squares on relative errors; parts that no trial holds keep
+    theirs.
+
+    Args:
+        table: The measured layers.
+        first: Trials of plans of all kinds (`first_trials`).
+        later: Trials of plans on the way to a budget, which correct what the first ones say.
+    """
+    factors = _factors(table, first, np.ones(_KINDS + 2), _PRIOR)
+    return _factors(table, later, factors, _LATER_PRIOR)
+
+
+def _factors(table: LatencyTable, trials: Sequence[Trial], around: np.ndarray, prior: float) -> np.ndarray:
+    from scipy.optimize import nnls  # takes a third of a second
+
+    rows = np.array([each.parts for each in trials]).reshape(-1, len(around)) * around
+    rows = rows / (np.array([each.time for each in trials]) * table.total)[:, None]
+    matrix = np.concatenate([rows, prior * np.eye(len(around))])
+    wanted = np.concatenate([np.ones(len(rows)), np.full(len(around), prior)])
+    found: np.ndarray = around * np.maximum(nnls(matrix, wanted)[0], 1e-3)
+    return found
+
+
+def corrected(table: LatencyTable, sites: Sequence[CandidateSet], factors: np.ndarray) -> LatencyTable:
+    """Return a table whose times are multiplied by the factors of their kinds."""
+    scaled = {
+        site.name: tuple(
+            time * factors[_kind(candidate)]
+            for candidate, time in zip(site.candidates, table.sites[site.name], strict=True)
+        )
+        for site in sites
+    }
+    narrowed = {
+        site.name: tuple(
+            tuple(time * factors[_kind(candidate)] for time in times)
+            for candidate, times in zip(site.candidates, table.narrowed[site.name], strict=True)
+        )
+        for site in sites
+        if site.name in table.narrowed
+    }
+    borders = {name: float(time * factors[_KINDS]) for name, time in table.borders.items()}
+    rest = float(table.rest * factors[-1])
+    return replace(table, sites=scaled, rest=rest, borders=borders, narrowed=narrowed)
+
+
+def _kind(candidate: Candidate) -> int:
+    return 2 * int(candidate.integer) + int(len(candidate.operations) > candidate.integer)

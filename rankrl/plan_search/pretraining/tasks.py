@@ -1,0 +1,232 @@
+"""Pretraining: the episodes of many tasks, each played once, and the policy that is trained on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+from torch import nn
+
+from decomposition import DecompositionError, FitLibrary
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError
+from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
+from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, check_importance_scale
+from rankrl.plan_search.envs.features import DESCRIBING
+from rankrl.plan_search.pretraining.episodes import TaskEpisodes, play_episodes, task_of
+from rankrl.plan_search.pretraining.training import PretrainingOptions, train_policy, unexplained
+from rankrl.plan_search.scores.evaluator import Term
+from rankrl.plan_search.scores.scoring import ImageScoring
+from rankrl.plan_search.space.problem import SearchProblem, check_budgets
+from rankrl.progress import progress_bar
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = ("rankrl", "torch", "stable-baselines3")
+
+
+@dataclass(frozen=True)
+class EpisodeOptions:
+    """Which budgets tasks have, and how their plans are drawn and scored.
+
+    Attributes:
+        params: Fractions of the parameters to keep, a task each.
+        macs: Fractions of the multiply-accumulates to keep, a task each.
+        plans: Plans around greedy's that every task scores.
+        noises: Standard deviations of their actions, in turn.
+        batches: Batches of held-out images that each plan is scored on, in turn; greedy's is on all of them.
+        term: What plans gain over greedy's: accuracy, agreement or soft_agreement.
+        importance_scale: Log-importance of action 1.
+    """
+
+    params: tuple[float, ...] = (0.35, 0.25, 0.167, 0.11)
+    macs: tuple[float, ...] = (0.4,)
+    plans: int = 64
+    noises: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
+    batches: int = 2
+    term: Term = "soft_agreement"
+    importance_scale: float = IMPORTANCE_SCALE
+
+    def __post_init__(self) -> None:
+        for name, fraction in self.budgets:
+            check_budgets({name: fraction})
+        if not self.budgets:
+            raise ConfigError("pretrain.params and pretrain.macs are both empty; set a budget, such as 0.25")
+        for name in ("plans", "batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"pretrain.{name} must be at least 1, got {getattr(self, name)}")
+        if not self.noises or not all(noise > 0 for noise in self.noises):
+            raise ConfigError(f"pretrain.noises must hold positive numbers, got {list(self.noises)}")
+        check_importance_scale(self.importance_scale)
+
+    @property
+    def budgets(self) -> list[tuple[str, float]]:
+        """Measure and fraction of every task."""
+        return [("params", each) for each in self.params] + [("macs", each) for each in self.macs]
+
+
+@dataclass(frozen=True)
+class FittedNetwork:
+    """A network whose layers are fitted in some formats; its tasks differ in budget.
+
+    Attributes:
+        title: What it is called.
+        model: The dense network.
+        library: The fits of its layers.
+        candidates: Candidate ranks a layer and format at most.
+        data: The dataset.
+    """
+
+    title: str
+    model: nn.Module = field(repr=False)
+    library: FitLibrary = field(repr=False)
+    candidates: int
+    data: ImageData = field(repr=False)
+
+
+def play_tasks(
+    network: FittedNetwork,
+    scoring: ImageScoring,
+    options: EpisodeOptions,
+    folder: Path,
+    *,
+    seed: int,
+    warn: Callable[[str], None],
+) -> list[TaskEpisodes]:
+    """Return the episodes of a network's tasks; those in the folder are read, the others played.
+
+    Args:
+        network: The network.
+        scoring: What scores plans: held-out images.
+        options: Budgets and plans.
+        folder: Every task's episodes are kept in a file here.
+        seed: Seed of the plans.
+        warn: Called where a budget cannot be reached, which leaves out the task.
+    """
+    sites = network.library.all_candidates(limit=network.candidates)
+    found = []
+    for measure, fraction in options.budgets:
+        try:
+            problem = SearchProblem.from_model(
+                network.model,
+                sites,
+                network.data.input_shape,
+                params=fraction if measure == "params" else None,
+                macs=fraction if measure == "macs" else None,
+                library=network.library,
+            )
+        except DecompositionError as error:
+            names = "/".join(each.name for each in network.library.formats)
+            warn(f"pretrain: {network.title} in {names} has no such task: {error}")
+            continue
+        task = task_of(problem, model=network.title, dataset=network.data.name)
+        found.append(_played(problem, network, scoring, task, options, folder, seed))
+    return found
+
+
+def _played(
+    problem: SearchProblem,
+    network: FittedNetwork,
+    scoring: ImageScoring,
+    task: PolicyTask,
+    options: EpisodeOptions,
+    folder: Path,
+    seed: int,
+) -> TaskEpisodes:
+    evaluator = scoring.plan_evaluator(network.library, problem)
+    drawn = asdict(options)
+    del drawn["params"], drawn["macs"]
+    identity = json.dumps([problem.fingerprint, evaluator.fingerprint, DESCRIBING, seed, drawn])
+    name = hashlib.sha256(json.dumps(task.decision, default=sorted).encode()).hexdigest()[:12]
+    path = folder / f"{name}.safetensors"
+    known = TaskEpisodes.load(path, identity)
+    if known is not None:
+        return known
+    with progress_bar(f"play {task}", total=options.plans) as bar:
+        episodes = play_episodes(
+            problem,
+            evaluator,
+            task,
+            features=DESCRIBING,
+            count=options.plans,
+            noises=options.noises,
+            importance_scale=options.importance_scale,
+            batches=options.batches,
+            term=options.term,
+            seed=seed,
+            on_plan=bar.update,
+        )
+    log.info("pretrain: %s: best gain of %d plans %.4f", task, options.plans, float(episodes.gains.max()))
+    episodes.save(path, identity)
+    return episodes
+
+
+def pretrained(
+    episodes: Sequence[TaskEpisodes], options: EpisodeOptions, training: PretrainingOptions, *, seed: int
+) -> PolicyFile:
+    """Train the policy on the episodes of all tasks, and write its card."""
+    card = PolicyCard(
+        features=DESCRIBING,
+        importance_scale=options.importance_scale,
+        hidden=training.hidden,
+        tasks=tuple(each.task for each in episodes),
+        trained={**asdict(training), "term": options.term, "plans": options.plans, "seed": seed},
+        versions={name: version(name) for name in _PACKAGES},
+    )
+    with progress_bar("pretrain", total=training.steps) as bar:
+        return train_policy(episodes, card, training, seed=seed, on_step=bar.update)
+
+
+@dataclass(frozen=True)
+class TaskFit:
+    """How well the additive model explains what plans of a task gain.
+
+    Attributes:
+        task: The task.
+        plans: Its scored plans.
+        greedy: Share of their gains left over where all layers count as greedy has it.
+        policy: The same where they count as the policy has it, which learnt from these plans.
+        unseen: The same with a policy that was trained without any task of this network in these formats, as
+            if it were new to it; None where there are no other tasks.
+    """
+
+    task: PolicyTask
+    plans: int
+    greedy: float
+    policy: float
+    unseen: float | None
+
+
+def task_fits(
+    episodes: Sequence[TaskEpisodes], policy: PolicyFile, training: PretrainingOptions, *, seed: int
+) -> list[TaskFit]:
+    """Return how well a policy explains the gains of every task, and how well one that has not seen them.
+
+    Args:
+        episodes: Of every task that the policy was trained on.
+        policy: The policy.
+        training: How it was trained.
+        seed: With which seed.
+    """
+    kinds = [(each.task.network, each.task.formats) for each in episodes]
+    without: dict[tuple[str, tuple[str, ...]], PolicyFile | None] = {}
+    with progress_bar("leave out", total=len(set(kinds))) as bar:
+        for kind in dict.fromkeys(kinds):
+            others = [each for each, own in zip(episodes, kinds, strict=True) if own != kind]
+            without[kind] = train_policy(others, policy.card, training, seed=seed) if others else None
+            bar.update(len(without))
+    return [
+        TaskFit(
+            each.task,
+            len(each.gains),
+            unexplained(each),
+            unexplained(each, policy),
+            None if without[kind] is None else unexplained(each, without[kind]),
+        )
+        for each, kind in zip(episodes, kinds, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Scores: what a plan is worth, measured on held-out inputs."""

@@ -1,0 +1,167 @@
+"""The record of a search: one row for every plan, as a table and as `episodes.csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rankrl.errors import StorageError
+from rankrl.files import write_atomically, write_json
+from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+
+EPISODES_FILE = "episodes.csv"
+CANDIDATES_FILE = "candidates.json"
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """One scored plan.
+
+    Attributes:
+        episode: Number of the plan, from 1 on.
+        reward: Its reward.
+        score: The accuracy term of the reward, 0 to 1.
+        accuracy: Fraction of the scored held-out images classified correctly.
+        params_kept: Fraction of the network's parameters that the plan keeps.
+        macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.
+        best_reward: Best reward up to and including this plan, of those scored on the most images.
+        images: Held-out images that were scored; fewer than of others where successive halving dropped it.
+        cached: Whether an equal plan had been scored before.
+        seconds: Wall time of the scoring.
+        phase: What the selector was doing.
+        choices: JSON list of the candidate of every site, by index; `candidates.json` says what they are.
+    """
+
+    episode: int
+    reward: float
+    score: float
+    accuracy: float
+    params_kept: float
+    macs_kept: float
+    best_reward: float
+    images: int
+    cached: bool
+    seconds: float
+    phase: str
+    choices: str
+
+    @property
+    def key(self) -> Choices:
+        """The candidate of every site, by index."""
+        return tuple(json.loads(self.choices))
+
+
+def fully_scored(rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:
+    """Return the rows that were scored on the most images: without those that successive halving dropped.
+
+    A reward of fewer images is a rougher one, which may come out above that of a better plan.
+    """
+    most = max((row.images for row in rows), default=0)
+    return [row for row in rows if row.images == most]
+
+
+def make_row(
+    before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
+) -> EpisodeRow:
+    """Return the row that follows those before."""
+    best = reward
+    if before:  # successive halving scores the first plan on all images
+        dropped = evaluation.images < before[0].images
+        best = before[-1].best_reward if dropped else max(reward, before[-1].best_reward)
+    return EpisodeRow(
+        episode=len(before) + 1,
+        reward=reward,
+        score=evaluation.score,
+        accuracy=evaluation.accuracy,
+        params_kept=evaluation.params_kept,
+        macs_kept=evaluation.macs_kept,
+        best_reward=best,
+        images=evaluation.images,
+        cached=evaluation.cached,
+        seconds=evaluation.seconds,
+        phase=phase,
+        choices=json.dumps([int(each) for each in choices], separators=(",", ":")),
+    )
+
+
+def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[Choices, Evaluation]:
+    """Return the evaluations that the rows record, by choices."""
+    return {
+        row.key: Evaluation(
+            score=row.score,
+            accuracy=row.accuracy,
+            params=round(row.params_kept * problem.params),
+            macs=round(row.macs_kept * problem.macs),
+            params_kept=row.params_kept,
+            macs_kept=row.macs_kept,
+            images=row.images,
+            seconds=row.seconds,
+        )
+        for row in rows
+        if not row.cached
+    }
+
+
+def write_candidates(problem: SearchProblem, path: Path) -> None:
+    """Write what the choices of `episodes.csv` stand for: the candidates of every site, in order.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    content = {
+        site.name: [
+            {
+                "operations": candidate.content(),
+                "params": candidate.cost.params,
+                "macs": candidate.cost.macs,
+                "time": candidate.cost.time,
+                "error": candidate.error,
+            }
+            for candidate in site.candidates
+        ]
+        for site in problem.sites
+    }
+    write_json(path, content)
+
+
+class EpisodesFile:
+    """`episodes.csv`: grows by a line an episode, and is made whole again when a search is resumed.
+
+    Args:
+        path: The file; it is replaced.
+        rows: What it holds from the start.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[EpisodeRow]) -> None:
+        self.path = path
+        header = ",".join(field.name for field in fields(EpisodeRow)) + "\r\n"
+        write_atomically(path, header + _lines(rows))
+
+    def append(self, rows: Sequence[EpisodeRow]) -> None:
+        """Add rows.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        try:
+            with self.path.open("a", encoding="utf-8", newline="") as file:
+                file.write(_lines(rows))
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.path}: {error.strerror or error}. Make room on the disk and resume the "
+                "search"
+            ) from error
+
+
+def _lines(rows: Sequence[EpisodeRow]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(list(vars(row).values()) for row in rows)
+    return text.getvalue()

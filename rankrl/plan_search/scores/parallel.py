@@ -1,0 +1,326 @@
+"""Evaluators that share the work among worker processes and score exactly like their sequential kin.
+
+The main process keeps everything that decides (what is known, the order, successive halving); workers only
+compute class scores, or call the user's function. So the same seed gives the same plans whatever the number
+of workers. They run torch on `search.worker_cpus` threads each, one by default: beside a search in one
+process on several threads that holds as far as torch gives equal class scores on one thread and on several.
+It did, bit for bit in bfloat16 and float32, for ResNet-20 on an x86 CPU; batch-norm statistics that are
+re-estimated for every plan (`statistics="reestimated"`) are sums whose last bits may differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decomposition.calibration.moments import InputMoments
+from decomposition.candidates.library import FitLibrary
+from decomposition.fit.fitting import Fit
+from decomposition.network.inputs import Inputs
+from decomposition.network.surgery import copied
+from decomposition.operations import Factorise
+from rankrl.data import Augmentation, Images
+from rankrl.device import Precision, select_device
+from rankrl.plan_search.scores.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator, batch_size
+from rankrl.plan_search.scores.score_evaluator import Score, ScoreEvaluator
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.workers.base import WorkerCluster, WorkerPool, Workers
+
+
+class GivenFits(FitLibrary):
+    """The fits of another library, for a process that is to compute none, without the large moments.
+
+    Args:
+        library: The library.
+        problem: The search whose candidates are fitted.
+    """
+
+    def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
+        self.lister, self.specs, self.weights = library.lister, library.specs, library.weights
+        nothing = torch.zeros(0, 0, dtype=torch.float64)
+        self.moments = None
+        if library.moments is not None:
+            self.moments = {
+                name: InputMoments(library.moments[name].mean, nothing, library.moments[name].count)
+                for name in library.specs
+            }
+        self.sensitivities = library.sensitivities
+        self.cache = library.cached(problem.sites)
+        self._folder = None
+
+    def _compute(self, name: str, operation: Factorise) -> Fit:
+        raise KeyError((name, operation))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A share of the work on one plan: its batches `start` to `stop`."""
+
+    choices: Choices
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True)
+class _PlanScorer:
+    """Builds what computes class scores in a worker."""
+
+    model: nn.Module
+    library: GivenFits
+    problem: SearchProblem
+    images: Images
+    arguments: Mapping[str, Any]
+    workers: Workers
+
+    def __call__(self) -> Any:
+        arguments = dict(self.arguments)
+        if self.workers.cluster != "local":  # this may be another machine than the one that decides
+            own = select_device() if self.workers.gpus > 0 else torch.device("cpu")
+            arguments["precision"] = replace(arguments["precision"], device=own)
+        evaluator = PlanEvaluator(self.model, self.library, self.problem, self.images, **arguments)
+
+        def score(task: _Task) -> tuple[np.ndarray, float]:
+            begin = time.perf_counter()
+            logits = evaluator.forward(task.choices, task.start, task.stop).cpu().numpy()
+            return logits, time.perf_counter() - begin
+
+        return score
+
+
+@dataclass(frozen=True)
+class _FunctionScorer:
+    """Builds what calls the user's function in a worker."""
+
+    model: nn.Module
+    library: GivenFits
+    problem: SearchProblem
+    score: Score
+    example: Inputs
+
+    def __call__(self) -> Any:
+        evaluator = ScoreEvaluator(self.model, self.library, self.problem, self.score, self.example)
+
+        def score(task: _Task) -> tuple[float, float]:
+            begin = time.perf_counter()
+            return evaluator.value(task.choices), time.perf_counter() - begin
+
+        return score
+
+
+_Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
+
+
+class _Parallel(Generic[_Local]):
+    """What both evaluators share: the pool, and the evaluator that decides.
+
+    Attributes:
+        _local: The evaluator in this process, which keeps everything that decides.
+        _pool: The workers.
+    """
+
+    _local: _Local
+    _pool: WorkerPool
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the evaluator in one process: a search may go on with another number of workers."""
+        return self._local.fingerprint
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the evaluator in one process."""
+        return self._local.state()
+
+    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
+        """Take over a state, and the evaluations of the plans scored so far."""
+        self._local.restore(state, known)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
+
+class ParallelEvaluator(_Parallel[PlanEvaluator]):
+    """Scores plans like `PlanEvaluator`, in worker processes.
+
+    The plans of one step (`selector.plans_per_step`) are scored at the same time; where there are fewer of
+    them than workers, the batches of a plan are shared out too, unless batch-norm statistics are
+    re-estimated.
+
+    Args:
+        model: The dense network; it is copied.
+        library: The fits of its layers.
+        problem: The search problem made of them.
+        images: Held-out images.
+        cluster: Where the workers are.
+        mean: Per-channel mean for pixels in [0, 1].
+        std: Per-channel standard deviation for pixels in [0, 1].
+        augmentation: Crops and flips for `options.augmented`.
+        options: How plans are scored.
+        precision: Device and precision; the fastest safe one when omitted.
+
+    Raises:
+        ConfigError: An option is out of range, or the network cannot be sent to other processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        images: Images,
+        *,
+        cluster: WorkerCluster,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augmentation: Augmentation | None = None,
+        calibration: Tensor | None = None,
+        options: EvaluatorOptions | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(problem)
+        arguments: dict[str, Any] = {
+            "mean": tuple(mean),
+            "std": tuple(std),
+            "augmentation": augmentation,
+            "calibration": calibration,
+            "options": options,
+            "precision": precision,
+        }
+        self._on_gpus = cluster.workers.gpus > 0
+        if self._on_gpus and (options is None or options.batch_size is None):
+            arguments["options"] = replace(options or EvaluatorOptions(), batch_size=batch_size("cuda"))
+        self._local = PlanEvaluator(model, library, problem, images, **arguments)
+        arguments["precision"] = self._local.precision
+        # Shares of a plan are counted in batches, so workers need those of this process on any device.
+        arguments["options"] = replace(self._local.options, batch_size=self._local.batch_size)
+        scorer = _PlanScorer(
+            copied(model).cpu(),
+            GivenFits(library, problem),
+            replace(problem, library=None),
+            images,
+            arguments,
+            cluster.workers,
+        )
+        self._pool = cluster.pool(scorer)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the evaluator in one process, unless workers compute on GPUs and that one does not."""
+        own = self._local.fingerprint
+        return f"{own}-cuda" if self._on_gpus and self._local.precision.device.type != "cuda" else own
+
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
+        """Score plans, in order.
+
+        Raises:
+            NonFiniteError: The network's class scores are NaN or infinite under a plan.
+            WorkerError: A worker died.
+        """
+        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
+        first = self._forward(fresh, 0, self._local.first_round)
+        # In the order in which one process meets them: successive halving compares with those before.
+        promising = [plan for plan in fresh if self._local.goes_on(plan, first[plan][0])]
+        rest = self._forward(promising, self._local.first_round, self._local.batches)
+        evaluations = []
+        for plan in plans:
+            known = self._local.known(plan)
+            if known is None:
+                parts = [first[plan], *([rest[plan]] if plan in rest else [])]
+                logits = torch.cat([logits for logits, _ in parts])
+                known = self._local.record(plan, logits, sum(seconds for _, seconds in parts))
+            evaluations.append(known)
+        return evaluations
+
+    def _forward(
+        self, plans: Sequence[Choices], start: int, stop: int
+    ) -> dict[Choices, tuple[Tensor, float]]:
+        """Return class scores of batches `start` to `stop`, and the workers' seconds, by plan."""
+        if not plans or start == stop:
+            return {}
+        shares = 1
+        if self._local.options.statistics == "corrected":
+            shares = min(stop - start, max(1, self._pool.size // len(plans)))
+        bounds = np.linspace(start, stop, shares + 1).round().astype(int).tolist()
+        results = self._pool.map(
+            [_Task(plan, begin, end) for plan in plans for begin, end in pairwise(bounds)]
+        )
+        device = self._local.precision.device
+        found = {}
+        for j, plan in enumerate(plans):
+            parts = results[j * shares : (j + 1) * shares]
+            logits = torch.cat([torch.tensor(each) for each, _ in parts]).to(device)
+            found[plan] = (logits, sum(seconds for _, seconds in parts))
+        return found
+
+
+class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
+    """Scores plans like `ScoreEvaluator`, by the user's own function, in worker processes.
+
+    The function and the network must be importable by name (no lambda, no local class), and a script that
+    starts workers must do so under `if __name__ == "__main__":`, as always with Python's processes.
+
+    Args:
+        model: The dense network; it is copied.
+        library: The fits of its layers.
+        problem: The search problem made of them.
+        score: Higher is better.
+        example: A few model inputs.
+        cluster: Where the workers are.
+
+    Raises:
+        ConfigError: An option is out of range, or the function or the network cannot be sent to other
+            processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        problem: SearchProblem,
+        score: Score,
+        example: Inputs,
+        *,
+        cluster: WorkerCluster,
+    ) -> None:
+        super().__init__(problem)
+        self._local = ScoreEvaluator(model, library, problem, score, example)
+        scorer = _FunctionScorer(
+            model, GivenFits(library, problem), replace(problem, library=None), score, example
+        )
+        self._pool = cluster.pool(scorer)
+
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
+        """Score plans, in order.
+
+        Raises:
+            ConfigError: The function returned no number.
+            NonFiniteError: It returned NaN or an infinity.
+            WorkerError: A worker died.
+        """
+        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
+        results = self._pool.map([_Task(plan) for plan in fresh]) if fresh else []
+        scored = dict(zip(fresh, results, strict=True))
+        evaluations = []
+        for plan in plans:
+            known = self._local.known(plan)
+            evaluations.append(known or self._local.record(plan, *scored[plan]))
+        return evaluations

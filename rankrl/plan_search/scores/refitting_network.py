@@ -1,0 +1,70 @@
+"""One dense network that takes on plans as they will be applied: every layer refitted to what reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from decomposition.candidates.candidates import CandidateSet
+from decomposition.candidates.library import FitLibrary
+from decomposition.candidates.quick_refit import QuickRefit
+from decomposition.network.surgery import copied
+from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout
+from rankrl.errors import ConfigError
+from rankrl.plan_search.scores.scoring_network import class_scores
+
+
+class RefittingNetwork:
+    """A copy of the dense network whose layers are solved for anew under every plan.
+
+    A plan takes one pass over the calibration images more than with `ScoringNetwork`, and a small fit of
+    every layer (`decomposition.candidates.quick_refit`).
+
+    Args:
+        model: The dense network; it is copied.
+        library: The fits of its layers.
+        sites: The candidates of its layers.
+        precision: Device and precision to run in.
+        calibration: Normalised training images (N, C, H, W), float32, that layers are refitted to.
+
+    Raises:
+        ConfigError: A candidate takes channels or blocks away.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        sites: Sequence[CandidateSet],
+        precision: Precision,
+        calibration: Tensor,
+    ) -> None:
+        for site in sites:
+            if any(each.reads is not None or each.removed is not None for each in site.candidates):
+                raise ConfigError(
+                    "search.statistics=refitted scores plans of ranks and roundings, and layer "
+                    f"{site.name!r} may lose channels or leave; set search.statistics=corrected, or "
+                    "decomposition.channels=[] and decomposition.blocks=false"
+                )
+        self.sites, self.precision = tuple(sites), precision
+        self.model = copied(model).to(precision.device).eval().requires_grad_(False)
+        images = calibration.to(precision.device)
+        self.layout = to_fastest_layout(self.model, images[:2])
+        with precision.autocast(), deterministic_kernels():
+            self._refit = QuickRefit(self.model, library, in_layout(images, self.layout))
+
+    def write(self, choices: Sequence[int]) -> None:
+        """Take on a plan.
+
+        Args:
+            choices: Index of the candidate of every site.
+        """
+        pairs = zip(self.sites, choices, strict=True)
+        operations = {site.name: site.candidates[choice].operations for site, choice in pairs}
+        with self.precision.autocast(), deterministic_kernels():
+            self._refit.take(operations)
+
+    def logits(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return the class scores of batches, concatenated, (N, classes) float32."""
+        return class_scores(self.model, batches, self.precision, self.layout)

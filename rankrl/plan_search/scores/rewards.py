@@ -1,0 +1,179 @@
+"""Rewards: one number from what is known of a scored plan. Registered functions, found by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from decomposition.registry import Registry
+from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.option_types import check_options, parameter_types
+from rankrl.plan_search.scores.evaluator import Evaluation
+
+RewardFunction = Callable[[Evaluation], float]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward ready for use.
+
+    Attributes:
+        name: Its registered name.
+        options: The options it was made with.
+        function: From what is known of a plan to its reward.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    function: RewardFunction = field(repr=False, compare=False)
+
+    def __call__(self, evaluation: Evaluation) -> float:
+        """Return the reward of a scored plan.
+
+        Raises:
+            NonFiniteError: It is NaN or infinite.
+        """
+        value = float(self.function(evaluation))
+        if not math.isfinite(value):
+            raise NonFiniteError(f"reward {self.name!r} is {value} for {evaluation}; check the reward")
+        return value
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """A registered reward.
+
+    Attributes:
+        name: Name in configs.
+        description: One line for listings.
+        needs_budget: Whether it ignores size, so that without a budget it would keep the network dense.
+        make: Makes the reward from its options.
+    """
+
+    name: str
+    description: str
+    needs_budget: bool
+    make: Callable[..., RewardFunction]
+
+
+CountedCost = Literal["params", "macs"]
+
+_REWARDS: Registry[RewardSource] = Registry("reward", ConfigError)
+
+
+def register_reward(
+    name: str, description: str, *, needs_budget: bool = False
+) -> Callable[[Callable[..., RewardFunction]], Callable[..., RewardFunction]]:
+    """Register a function that makes a reward from keyword options.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+
+    def register(make: Callable[..., RewardFunction]) -> Callable[..., RewardFunction]:
+        _REWARDS.add(name, RewardSource(name, description, needs_budget, make), description)
+        return make
+
+    return register
+
+
+def list_rewards() -> list[str]:
+    """Return the names of all registered rewards."""
+    return _REWARDS.names()
+
+
+def reward_source(name: str) -> RewardSource:
+    """Return the registered reward `name`.
+
+    Raises:
+        ConfigError: There is none; the message gives the nearest name.
+    """
+    return _REWARDS[name]
+
+
+def reward_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a reward's own options, by name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    return parameter_types(reward_source(name).make)
+
+
+def check_reward(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a reward's options before there is anything to reward.
+
+    Raises:
+        ConfigError: The name or an option is unknown, of another type or out of range.
+    """
+    check_options(f"reward {name!r}", "reward", options, reward_option_types(name))
+    reward_source(name).make(**options)
+
+
+def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:
+    """Make a reward.
+
+    Args:
+        name: A registered name.
+        budgeted: Whether every plan keeps a budget.
+        **options: The reward's own options.
+
+    Raises:
+        ConfigError: The name or an option is unknown or out of range, or the reward needs a budget.
+    """
+    source = reward_source(name)
+    if source.needs_budget and not budgeted:
+        raise ConfigError(
+            f"reward {name!r} ignores size and there is no budget: the dense network would win. Set "
+            "budget.params or budget.macs, or use reward=weighted or reward=amc"
+        )
+    check_reward(name, options)
+    return Reward(name, dict(options), source.make(**options))
+
+
+@register_reward("accuracy", "the accuracy term alone, under a hard budget", needs_budget=True)
+def accuracy() -> RewardFunction:
+    """R = score. Every plan keeps the budget, so nothing else needs weighing."""
+    return lambda evaluation: evaluation.score
+
+
+@register_reward("weighted", "weighted sum of the accuracy term and the compression reached")
+def weighted(*, compression: float = 0.3, measure: CountedCost = "params") -> RewardFunction:
+    """R = (1 - c) score + c (1 - kept fraction).
+
+    Args:
+        compression: The weight c, 0 to 1.
+        measure: Whether `params` or `macs` count as kept.
+    """
+    _check_measure(measure)
+    if not 0 <= compression <= 1:
+        raise ConfigError(f"reward.compression must lie in [0, 1], got {compression}")
+    return lambda evaluation: (
+        (1 - compression) * evaluation.score + compression * (1 - _kept(evaluation, measure))
+    )
+
+
+@register_reward("amc", "AMC's -(1 - accuracy) log(cost)")
+def amc(*, measure: CountedCost = "params") -> RewardFunction:
+    """R = -(1 - score) log(cost), cost the absolute count (He et al., ECCV 2018, equation 5).
+
+    Args:
+        measure: Whether parameters or multiply-accumulates are the cost.
+    """
+    _check_measure(measure)
+    return lambda evaluation: -(1 - evaluation.score) * math.log(max(_count(evaluation, measure), 1))
+
+
+def _check_measure(measure: str) -> None:
+    if measure not in ("params", "macs"):
+        raise ConfigError(f"reward.measure must be params or macs, got {measure!r}")
+
+
+def _kept(evaluation: Evaluation, measure: CountedCost) -> float:
+    return evaluation.params_kept if measure == "params" else evaluation.macs_kept
+
+
+def _count(evaluation: Evaluation, measure: CountedCost) -> int:
+    return evaluation.params if measure == "params" else evaluation.macs

@@ -1,0 +1,138 @@
+"""Scoring plans with a user's own function, for tasks other than classification."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, SupportsFloat, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from decomposition import FitLibrary
+from decomposition.network.inputs import Inputs, count_inputs
+from decomposition.network.surgery import copied
+from rankrl.device import Precision, model_device
+from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.plan_search.scores.remembering import RememberingEvaluator
+from rankrl.plan_search.scores.score_fingerprint import ScoreFingerprint
+from rankrl.plan_search.scores.scoring_network import ScoringNetwork
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+
+log = logging.getLogger(__name__)
+
+Score = Callable[[nn.Module], float]
+
+
+class ScoreEvaluator(RememberingEvaluator):
+    """Scores plans by a function from a network to a number; equal plans are scored once.
+
+    The function is handed one static network with the plan's weights written into it, in evaluation mode; it
+    must not change or keep it.
+
+    Args:
+        model: The dense network; it is copied and stays on its device.
+        library: The fits of its layers.
+        problem: The search problem made of them.
+        score: Higher is better; rewards that combine it with size expect 0 to 1.
+        example: A few model inputs, on any device.
+    """
+
+    def __init__(
+        self, model: nn.Module, library: FitLibrary, problem: SearchProblem, score: Score, example: Inputs
+    ) -> None:
+        super().__init__(problem, count_inputs(example))
+        self.score = score
+        self.network = ScoringNetwork(
+            model, library, problem.sites, Precision(model_device(model), torch.float32), example
+        )
+        self.network.model.register_forward_hook(_contiguous)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the function's code and what it reaches, for telling whether two searches score alike."""
+        return score_digest(self.score)
+
+    def value(self, choices: Choices) -> float:
+        """Return the score of the network under a plan; see `evaluate` for the errors."""
+        self.network.write(choices)
+        return scored(self.score, self.network.model, f"the plan with candidates {list(choices)}")
+
+
+def score_digest(score: Callable[..., Any]) -> str:
+    """Return the hash of a user's function; warn where it holds what cannot be looked into."""
+    found = ScoreFingerprint.of(score)
+    if found.opaque:
+        log.warning(
+            "the score holds what cannot be looked into and counts by its name alone: %s. A search that "
+            "goes on in its folder does not notice an edit of that",
+            ", ".join(found.opaque),
+        )
+    return found.digest
+
+
+def check_score(score: Score, model: nn.Module) -> None:
+    """Call a score on a copy of the dense network, so that one that fails does so before layers are fitted.
+
+    Raises:
+        ConfigError: It returned no number.
+        NonFiniteError: It returned NaN or an infinity.
+    """
+    scored(score, copied(model).requires_grad_(False), "the dense network")
+
+
+def scored(score: Score, network: nn.Module, what: str) -> float:
+    """Return a score of a network.
+
+    Args:
+        score: The user's function.
+        network: What it is handed, in evaluation mode.
+        what: What the network is, for messages.
+
+    Raises:
+        ConfigError: It returned no number.
+        NonFiniteError: It returned NaN or an infinity.
+    """
+    network.eval()  # a score may have left it in training mode
+    handle = network.register_forward_pre_hook(_copied, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            return checked_score(score(network), what)
+    finally:
+        handle.remove()
+
+
+def checked_score(value: object, what: str) -> float:
+    """Return what a score returned as a number.
+
+    Args:
+        value: What it returned.
+        what: What was scored, for messages.
+
+    Raises:
+        ConfigError: It is no number.
+        NonFiniteError: It is NaN or an infinity.
+    """
+    refusal = f"score returned a {type(value).__name__} for {what}; it must return one number"
+    if isinstance(value, str):  # float() would read "0.5"
+        raise ConfigError(refusal)
+    try:
+        number = float(cast(SupportsFloat, value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(refusal) from error
+    if not math.isfinite(number):
+        raise NonFiniteError(f"score returned {number} for {what}; it must return a finite number")
+    return number
+
+
+def _copied(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Hand a network copies of a score's inputs, which it may change: the next plan gets the same ones."""
+    return tree_map_only(Tensor, torch.clone, (inputs, keywords))
+
+
+def _contiguous(_: nn.Module, __: object, output: object) -> object:
+    """Hand a score outputs in the memory order of the dense network's, on which `view` works."""
+    return tree_map_only(Tensor, Tensor.contiguous, output)

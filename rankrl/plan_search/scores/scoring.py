@@ -1,0 +1,145 @@
+"""What plans are scored by: images held out of the training set, or a user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from decomposition import FitLibrary, Inputs
+from decomposition.network.inputs import joined, rows
+from rankrl.data import ImageData, Images, augmented_copy
+from rankrl.data.calibration import calibration_images
+from rankrl.plan_search.scores.evaluator import (
+    Evaluator,
+    EvaluatorOptions,
+    PlanEvaluator,
+    accuracy_term,
+)
+from rankrl.plan_search.scores.parallel import ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.scores.score_evaluator import Score, ScoreEvaluator, check_score, scored
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.training import predict_logits
+from rankrl.workers.base import WorkerCluster
+
+
+class Scoring(Protocol):
+    """From plans, and from whole networks, to scores."""
+
+    def check(self) -> None:
+        """Fail before anything takes time if the dense network cannot be scored."""
+
+    def evaluator(
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+
+    def of_networks(self) -> Callable[[Any], float]:
+        """Return what scores compressed networks as they will be used, refit and all."""
+
+
+@dataclass(frozen=True)
+class ImageScoring:
+    """Scores by images held out of the training set; test images choose nothing.
+
+    Attributes:
+        model: The dense network.
+        data: The dataset.
+        options: What is scored, and how.
+        images: Held-out images that the plans of a search are scored on at most.
+    """
+
+    model: nn.Module
+    data: ImageData
+    options: EvaluatorOptions
+    images: int
+
+    def check(self) -> None:
+        """Do nothing: that the network is a classifier was checked when it was built."""
+
+    def evaluator(
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+        if cluster is None:
+            return nullcontext(self.plan_evaluator(library, problem))
+        return ParallelEvaluator(
+            self.model, library, problem, self._images, cluster=cluster, **self._arguments
+        )
+
+    def plan_evaluator(self, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
+        """Return what scores plans in this process."""
+        return PlanEvaluator(self.model, library, problem, self._images, **self._arguments)
+
+    @property
+    def _images(self) -> Images:
+        return self.data.heldout.first(self.images)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        data, options, calibration = self.data, self.options, None
+        if options.statistics == "refitted":  # the first of those that layers are fitted on
+            calibration = calibration_images(data, options.refit_images, seed=options.seed)
+        return {
+            "mean": data.mean,
+            "std": data.std,
+            "augmentation": data.augmentation,
+            "calibration": calibration,
+            "options": options,
+        }
+
+    def of_networks(self) -> Callable[[nn.Module], float]:
+        """Return the search's accuracy term on all held-out images.
+
+        A search scores some of them, for speed; networks that are nearly equally good need all.
+        """
+        data, images = self.data, self.data.heldout
+        if self.options.augmented:
+            images = augmented_copy(images, data.augmentation, self.options.seed)
+        wanted = predict_logits(self.model, images, mean=data.mean, std=data.std)
+
+        def score(network: nn.Module) -> float:
+            logits = predict_logits(network, images, mean=data.mean, std=data.std)
+            return accuracy_term(self.options.term, logits, images.y.to(logits.device), wanted)
+
+        return score
+
+
+@dataclass(frozen=True)
+class FunctionScoring:
+    """Scores by a user's own function.
+
+    Attributes:
+        model: The dense network.
+        score: From a network to a number; higher is better.
+        inputs: Batches of model inputs, at least one, to try the network on.
+    """
+
+    model: nn.Module
+    score: Score
+    inputs: Sequence[Inputs]
+
+    def check(self) -> None:
+        """Call the function on the dense network.
+
+        Raises:
+            ConfigError: It returned no number.
+            NonFiniteError: It returned NaN or an infinity.
+        """
+        check_score(self.score, self.model)
+
+    def evaluator(
+        self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
+    ) -> AbstractContextManager[Evaluator]:
+        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+        example = joined([rows(batch, slice(2)) for batch in self.inputs[:4]])
+        if cluster is None:
+            return nullcontext(ScoreEvaluator(self.model, library, problem, self.score, example))
+        return ParallelScoreEvaluator(self.model, library, problem, self.score, example, cluster=cluster)
+
+    def of_networks(self) -> Callable[[nn.Module], float]:
+        """Return the function, its answers checked."""
+        return lambda network: scored(self.score, network, "a finalist")

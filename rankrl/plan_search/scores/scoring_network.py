@@ -1,0 +1,253 @@
+"""One static dense network into which reconstructed weights are written, so that no plan rebuilds modules."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from decomposition.calibration.batch_norm import BatchNorm
+from decomposition.candidates.candidates import Candidate, CandidateSet
+from decomposition.candidates.library import FitLibrary
+from decomposition.network.inputs import Inputs, mapped, rows, run_model
+from decomposition.network.layers import DecomposableModule, is_decomposable_module
+from decomposition.network.outputs import tensors_in
+from decomposition.network.surgery import copied
+from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout
+
+CACHE_BYTES = 512 * 2**20
+"""Reconstructed weights kept in memory; the least recently used ones are dropped beyond it."""
+
+# Folding reorders float32 sums, which shows in the sixth digit; a batch norm with other inputs, in the first.
+_FOLDING_TOLERANCE = 1e-3
+
+_PLAIN_NORMS = get_args(BatchNorm)
+
+
+@dataclass
+class _ScoredLayer:
+    """A compressible layer in the network, and where the mean of its output is corrected.
+
+    Attributes:
+        module: The convolution or linear layer.
+        norm: The batch norm behind it; None when there is none, it is folded, or it serves several layers.
+        scale: What a folded batch norm multiplies each output channel by, else None.
+    """
+
+    module: DecomposableModule
+    norm: BatchNorm | None
+    scale: Tensor | None = None
+
+    @property
+    def shift(self) -> Tensor | None:
+        """The tensor that moves the mean of the layer's output, if there is one."""
+        return self.module.bias if self.norm is None else self.norm.running_mean
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What a layer takes on: its weight in compute precision, and its bias or batch norm's running mean."""
+
+    weight: Tensor
+    shift: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.shift is None else self.shift.nbytes)
+
+
+class ScoringNetwork:
+    """A copy of the dense network that takes on the weights of any plan.
+
+    The approximation V of a weight W changes the mean of the layer's output by (W - V) E[x]; that is given
+    back in the layer's bias, or in the running mean of the batch norm behind it. Layers that have neither
+    stay uncorrected, and so does everything without input moments.
+
+    Batch norms are folded into the layers before them (one pass less over every feature map) when the folded
+    network gives the same class scores; a network whose batch norms cannot be folded runs as it is.
+
+    Args:
+        model: The dense network; it is copied.
+        library: The fits of its layers.
+        sites: The candidates of its layers.
+        precision: Device and precision to run in.
+        example: Model inputs to try the network on, such as normalised images (N, C, H, W), float32.
+        fold: Whether to fold batch norms; not for networks whose statistics are re-estimated.
+        cache_bytes: Memory for reconstructed weights, about.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        library: FitLibrary,
+        sites: Sequence[CandidateSet],
+        precision: Precision,
+        example: Inputs,
+        *,
+        fold: bool = True,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self.library = library
+        self.sites = tuple(sites)
+        self.precision = precision
+        self.cache_bytes = cache_bytes
+        self._cache: OrderedDict[tuple[int, int], _Weight] = OrderedDict()
+        self._cached = 0
+        self.model, self._layers = self._copy(model)
+        example = mapped(lambda x: x.to(self.precision.device), example)
+        self.layout = to_fastest_layout(self.model, rows(example, slice(2)))
+        self.folded = fold and self._fold(model, example)
+        self._dense = {name: self._keep(layer) for name, layer in self._layers.items()}
+        self._written = [site.dense for site in self.sites]
+
+    def write(self, choices: Sequence[int]) -> None:
+        """Take on the weights of a plan; layers that have them already are not touched.
+
+        Args:
+            choices: Index of the candidate of every site.
+        """
+        for index, (site, choice) in enumerate(zip(self.sites, choices, strict=True)):
+            if self._written[index] == choice:
+                continue
+            layer = self._layers[site.name]
+            entry = self._dense[site.name] if choice == site.dense else self._reconstructed(index, choice)
+            with torch.no_grad():
+                layer.module.weight.copy_(entry.weight)
+                if layer.shift is not None and entry.shift is not None:
+                    layer.shift.copy_(entry.shift)
+            self._written[index] = choice
+
+    def logits(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return the class scores of batches, concatenated, (N, classes) float32."""
+        return class_scores(self.model, batches, self.precision, self.layout)
+
+    def reestimate(self, batches: Sequence[Tensor]) -> None:
+        """Replace every batch norm's statistics by those of the given batches (their plain average)."""
+        norms = [module for module in self.model.modules() if isinstance(module, BatchNorm)]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a cumulative average
+            norm.train()
+        try:
+            self.logits(batches)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+                norm.eval()
+        # Running means were replaced: every correction has to be written again by the next plan.
+        self._written = [-1] * len(self.sites)
+
+    def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, _ScoredLayer]]:
+        network = copied(model).to(self.precision.device).eval().requires_grad_(False)
+        modules = dict(network.named_modules())
+        serves = Counter(spec.batch_norm for spec in self.library.specs.values())
+        layers = {}
+        for name, spec in self.library.specs.items():
+            module = modules[name]
+            norm = modules[spec.batch_norm] if spec.batch_norm and serves[spec.batch_norm] == 1 else None
+            if not isinstance(norm, BatchNorm) or norm.running_mean is None:
+                norm = None
+            if not is_decomposable_module(module):
+                raise TypeError(
+                    f"layer {name!r} is a {type(module).__name__}; the library fits another model"
+                )
+            layers[name] = _ScoredLayer(module, norm)
+        return network, layers
+
+    def _fold(self, model: nn.Module, example: Inputs) -> bool:
+        """Fold every batch norm into its layer, unless that changes what the network computes."""
+        if all(layer.norm is None for layer in self._layers.values()):
+            return False
+        network, layers = self._copy(model)
+        for name, layer in layers.items():
+            batch_norm = self.library.specs[name].batch_norm
+            if type(layer.norm) not in _PLAIN_NORMS or layer.norm is None or batch_norm is None:
+                continue  # a subclass may do more than normalise
+            layer.scale, shift = _affine(layer.norm)
+            module = layer.module
+            module.weight.mul_(layer.scale.view(-1, *[1] * (module.weight.ndim - 1)))
+            bias = shift if module.bias is None else module.bias * layer.scale + shift
+            module.bias = nn.Parameter(bias, requires_grad=False)
+            layer.norm = None
+            parent, _, child = batch_norm.rpartition(".")
+            setattr(network.get_submodule(parent), child, nn.Identity())
+        network.to(memory_format=self.layout)
+        with torch.inference_mode():
+            before, after = run_model(self.model, example), run_model(network, example)
+        if not _equal(before, after):
+            return False
+        self.model, self._layers = network, layers
+        return True
+
+    def _keep(self, layer: _ScoredLayer) -> _Weight:
+        """Remember a layer's dense weight, and put its weight into compute precision from now on."""
+        weight = layer.module.weight.detach()
+        if self.precision.dtype == torch.bfloat16:  # what autocast would do anew in every pass
+            weight = weight.to(torch.bfloat16)
+        shift = None if layer.shift is None else layer.shift.detach().clone()
+        layer.module.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        return _Weight(weight, shift)
+
+    def _reconstructed(self, site: int, choice: int) -> _Weight:
+        key = (site, choice)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        entry = self._cache[key] = self._reconstruct(
+            self.sites[site].name, self.sites[site].candidates[choice]
+        )
+        self._cached += entry.nbytes
+        while self._cached > self.cache_bytes and len(self._cache) > 1:
+            self._cached -= self._cache.popitem(last=False)[1].nbytes
+        return entry
+
+    def _reconstruct(self, name: str, candidate: Candidate) -> _Weight:
+        layer, dense = self._layers[name], self._dense[name]
+        weight, shift = self.library.weight(name, candidate.operations, candidate.reads), dense.shift
+        scale = None if layer.scale is None else layer.scale.double().cpu()
+        if self.library.moments is not None and shift is not None:
+            lost = (self.library.weights[name] - weight).flatten(1) @ self.library.moments[name].mean
+            lost = -lost if layer.norm is not None else lost if scale is None else lost * scale
+            shift = (shift.double() + lost.to(shift.device)).to(shift.dtype)
+        if scale is not None:
+            weight = weight * scale[:, None, None]
+        written = torch.empty_like(dense.weight).copy_(weight.reshape(dense.weight.shape))
+        return _Weight(written, shift)
+
+
+def class_scores(
+    model: nn.Module, batches: Sequence[Tensor], precision: Precision, layout: torch.memory_format
+) -> Tensor:
+    """Return a network's class scores of batches, concatenated, (N, classes) float32.
+
+    Args:
+        model: The network, in evaluation mode, on the device of `precision`.
+        batches: Normalised images, each (n, C, H, W), on that device.
+        precision: Device and precision to run in.
+        layout: Memory order that the network takes images in.
+    """
+    with torch.inference_mode(), precision.autocast(), deterministic_kernels():
+        parts = [run_model(model, in_layout(batch, layout)) for batch in batches]
+        return torch.cat([scores.float() for scores in parts])
+
+
+def _equal(before: object, after: object) -> bool:
+    """Tell whether two outputs of a network, tensors or nestings of them, are equal but for rounding."""
+    pairs = zip(tensors_in(before), tensors_in(after), strict=True)
+    return all(torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE) for x, y in pairs)
+
+
+def _affine(norm: BatchNorm) -> tuple[Tensor, Tensor]:
+    """Return scale and shift, y = scale * x + shift, of a batch norm in evaluation mode."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise TypeError("a batch norm without running statistics is no affine map")
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else shift + norm.bias

@@ -1,0 +1,53 @@
+"""Selectors by name: `create_selector`, `list_selectors`."""
+
+from __future__ import annotations
+
+from rankrl.plan_search.selectors import (  # registers the selectors
+    bayes,
+    bayes_ddpg,
+    cma_es,
+    divergence,
+    local_changes,
+    one_shot,
+    random_plans,
+    reinforcement,
+    tpe,
+)
+from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
+from rankrl.plan_search.selectors.entries import SelectorEntry
+from rankrl.plan_search.selectors.registry import (
+    check_selector,
+    create_selector,
+    list_selectors,
+    register_selector,
+    selector_class,
+    selector_description,
+    selector_is_seeded,
+    selector_option_types,
+    selector_options,
+)
+
+__all__ = [
+    "Proposal",
+    "Selector",
+    "SelectorEntry",
+    "SelectorState",
+    "bayes",
+    "bayes_ddpg",
+    "check_selector",
+    "cma_es",
+    "create_selector",
+    "divergence",
+    "list_selectors",
+    "local_changes",
+    "one_shot",
+    "random_plans",
+    "register_selector",
+    "reinforcement",
+    "selector_class",
+    "selector_description",
+    "selector_is_seeded",
+    "selector_option_types",
+    "selector_options",
+    "tpe",
+]

@@ -1,0 +1,243 @@
+"""Bayesian optimisation: a Gaussian process chooses among local changes of the best plan so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankrl.errors import ConfigError
+from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
+from rankrl.plan_search.agents.policy_file import PolicyFile, read_policy
+from rankrl.plan_search.envs.actions import (
+    IMPORTANCE_SCALE,
+    ActionKind,
+    check_action,
+    check_importance_scale,
+    create_action_map,
+)
+from rankrl.plan_search.selectors.base import (
+    Proposal,
+    Selector,
+    SelectorState,
+    generator_state,
+    restore_generator,
+)
+from rankrl.plan_search.selectors.random_plans import check_plans_per_step
+from rankrl.plan_search.selectors.registry import register_selector
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.plan_search.space.reward_model import RewardModel
+from rankrl.plan_search.space.setting import SearchSetting
+
+# How often a plan is sought anew when it has been proposed before.
+_ATTEMPTS = 8
+# How many of the best candidates are changed again.
+_PARENTS = 8
+
+
+@register_selector
+class BayesSelector(Selector):
+    """A Gaussian process over what the layers lose, and local changes of the best plan for it to choose from.
+
+    After a warm-up around greedy's plan, each step imagines plans as changes of the best one so far, changes
+    the most promising ones again, and proposes the one with the highest upper confidence bound of its reward
+    (Srinivas et al., ICML 2010).
+
+    A pretrained policy says beforehand how much each layer's loss counts: the process then learns only what
+    this leaves unexplained. The first plan is the policy's own, the second greedy's, and the warm-up is
+    around the first.
+
+    Args:
+        problem: What to choose for.
+        seed: Seed of the draws.
+        episodes: Plans that the decay of the step spans.
+        policy: A policy to start from, which `task=pretrain` made: its file, or one that comes with rankrl,
+            `pretrained` or `pretrained_refitted` (which learnt from refitted plans); `action` and
+            `importance_scale` are the file's. None knows nothing beforehand.
+        action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
+            without.
+        importance_scale: Log-importance of action 1.
+        warmup_episodes: Plans around greedy's before the process chooses.
+        warmup_noise: Standard deviation of the noise around it.
+        step: Standard deviation of a change after the warm-up, in units of the action.
+        final_step: The same at the last plan; it decays geometrically between.
+        candidates: Plans imagined for each one that is scored.
+        refinements: How often the most promising ones are changed again.
+        optimism: Standard deviations that are added to the expected reward.
+        plans_per_step: Plans proposed at once, for parallel scoring.
+    """
+
+    name = "bayes"
+    description = "a Gaussian process chooses among local changes of the best plan so far"
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        episodes: int,
+        policy: str | None = None,
+        action: ActionKind | None = None,
+        importance_scale: float = IMPORTANCE_SCALE,
+        warmup_episodes: int = 15,
+        warmup_noise: float = 0.15,
+        step: float = 0.3,
+        final_step: float = 0.05,
+        candidates: int = 128,
+        refinements: int = 2,
+        optimism: float = 0.5,
+        plans_per_step: int = 1,
+    ) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self.warmup_episodes, self.warmup_noise = warmup_episodes, warmup_noise
+        self.step, self.final_step = step, final_step
+        self.candidates, self.refinements, self.optimism = candidates, refinements, optimism
+        self.plans_per_step = plans_per_step
+        known = None if policy is None else self._policy(policy, action, importance_scale)
+        if known is not None:
+            action, importance_scale = known.card.action, known.card.importance_scale
+        self._map = create_action_map(problem, action, scale=importance_scale)
+        self._shape = (len(problem.sites), self._map.components)
+        self._generator = np.random.default_rng(seed)
+        self._centre, counts = np.zeros(self._shape), None
+        if known is not None:
+            actions = known.actions_for(problem)
+            self._centre, counts = actions[:, None], known.counts(actions)
+        self._pretrained = known is not None
+        self._model = RewardModel(counts)
+        self._best = self._centre
+        self._best_reward = -np.inf
+        self._proposed: list[np.ndarray] = []
+        self._played = 0
+        self._seen: set[Choices] = set()
+        # What the layers lose under the plans proposed, as bytes: it tells plans apart before they are made.
+        self._known: set[bytes] = set()
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        if not 0 < options["final_step"] <= options["step"]:
+            raise ConfigError(
+                "selector.step decays to selector.final_step, both positive; got "
+                f"{options['step']} and {options['final_step']}"
+            )
+        least = {"warmup_episodes": 0, "warmup_noise": 0, "candidates": 1, "refinements": 0, "optimism": 0}
+        for name, bound in least.items():
+            if not options[name] >= bound:
+                raise ConfigError(f"selector.{name} must be at least {bound}, got {options[name]}")
+        check_importance_scale(options["importance_scale"])
+        check_plans_per_step(options["plans_per_step"])
+        if options["policy"] is not None:
+            cls._policy(*(options[name] for name in ("policy", "action", "importance_scale")))
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse an action that the search has no use for."""
+        check_action(options["action"] if options["policy"] is None else "importance", setting=setting)
+
+    def propose(self) -> list[Proposal]:
+        """Choose plans; none that was proposed before if another can be found."""
+        proposals, self._proposed = [], []
+        alone = self._played <= int(self._pretrained)
+        for _ in range(1 if alone else self.plans_per_step):
+            for _ in range(_ATTEMPTS):
+                actions, phase = self._choose()
+                choices = self._map.choices_of(actions)
+                if choices not in self._seen:
+                    break
+            self._seen.add(choices)
+            self._known.add(self._map.loss_roots(actions[None])[0].tobytes())
+            self._played += 1
+            self._proposed.append(actions)
+            proposals.append(Proposal(choices, phase))
+        return proposals
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Tell the process what the plans brought."""
+        for actions, reward in zip(self._proposed, rewards, strict=False):
+            self._model.add(self._map.loss_roots(actions[None])[0], reward)
+            if reward > self._best_reward:
+                self._best, self._best_reward = actions, reward
+
+    def state(self) -> SelectorState:
+        """Return the plans seen, the process, the best actions and the generator's state."""
+        tensors = {f"model.{name}": value for name, value in self._model.state().items()}
+        known = np.frombuffer(b"".join(sorted(self._known))).reshape(-1, self._shape[0])
+        tensors |= {"best": torch.from_numpy(self._best.copy()), "known": torch.from_numpy(known.copy())}
+        values: dict[str, Any] = {
+            "played": self._played,
+            "seen": [list(choices) for choices in sorted(self._seen)],
+            "generator": generator_state(self._generator),
+        }
+        if np.isfinite(self._best_reward):
+            values["best_reward"] = self._best_reward
+        return SelectorState(tensors, values)
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over what `state` returned."""
+        prefix = "model."
+        self._model.restore(
+            {key.removeprefix(prefix): v for key, v in state.tensors.items() if key.startswith(prefix)}
+        )
+        self._best = state.tensors["best"].numpy().copy()
+        self._known = {row.tobytes() for row in state.tensors["known"].numpy()}
+        self._best_reward = float(state.values.get("best_reward", -np.inf))
+        self._played = int(state.values["played"])
+        self._seen = {tuple(choices) for choices in state.values["seen"]}
+        restore_generator(self._generator, state.values["generator"])
+
+    def imagine(self, count: int, scale: float) -> np.ndarray:
+        """Return the actions of plans for the process to choose from.
+
+        Args:
+            count: How many.
+            scale: Standard deviation of a change, in units of the action.
+
+        Returns:
+            Shape (count, sites, components) in [-1, 1]: changes of the best plan so far.
+        """
+        return self._changed(np.broadcast_to(self._best, (count, *self._shape)), scale)
+
+    @staticmethod
+    def _policy(policy: str, action: ActionKind | None, importance_scale: float) -> PolicyFile:
+        """Read a policy; refuse options that contradict it."""
+        found = read_policy(policy)
+        given = AgentOptions(policy=policy, action=action, importance_scale=importance_scale)
+        options_with_policy(given, found)
+        return found
+
+    def _choose(self) -> tuple[np.ndarray, str]:
+        """Return the actions of the next plan, shape (sites, components), and the phase."""
+        if self._pretrained and self._played == 0:
+            return self._centre, "pretrained"
+        if self._played == int(self._pretrained):
+            return np.zeros(self._shape), "preset"
+        if self._played < self.warmup_episodes or not len(self._model):
+            noise = self.warmup_noise * self._generator.standard_normal(self._shape)
+            return (self._centre + noise).clip(-1, 1), "warm-up"
+        span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
+        progress = min(1.0, (self._played - self.warmup_episodes) / span)
+        scale = self.step * (self.final_step / self.step) ** progress
+        candidates = self.imagine(self.candidates, scale)
+        bounds = self._bounds(candidates)
+        for _ in range(self.refinements):
+            parents = candidates[np.argsort(-bounds, kind="stable")[:_PARENTS]]
+            copies = parents[np.arange(len(candidates)) % len(parents)]
+            candidates = np.concatenate([parents, self._changed(copies, scale)])
+            bounds = self._bounds(candidates)
+        return candidates[int(bounds.argmax())], "bayes"
+
+    def _changed(self, actions: np.ndarray, scale: float) -> np.ndarray:
+        """Change plans; each in a share of its layers of its own, from none to all."""
+        touched = self._generator.random(actions.shape) < self._generator.random((len(actions), 1, 1))
+        noise = scale * self._generator.standard_normal(actions.shape)
+        return (actions + touched * noise).clip(-1, 1)
+
+    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
+        """Return the upper confidence bound of each plan's reward; no plan twice."""
+        roots = self._map.loss_roots(candidates)
+        mean, deviation = self._model.predict(roots)
+        known = [row.tobytes() in self._known for row in roots]
+        return np.where(known, -np.inf, mean + self.optimism * deviation)

@@ -1,0 +1,112 @@
+"""Covariance matrix adaptation (Hansen & Ostermeier 2001) through the library cmaes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankrl.errors import ConfigError
+from rankrl.plan_search.envs.actions import ImportanceMap, check_action, check_importance_scale
+from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
+from rankrl.plan_search.selectors.packages import import_package
+from rankrl.plan_search.selectors.registry import register_selector
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.setting import SearchSetting
+
+
+@register_selector
+class CMAESSelector(Selector):
+    """CMA-ES (extra `cmaes`) over the agent's own actions, from greedy's plan.
+
+    The first plan is greedy's; then come whole generations around a mean that begins there. What was told so
+    far is all that it takes to go on exactly: the generations are drawn anew from the seed.
+
+    Args:
+        problem: What to choose for; it needs a budget and at least two layers.
+        seed: Seed of the draws.
+        episodes: Not used.
+        step: Standard deviation of the first generation, in units of the action.
+        population: Plans in a generation; None for 4 + 3 log(layers).
+        importance_scale: Log-importance of action 1.
+
+    Raises:
+        ConfigError: cmaes is not installed, or the problem has no budget or one layer alone.
+    """
+
+    name = "cmaes"
+    description = "covariance matrix adaptation (cmaes) over the agent's actions"
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        episodes: int,
+        step: float = 0.3,
+        population: int | None = None,
+        importance_scale: float = 2.0,
+    ) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self._map = ImportanceMap(problem, scale=importance_scale)
+        layers = len(problem.sites)
+        if layers < 2:
+            raise ConfigError("selector=cmaes needs at least two layers to choose for; use selector=local")
+        self._optimizer = import_package("cmaes", "cmaes", "the package cmaes").CMA(
+            mean=np.zeros(layers),
+            sigma=step,
+            bounds=np.tile([-1.0, 1.0], (layers, 1)),
+            seed=seed % 2**32,
+            population_size=population,
+        )
+        self._pending: list[np.ndarray] = []
+        self._told: list[float] = []
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        check_importance_scale(options["importance_scale"])
+        if not options["step"] > 0:
+            raise ConfigError(f"selector.step must be positive, got {options['step']}")
+        if options["population"] is not None and options["population"] < 3:
+            raise ConfigError(f"selector.population must be at least 3 or null, got {options['population']}")
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse a search without a budget, or without the library."""
+        import_package("cmaes", "cmaes", "the package cmaes")
+        check_action("importance", setting=setting)
+
+    def propose(self) -> list[Proposal]:
+        """Return greedy's plan, and from then on generations."""
+        if not self._told:
+            return [Proposal(tuple(self.problem.preset.tolist()), "preset")]
+        self._pending = self._ask()
+        return [
+            Proposal(tuple(self._map.allocate(actions).tolist()), "generation") for actions in self._pending
+        ]
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Tell a generation's rewards; one that the end of the search cut short teaches nothing."""
+        if self._told and len(rewards) == len(self._pending):
+            self._tell(self._pending, rewards)
+        self._told.extend(rewards)
+
+    def state(self) -> SelectorState:
+        """Return the rewards told so far."""
+        return SelectorState({"rewards": torch.tensor(self._told, dtype=torch.float64)})
+
+    def restore(self, state: SelectorState) -> None:
+        """Draw and tell the generations again."""
+        self._told = state.tensors["rewards"].tolist()
+        size = self._optimizer.population_size
+        for first in range(1, len(self._told) - size + 1, size):
+            self._tell(self._ask(), self._told[first : first + size])
+
+    def _ask(self) -> list[np.ndarray]:
+        return [self._optimizer.ask() for _ in range(self._optimizer.population_size)]
+
+    def _tell(self, generation: Sequence[np.ndarray], rewards: Sequence[float]) -> None:
+        self._optimizer.tell([(each, -reward) for each, reward in zip(generation, rewards, strict=True)])

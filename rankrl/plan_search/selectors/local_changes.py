@@ -1,0 +1,113 @@
+"""Hill climbing from greedy's plan: the simplest rival of learning, and a strong one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankrl.errors import ConfigError
+from rankrl.plan_search.envs.actions import ImportanceMap, check_action, check_importance_scale
+from rankrl.plan_search.selectors.base import (
+    Proposal,
+    Selector,
+    SelectorState,
+    generator_state,
+    restore_generator,
+)
+from rankrl.plan_search.selectors.random_plans import check_plans_per_step
+from rankrl.plan_search.selectors.registry import register_selector
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.setting import SearchSetting
+
+
+@register_selector
+class LocalSelector(Selector):
+    """Random local changes of the best plan so far, beginning with greedy's.
+
+    A change adds normal noise to the log-importance of a random share of the layers; the budget is then
+    allocated anew. The same actions as the agent's, without any learning.
+
+    Args:
+        problem: What to choose for; it needs a budget.
+        seed: Seed of the draws.
+        episodes: Not used; the step size is constant.
+        step: Standard deviation of a change, in units of the action.
+        share: Probability of each layer to be changed.
+        importance_scale: Log-importance of action 1.
+        plans_per_step: Plans proposed at once, for parallel scoring.
+    """
+
+    name = "local"
+    description = "random local changes of the best plan so far, from greedy's"
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        episodes: int,
+        step: float = 0.3,
+        share: float = 0.3,
+        importance_scale: float = 2.0,
+        plans_per_step: int = 1,
+    ) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self.step, self.share, self.plans_per_step = step, share, plans_per_step
+        self._map = ImportanceMap(problem, scale=importance_scale)
+        self._generator = np.random.default_rng(seed)
+        self._best = np.zeros(len(problem.sites))
+        self._best_reward = -np.inf
+        self._tried: list[np.ndarray] = []
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        step, share = options["step"], options["share"]
+        if not step > 0 or not 0 < share <= 1:
+            raise ConfigError(
+                f"selector.step must be positive and selector.share in (0, 1], got {step} and {share}"
+            )
+        check_importance_scale(options["importance_scale"])
+        check_plans_per_step(options["plans_per_step"])
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse a search without a budget."""
+        check_action("importance", setting=setting)
+
+    def propose(self) -> list[Proposal]:
+        """Change the best plan so far."""
+        first = not np.isfinite(self._best_reward)
+        self._tried = [self._best] if first else [self._changed() for _ in range(self.plans_per_step)]
+        return [
+            Proposal(tuple(self._map.allocate(actions).tolist()), "preset" if first else "local")
+            for actions in self._tried
+        ]
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Move to the best of the plans if it is better."""
+        for actions, reward in zip(self._tried, rewards, strict=False):
+            if reward > self._best_reward:
+                self._best, self._best_reward = actions, reward
+
+    def state(self) -> SelectorState:
+        """Return the best actions, their reward and the generator's state."""
+        values: dict[str, Any] = {"generator": generator_state(self._generator)}
+        if np.isfinite(self._best_reward):
+            values["best_reward"] = self._best_reward
+        return SelectorState({"best": torch.from_numpy(self._best.copy())}, values)
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over the best actions, their reward and the generator's state."""
+        self._best = state.tensors["best"].numpy().copy()
+        self._best_reward = float(state.values.get("best_reward", -np.inf))
+        restore_generator(self._generator, state.values["generator"])
+
+    def _changed(self) -> np.ndarray:
+        changed = self._generator.random(len(self._best)) < self.share
+        changed[self._generator.integers(len(self._best))] = True
+        noise = self.step * self._generator.standard_normal(len(self._best))
+        return np.clip(self._best + changed * noise, -1, 1)

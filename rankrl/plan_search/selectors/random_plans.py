@@ -1,0 +1,135 @@
+"""Random plans: the baseline that everything must beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from decomposition import Budget, CandidateSet
+from decomposition.choose.reachable import cheapest_choices
+from rankrl.errors import ConfigError
+from rankrl.plan_search.selectors.base import (
+    Proposal,
+    Selector,
+    SelectorState,
+    generator_state,
+    restore_generator,
+)
+from rankrl.plan_search.selectors.registry import register_selector
+from rankrl.plan_search.space.problem import SearchProblem
+
+
+def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np.ndarray:
+    """Draw candidates that keep the budget and spend it: no layer's next larger candidate would still fit.
+
+    Blocks that may leave the network do so as often as not. Layers are visited in random order, each drawing
+    evenly among the candidates that leave the others their least; what is left over is then spent in random
+    order. Without a budget all candidates are drawn evenly.
+
+    Args:
+        problem: The search problem.
+        generator: Where randomness comes from.
+
+    Returns:
+        Index of a candidate for every site, shape (sites,).
+    """
+    if problem.budget is None:
+        return np.array([generator.integers(len(site)) for site in problem.sites])
+    return spend_at_random(problem.sites, problem.budget, generator)
+
+
+def spend_at_random(
+    sites: Sequence[CandidateSet], budget: Budget, generator: np.random.Generator
+) -> np.ndarray:
+    """Draw what `random_choices` draws, for sites and a budget."""
+    choices = _some_blocks_restored(sites, budget, cheapest_choices(sites, budget), generator)
+    left = budget.left(sites, choices)
+    for layer in generator.permutation(len(sites)):
+        extra = budget.extra(sites, choices, layer)
+        drawn = generator.choice(_fitting(extra, left))
+        left -= extra[:, drawn]
+        choices[layer] = drawn
+    for layer in generator.permutation(len(sites)):
+        extra = budget.extra(sites, choices, layer)
+        fitting = _fitting(extra, left)
+        drawn = fitting[budget.price(extra)[fitting].argmax()]
+        left -= extra[:, drawn]
+        choices[layer] = drawn
+    return choices
+
+
+def _some_blocks_restored(
+    sites: Sequence[CandidateSet], budget: Budget, choices: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
+    """Put removed blocks back at their least cost, each with probability 1/2 if the budget still holds."""
+    removed = [site.candidates[int(choice)].removed for site, choice in zip(sites, choices, strict=True)]
+    blocks = [each for each in dict.fromkeys(removed) if each is not None]
+    for number in generator.permutation(len(blocks)):
+        restored = choices.copy()
+        for position, site in enumerate(sites):
+            if site.removal == blocks[number]:
+                staying = np.flatnonzero(~site.removed)
+                restored[position] = staying[site.cost(budget.measure)[staying].argmin()]
+        if generator.random() < 0.5 and budget.kept(sites, restored):
+            choices = restored
+    return choices
+
+
+def _fitting(extra: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Return the candidates whose extra costs (limits, candidates) are left over in every budget."""
+    return np.flatnonzero((extra <= np.maximum(left, 0.0)[:, None]).all(0))
+
+
+@register_selector
+class RandomSelector(Selector):
+    """Independent random plans that spend the budget.
+
+    Args:
+        problem: What to choose for.
+        seed: Seed of the draws.
+        episodes: Not used; every draw is independent.
+        plans_per_step: Plans proposed at once, for parallel scoring.
+    """
+
+    name = "random"
+    description = "independent random plans that spend the budget"
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, plans_per_step: int = 1) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self.plans_per_step = plans_per_step
+        self._generator = np.random.default_rng(seed)
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        check_plans_per_step(options["plans_per_step"])
+
+    def propose(self) -> list[Proposal]:
+        """Draw plans."""
+        return [
+            Proposal(tuple(random_choices(self.problem, self._generator).tolist()), "random")
+            for _ in range(self.plans_per_step)
+        ]
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Learn nothing."""
+
+    def state(self) -> SelectorState:
+        """Return the generator's state."""
+        return SelectorState(values={"generator": generator_state(self._generator)})
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over the generator's state."""
+        restore_generator(self._generator, state.values["generator"])
+
+
+def check_plans_per_step(value: int) -> None:
+    """Refuse a number of plans a step.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if value < 1:
+        raise ConfigError(f"selector.plans_per_step must be at least 1, got {value}")

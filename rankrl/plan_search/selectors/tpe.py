@@ -1,0 +1,167 @@
+"""Tree-structured Parzen estimators (Bergstra et al., NeurIPS 2011) through Optuna."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankrl.errors import ConfigError, StorageError
+from rankrl.plan_search.envs.actions import ImportanceMap, check_action, check_importance_scale
+from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
+from rankrl.plan_search.selectors.packages import import_package
+from rankrl.plan_search.selectors.random_plans import check_plans_per_step
+from rankrl.plan_search.selectors.registry import register_selector
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.setting import SearchSetting
+
+STUDY_NAME = "rankrl"
+STUDY_FILE = "tpe.sqlite3"
+
+
+@register_selector
+class TPESelector(Selector):
+    """Optuna's TPE sampler (extra `tpe`) over the agent's own actions, with greedy's plan as its first trial.
+
+    Every trial draws with a seed made of the search's seed and the trial's number, so that the trials told so
+    far are all that it takes to go on exactly. They are in the state; the study on disk is a copy for
+    Optuna's dashboards and is made anew when a search is resumed.
+
+    Args:
+        problem: What to choose for; it needs a budget.
+        seed: Seed of the draws.
+        episodes: Not used.
+        importance_scale: Log-importance of action 1.
+        startup_trials: Random trials before the estimators are used.
+        multivariate: Model the layers jointly.
+        plans_per_step: Plans proposed at once, for parallel scoring.
+
+    Raises:
+        ConfigError: Optuna is not installed, or the problem has no budget.
+    """
+
+    name = "tpe"
+    description = "tree-structured Parzen estimators (Optuna) over the agent's actions"
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        *,
+        seed: int,
+        episodes: int,
+        importance_scale: float = 2.0,
+        startup_trials: int = 10,
+        multivariate: bool = False,
+        plans_per_step: int = 1,
+    ) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self._optuna = import_package("optuna", "tpe", "Optuna")
+        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
+        self.plans_per_step = plans_per_step
+        self.startup_trials, self.multivariate = startup_trials, multivariate
+        self._map = ImportanceMap(problem, scale=importance_scale)
+        self._names = [f"importance_{name}" for name in problem.names]
+        self._folder: Path | None = None
+        self._study: Any = None
+        self._mirror: Any = None
+        self._pending: list[Any] = []
+        self._told: list[tuple[np.ndarray, float]] = []
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options out of their ranges."""
+        check_importance_scale(options["importance_scale"])
+        check_plans_per_step(options["plans_per_step"])
+        if options["startup_trials"] < 0:
+            raise ConfigError(
+                f"selector.startup_trials must not be negative, got {options['startup_trials']}"
+            )
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse a search without a budget, or without Optuna."""
+        import_package("optuna", "tpe", "Optuna")
+        check_action("importance", setting=setting)
+
+    def use_folder(self, folder: Path) -> None:
+        """Keep a copy of the study in the folder, an SQLite file for Optuna's own tools."""
+        self._folder = folder
+
+    def propose(self) -> list[Proposal]:
+        """Ask for trials."""
+        if self._study is None:
+            self._study = self._make_study()
+        self._pending, proposals = [], []
+        for _ in range(self.plans_per_step if self._told else 1):
+            number = len(self._told) + len(self._pending)
+            self._study.sampler = self._sampler(number)
+            trial = self._study.ask()
+            actions = np.array([trial.suggest_float(name, -1.0, 1.0) for name in self._names])
+            self._pending.append((trial, actions))
+            choices = tuple(self._map.allocate(actions).tolist())
+            proposals.append(Proposal(choices, "tpe" if number else "preset"))
+        return proposals
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Tell the trials' rewards."""
+        if self._mirror is None and self._folder is not None:
+            self._mirror = self._make_mirror(self._folder / STUDY_FILE)
+        for (trial, actions), reward in zip(self._pending, rewards, strict=False):
+            self._study.tell(trial, reward)
+            self._told.append((actions, reward))
+            if self._mirror is not None:
+                self._mirror.add_trial(self._finished(actions, reward))
+
+    def state(self) -> SelectorState:
+        """Return the trials told so far."""
+        actions = np.array([actions for actions, _ in self._told]).reshape(-1, len(self._names))
+        rewards = np.array([reward for _, reward in self._told], dtype=float)
+        return SelectorState({"actions": torch.from_numpy(actions), "rewards": torch.from_numpy(rewards)})
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over the trials told so far."""
+        pairs = zip(state.tensors["actions"].numpy(), state.tensors["rewards"].numpy(), strict=True)
+        self._told = [(actions.copy(), float(reward)) for actions, reward in pairs]
+        self._study = self._mirror = None
+
+    def _sampler(self, number: int) -> Any:
+        seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
+        return self._optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=self.startup_trials, multivariate=self.multivariate
+        )
+
+    def _make_study(self) -> Any:
+        """Make the study to ask, with the trials told so far."""
+        study = self._optuna.create_study(direction="maximize", sampler=self._sampler(0))
+        for actions, reward in self._told:
+            study.add_trial(self._finished(actions, reward))
+        if not self._told:
+            study.enqueue_trial(dict.fromkeys(self._names, 0.0))
+        return study
+
+    def _make_mirror(self, path: Path) -> Any:
+        """Make the study on disk, with the trials told so far; one that is there already is replaced."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot replace {path}: {error.strerror or error}; check that the folder is writable"
+            ) from error
+        study = self._optuna.create_study(
+            study_name=STUDY_NAME, storage=f"sqlite:///{path}", direction="maximize"
+        )
+        for actions, reward in self._told:
+            study.add_trial(self._finished(actions, reward))
+        return study
+
+    def _finished(self, actions: np.ndarray, reward: float) -> Any:
+        """Return a finished trial."""
+        distribution = self._optuna.distributions.FloatDistribution(-1.0, 1.0)
+        return self._optuna.trial.create_trial(
+            params=dict(zip(self._names, map(float, actions), strict=True)),
+            distributions=dict.fromkeys(self._names, distribution),
+            value=reward,
+        )

@@ -1,0 +1,281 @@
+"""One way into a search: calibrate, fit the candidates, keep a budget, let selectors choose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from decomposition import CandidateSet, CompressionPlan, FitLibrary
+from decomposition.errors import DecompositionError
+from rankrl.errors import ConfigError
+from rankrl.networks.base import Network
+from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.plan_search.finalists import best_finalist, finalists
+from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.plan_search.run import SearchResult, choosing, run_search
+from rankrl.plan_search.scores.evaluator import Evaluator, MeasuresDivergences
+from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.scores.rewards import Reward, create_reward
+from rankrl.plan_search.scores.scoring import Scoring
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.progress import Progress, progress_bar
+from rankrl.wording import counted
+from rankrl.workers.base import WorkerCluster, Workers
+from rankrl.workers.clusters import open_cluster
+
+log = logging.getLogger(__name__)
+
+
+def problem_of(
+    network: Network,
+    sites: Sequence[CandidateSet],
+    options: SearchOptions,
+    library: FitLibrary | None = None,
+) -> SearchProblem:
+    """Return what is searched over in a network where there is no budget in time.
+
+    Args:
+        network: The network.
+        sites: The candidates of its layers.
+        options: The budgets, as fractions of the original.
+        library: The fits that the candidates come from.
+
+    Raises:
+        ConfigError: The network has nothing to search over.
+        DecompositionError: No plan can reach a budget.
+    """
+    return SearchProblem.from_costs(
+        network.specs,
+        sites,
+        network.input_shape,
+        network.costs,
+        network.fractions({**options.further, "params": options.kept_params}),
+        library=library,
+        preparation=network.preparation,
+    )
+
+
+def check_reachable(network: Network, candidates: CandidateOptions, search: SearchOptions) -> None:
+    """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
+
+    Ranks are not rounded up to multiples here, nor are layers left out that integers do not suit, so a budget
+    that is passed may still be refused later.
+
+    Args:
+        network: The network, trained or not; no inputs are needed.
+        candidates: What may become of its layers.
+        search: The budgets.
+
+    Raises:
+        ConfigError: The network has nothing to search over, or blocks may go and no budget says how many.
+        DecompositionError: No plan can reach a budget, or no layer can be compressed.
+    """
+    if candidates.blocks and not search.setting(candidates).measures:
+        raise ConfigError(
+            "decomposition.blocks removes as many blocks as a budget asks for, and there is none; set "
+            "budget.latency, budget.macs or budget.params"
+        )
+    lister = network.lister(candidates)
+    sites = [lister.candidates(name, limit=candidates.candidates) for name in lister.specs]
+    try:
+        problem_of(network, sites, search)
+    except DecompositionError as error:
+        if network.caveat is None:
+            raise
+        raise DecompositionError(f"{error}. {network.caveat}") from error
+
+
+class SearchSession:
+    """Everything that searches over one network share: candidates, budget, evaluator, reward.
+
+    Used as a context: worker processes end with the block. Whatever cannot work is refused when the block is
+    entered, before the fits take their time.
+
+    Args:
+        network: The dense network.
+        library: The fits of its layers.
+        scoring: What plans are scored by.
+        options: Budget, reward, limits.
+        candidates: Candidate ranks a layer and format at most.
+        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
+            called with the stage, the number of its steps that are done and the number of all.
+
+    Attributes:
+        problem: What is searched over; set within the block, like the following.
+        evaluator: Scores plans.
+        reward: From scores to rewards.
+        latency: The budget in time, if that is what is kept.
+
+    Raises:
+        ConfigError: An option is unknown or out of range (on entry).
+        DecompositionError: No plan can reach the budget (on entry).
+    """
+
+    problem: SearchProblem
+    evaluator: Evaluator
+    reward: Reward
+    latency: LatencyBudget | None
+
+    def __init__(
+        self,
+        network: Network,
+        library: FitLibrary,
+        scoring: Scoring,
+        options: SearchOptions,
+        *,
+        candidates: int,
+        progress: Progress = None,
+    ) -> None:
+        self.progress = progress
+        self.network, self.library, self.scoring, self.options = network, library, scoring, options
+        self.candidates = candidates
+        self._network_score: Callable[[Any], float] | None = None
+        self._cluster: WorkerCluster | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:  # which ends what was begun where something is refused
+            self._prepare()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def _prepare(self) -> None:
+        options = self.options
+        if self.candidates < 1:
+            raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
+        unfitted = [self.library.unfitted(name, limit=self.candidates) for name in self.library.specs]
+        if options.latency is None:
+            problem_of(self.network, unfitted, options)
+        self.scoring.check()
+        if options.workers is not None:
+            asked = Workers(options.workers, options.cluster, options.worker_cpus, options.worker_gpus)
+            self._cluster = open_cluster(asked)
+            self._stack.callback(self._cluster.close)
+        sites = self._fitted(unfitted)
+        self.latency = None
+        if options.latency is None:
+            self.problem = problem_of(self.network, sites, options, self.library)
+        else:
+            self.latency = LatencyBudget(
+                self.network, sites, options.latency, options.timing, self.library, further=options.further
+            )
+            self.problem = self.latency.problem(self.library)
+        self.reward = create_reward(
+            options.reward, budgeted=self.problem.budget is not None, **options.reward_options
+        )
+        evaluator = self.scoring.evaluator(self.library, self.problem, cluster=self._cluster)
+        self.evaluator = self._stack.enter_context(evaluator)
+        if isinstance(self.evaluator, MeasuresDivergences):
+            self.problem = replace(self.problem, divergences=self.evaluator.divergences)
+
+    def applied(self, plan: CompressionPlan) -> Any:
+        """Return the network that a plan becomes, refit and all."""
+        return self.network.applied(plan, self.library)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def search(
+        self,
+        selector: str,
+        selector_options: Mapping[str, Any],
+        *,
+        seed: int,
+        folder: Path | None = None,
+        anew_for_other_scores: bool = False,
+        on_set_aside: Callable[[], None] | None = None,
+        on_episode: Callable[[EpisodeRow], None] | None = None,
+    ) -> SearchResult:
+        """Let a selector look for the best plan; an interrupted search in `folder` is continued.
+
+        Args:
+            selector: Its name.
+            selector_options: Its options.
+            seed: Its seed.
+            folder: Where the search keeps its state and `episodes.csv`; None keeps nothing.
+            anew_for_other_scores: Whether a search in `folder` that scored plans otherwise is set aside for a
+                new one; refused otherwise.
+            on_set_aside: As for `run_search`.
+            on_episode: Called with the row of every newly scored plan.
+
+        Returns:
+            The chosen plan and the record. Within a budget in time the plan keeps it when it is exported and
+            timed; if none of the best does, the result says so (`missed`).
+
+        Raises:
+            ConfigError: The selector or an option is unknown, or an option is out of range.
+            NonFiniteError: A score or reward is NaN or infinite.
+        """
+        options = self.options
+        chosen = create_selector(
+            selector, self.problem, seed=seed, episodes=options.episodes, **selector_options
+        )
+        with progress_bar("search", total=options.episodes, progress=self.progress) as bar:
+
+            def show(row: EpisodeRow) -> None:
+                bar.update(row.episode, best=row.best_reward)
+                if on_episode is not None:
+                    on_episode(row)
+
+            result = run_search(
+                self.problem,
+                self.evaluator,
+                chosen,
+                episodes=options.episodes,
+                reward=self.reward,
+                seconds=options.seconds,
+                patience=options.patience,
+                folder=folder,
+                resume=True,
+                anew_for_other_scores=anew_for_other_scores,
+                on_set_aside=on_set_aside,
+                on_episode=show,
+            )
+        log.info(
+            "search: %s (%s scored) in %.1f s, best reward %.4f",
+            counted(len(result.rows), "episode"),
+            counted(result.evaluations, "different plan"),
+            result.seconds,
+            result.best.reward,
+        )
+        if result.stopped_by == "interrupt":
+            return result
+        missed = None
+        if self.latency is not None:
+            timed = self.latency.holding(self.problem, result, options.finalists, folder=folder)
+            rows, missed = timed.rows, timed.missed
+            if missed is not None:
+                log.warning(missed)
+        else:
+            rows = [result.best] if options.finalists == 1 else finalists(result, options.finalists)
+        return choosing(self.problem, result, self._best_refit(result, rows), missed)
+
+    def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
+        """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""
+        if self.options.finalists == 1:
+            return rows[0]
+        if self._network_score is None:
+            self._network_score = self.scoring.of_networks()
+        score = self._network_score
+        by = result.plan.chosen_by
+        return best_finalist(self.problem, rows, lambda plan: score(self.applied(plan)), self.reward, by)
+
+    def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
+        sites: dict[str, CandidateSet] = {}
+        with progress_bar("fit layers", total=len(unfitted), progress=self.progress) as bar:
+
+            def finish(site: CandidateSet) -> None:
+                sites[site.name] = site
+                bar.advance()
+
+            spread = None if self._cluster is None else self._cluster.spread
+            self.library.fit_all(unfitted, finish, workers=spread)
+        return [sites[site.name] for site in unfitted]

@@ -1,0 +1,1 @@
+"""What is searched over: layers, candidates, costs and budgets."""

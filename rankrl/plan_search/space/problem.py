@@ -1,0 +1,306 @@
+"""The search problem: which layers there are, what each candidate costs, and what may be kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, cast
+
+import numpy as np
+from torch import nn
+
+from decomposition.candidates.candidates import CandidateSet, plan_from_choices, saved
+from decomposition.candidates.library import FitLibrary
+from decomposition.choose.allocation import allocate
+from decomposition.choose.budget import Budget
+from decomposition.choose.latency import LatencyTable
+from decomposition.choose.reachable import check_reachable
+from decomposition.network.cost import count_macs, count_parameters
+from decomposition.network.inputs import ExampleInputs, InputShape, input_shape_of, shape_to_json
+from decomposition.network.layers import LayerSpec, inspect_layers
+from decomposition.network.rewriting import Rewrite, rewrites_of
+from decomposition.operations import Cost
+from decomposition.operations.base import FLOAT_BYTES
+from decomposition.plan.plan import CompressionPlan, fingerprint
+from rankrl.errors import ConfigError
+from rankrl.operations import KeepChannels
+from rankrl.plan_search.space.setting import SearchSetting
+
+Measure = Literal["params", "macs", "bytes", "latency"]
+Choices = tuple[int, ...]
+"""Index of a candidate for every site, in the order of the problem's sites."""
+
+# Without a budget, greedy's plan at this fraction of the parameters is where a search starts.
+_PRESET_FRACTION = 0.5
+
+
+def check_budgets(given: Mapping[str, float | None]) -> None:
+    """Refuse fractions that are none, and more than two budgets.
+
+    Args:
+        given: Fractions to keep by what is counted; None sets no budget.
+
+    Raises:
+        ConfigError: One is outside (0, 1], or more than two are set.
+    """
+    for name, value in given.items():
+        if value is not None and not 0 < value <= 1:
+            raise ConfigError(
+                f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
+            )
+    _check_number_of_budgets(given)
+
+
+def _check_number_of_budgets(given: Mapping[str, float | None]) -> None:
+    asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
+    if len(asked) > 2:
+        raise ConfigError(
+            f"{', '.join(asked[:-1])} and {asked[-1]} are all set; a search keeps at most two budgets: set "
+            "the others to null"
+        )
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """All that a selector needs to know of a network; it never sees the network itself.
+
+    A selector knows a site's candidates by their index; what they stand for matters only to the plan that is
+    made at the end.
+
+    Attributes:
+        specs: Every layer of the network in forward order, compressible or not (`inspect_layers`).
+        sites: The candidates of each compressible layer, with what they cost and lose, in forward order.
+        input_shape: Shape of one network input without the batch axis, or what else is known of the inputs.
+        params: Parameters of the dense network.
+        macs: Multiply-accumulates of the dense network for one input.
+        budget: What every plan must keep within, or None when the reward alone weighs size.
+        library: The fits behind the candidates, for selectors that look into them; None when there are none.
+        divergences: Measures the divergence of every site's candidates on so many batches of held-out images
+            (`MeasuresDivergences`); None where that cannot be done.
+        preparation: What was rewritten in the network before, for its plans.
+    """
+
+    specs: tuple[LayerSpec, ...]
+    sites: tuple[CandidateSet, ...]
+    input_shape: InputShape
+    params: int
+    macs: int
+    budget: Budget | None = None
+    library: FitLibrary | None = field(default=None, compare=False, repr=False)
+    divergences: Callable[[int], Sequence[np.ndarray]] | None = field(default=None, compare=False, repr=False)
+    preparation: tuple[Rewrite, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.sites:
+            raise ConfigError(
+                "there is nothing to search: the network has no layer that can be decomposed; "
+                "`rankrl task=inspect` lists its layers and why"
+            )
+        if self.budget is not None:
+            check_reachable(self.sites, self.budget)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        sites: Sequence[CandidateSet],
+        input_shape: ExampleInputs,
+        *,
+        params: float | None = None,
+        macs: float | None = None,
+        bytes: float | None = None,
+        latency: float | None = None,
+        latencies: LatencyTable | None = None,
+        library: FitLibrary | None = None,
+    ) -> SearchProblem:
+        """Describe the search over a model.
+
+        Args:
+            model: The dense network.
+            sites: The candidates of its compressible layers (`FitLibrary.all_candidates`). Where several
+                generators proposed them, only those are kept that no other beats in error and in what the
+                budget counts (parameters without one).
+            input_shape: Shape of one input without the batch axis, or a batch of inputs.
+            params: Fraction of the parameters that may be kept, in (0, 1], or None.
+            macs: Fraction of the multiply-accumulates that may be kept, in (0, 1], or None.
+            bytes: Fraction of the parameters' bytes that may be kept, in (0, 1], or None.
+            latency: Fraction of the dense network's time that may be kept, in (0, 1], or None.
+            latencies: The candidates' measured times, for a budget in time. Candidates that are slower than
+                their dense layer are left out of the search.
+            library: The fits that the candidates come from; `vbmf` looks into it.
+
+        Raises:
+            ConfigError: More than two budgets are given, a budget in time comes without measured times, or
+                there is no layer to decompose.
+            DecompositionError: A budget is outside (0, 1], or no plan can reach it.
+        """
+        parameters = count_parameters(model)
+        totals = {
+            "params": parameters,
+            "macs": count_macs(model, input_shape),
+            "bytes": FLOAT_BYTES * parameters,
+        }
+        return cls.from_costs(
+            inspect_layers(model, input_shape),
+            sites,
+            input_shape,
+            totals,
+            {"params": params, "macs": macs, "bytes": bytes, "latency": latency},
+            latencies=latencies,
+            library=library,
+            preparation=rewrites_of(model),
+        )
+
+    @classmethod
+    def from_costs(
+        cls,
+        specs: Sequence[LayerSpec],
+        sites: Sequence[CandidateSet],
+        input_shape: ExampleInputs,
+        totals: Mapping[str, int],
+        fractions: Mapping[str, float | None],
+        *,
+        latencies: LatencyTable | None = None,
+        library: FitLibrary | None = None,
+        preparation: tuple[Rewrite, ...] = (),
+    ) -> SearchProblem:
+        """Describe the search over a network of which layers and costs are known.
+
+        Args:
+            specs: Every layer of the network in forward order.
+            sites: As for `from_model`.
+            input_shape: As for `from_model`.
+            totals: `params`, `macs` and `bytes` of the dense network.
+            fractions: Fractions that may be kept, by measure; `latency` is the last.
+            latencies: As for `from_model`.
+            library: As for `from_model`.
+            preparation: What was rewritten in the network before, for its plans.
+
+        Raises:
+            ConfigError: As `from_model`.
+            DecompositionError: As `from_model`.
+        """
+        _check_number_of_budgets(fractions)
+        latency = fractions.get("latency")
+        if latency is not None and latencies is None:
+            raise ConfigError(
+                f"budget.latency={latency} needs measured latencies; pass latencies= "
+                "(rankrl.onnx.export.measure_layer_latencies)"
+            )
+        if latency is not None and latencies is not None:
+            sites = latencies.attach(sites)
+        budget: Budget | None = None
+        for measure, fraction in fractions.items():  # time is the last: the first of two budgets
+            if fraction is None:
+                continue
+            if measure == "latency" and latencies is not None:
+                further = latencies.budget(fraction, sites)
+            else:
+                further = Budget.of_total(totals[measure], sites, measure, fraction)
+            budget = replace(further, also=budget)
+        measures = ("params",) if budget is None else budget.measures
+        return cls(
+            tuple(specs),
+            tuple(site.efficient(*measures) for site in sites),
+            input_shape_of(input_shape),
+            totals["params"],
+            totals["macs"],
+            budget,
+            library,
+            preparation=preparation,
+        )
+
+    @property
+    def setting(self) -> SearchSetting:
+        """What a selector's options may contradict."""
+        return SearchSetting(
+            () if self.budget is None else self.budget.measures,
+            any(site.mixed for site in self.sites),
+            any(site.narrows or site.removal is not None for site in self.sites),
+            self.budget is not None and any(each.borders for each in self.budget.limits),
+        )
+
+    @property
+    def measure(self) -> Measure:
+        """What the budget counts, the first one of two; `params` when there is none."""
+        return "params" if self.budget is None else cast(Measure, self.budget.measure)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sites in forward order."""
+        return tuple(site.name for site in self.sites)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of everything that decides what a selector would do, 16 hexadecimal digits.
+
+        It covers layers, candidates, errors (which stand for weights and calibration data) and the budget.
+        """
+        digest = hashlib.sha256()
+        limits = () if self.budget is None else self.budget.limits
+        budget = [value for each in limits for value in (each.fraction, each.measure)] or None
+        digest.update(json.dumps([fingerprint(self.specs), shape_to_json(self.input_shape), budget]).encode())
+        for site in self.sites:
+            content = [one.content() for one in site.candidates]
+            digest.update(json.dumps([site.layer_names, content], sort_keys=True).encode())
+            for values in (
+                site.params,
+                site.macs,
+                site.losses,
+                *([site.cost("latency")] if site.timed else []),
+                *(site.saved(measure) for measure in ("params", self.measure) if site.narrows),
+            ):
+                digest.update(values.tobytes())
+        if self.budget is not None and self.budget.borders:
+            digest.update(repr(self.budget.borders).encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def preset(self) -> np.ndarray:
+        """Greedy's choices, shape (sites,): where a search starts.
+
+        The Lagrangian allocation over the data-aware errors for the budget, or for half of the parameters
+        when there is no budget.
+        """
+        if self.budget is not None:
+            return allocate(self.sites, self.budget)
+        fixed = self.params - sum(int(site.params[site.dense]) for site in self.sites)
+        least = fixed + sum(int(site.params.min()) for site in self.sites)
+        fraction = min(1.0, max(_PRESET_FRACTION, least / self.params + 1e-9))
+        return allocate(self.sites, Budget(fraction, "params", self.params, fixed))
+
+    def plan(self, choices: Iterable[int], chosen_by: str) -> CompressionPlan:
+        """Return the plan that takes candidate `choices[j]` of `sites[j]`."""
+        return plan_from_choices(
+            self.sites,
+            choices,
+            self.specs,
+            self.input_shape,
+            chosen_by,
+            keep=KeepChannels,
+            preparation=self.preparation,
+        )
+
+    def cost(self, choices: Sequence[int]) -> Cost:
+        """Return the cost of the whole network; its time where all candidates were timed, as they add up."""
+        params, macs = self.params, self.macs
+        size, time = FLOAT_BYTES * self.params, None
+        if self.measure == "latency" and self.budget is not None:
+            time = self.budget.spent(self.sites, choices)
+        for site, choice in zip(self.sites, choices, strict=True):
+            now, before = site.candidates[choice].cost, site.candidates[site.dense].cost
+            params += now.params - before.params
+            macs += now.macs - before.macs
+            size += now.bytes - before.bytes
+        params, macs, size = (
+            total - round(saved(self.sites, choices, measure))
+            for total, measure in ((params, "params"), (macs, "macs"), (size, "bytes"))
+        )
+        return Cost(params, macs, size, time)
+
+    def keeps_budget(self, choices: Sequence[int]) -> bool:
+        """Tell whether the choices stay within the budget; always true without one."""
+        return self.budget is None or self.budget.kept(self.sites, choices)

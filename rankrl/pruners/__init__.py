@@ -1,0 +1,1 @@
+"""Pruning a network to a target."""

@@ -1,0 +1,59 @@
+"""What a call from Python records in its folder, so that another call is told from the same one again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.runs.run_folder import COMPRESS
+
+
+def call_record(
+    model: nn.Module,
+    candidates: CandidateOptions,
+    options: SearchOptions,
+    selector: str,
+    selector_options: Mapping[str, Any],
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """Return all that a search depends on beside the data and the score, which its own state tells apart.
+
+    Args:
+        model: The network.
+        candidates: What may become of its layers.
+        options: Budgets and limits.
+        selector: Name of what chooses.
+        selector_options: Its options.
+        seed: Seed of everything random.
+    """
+    timing = {"batch": options.timing.batch, "threads": options.timing.threads, "runs": options.timing.runs}
+    return {
+        "task": COMPRESS,
+        "network": network_digest(model),
+        **{name: getattr(options, name) for name in ("params", "macs", "bytes", "latency", "episodes")},
+        "timing": None if options.latency is None else timing,
+        "candidates": asdict(candidates),
+        "selector": selector,
+        "selector options": {name: repr(each) for name, each in selector_options.items()},
+        "seed": seed,
+    }
+
+
+def network_digest(model: nn.Module) -> str:
+    """Return the hash of a network's modules and weights, 16 hexadecimal digits."""
+    modules = [(name, type(module).__qualname__) for name, module in model.named_modules()]
+    digest = hashlib.sha256(repr(modules).encode())
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
+            plain = value.detach().cpu().contiguous().flatten()
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

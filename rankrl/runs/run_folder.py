@@ -1,0 +1,349 @@
+"""The files of one run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankrl.errors import ConfigError, StorageError
+from rankrl.files import filled_in, write_json
+from rankrl.runs.run_lock import LOCK_FILE
+from rankrl.runs.tracking import NOT_TRACKED, Tracking
+
+log = logging.getLogger(__name__)
+
+COMPRESS = "rankrl.compress"
+"""The task in the record of a call of it."""
+SAME_CALL = "the same call goes on with it; for another one name another folder, or delete this one"
+_ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
+_MISSING = "not set"
+_LONGEST_SHOWN = 60
+_MOST_NAMED = 3
+_LONGEST_NAME = 200
+_BEGAN = time.time()  # when this process did, or a little later
+# What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
+_WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb", LOCK_FILE)
+# Options that change nothing in a run's results.
+_WITHOUT_EFFECT = (
+    "resume",
+    "tracking",
+    *(f"search.{name}" for name in ("workers", "cluster", "worker_cpus", "worker_gpus")),
+)
+
+
+@dataclass
+class RunNotes:
+    """What the steps of a run leave for its `metrics.json`.
+
+    Attributes:
+        warnings: What a reader must know before trusting the numbers.
+        trainings: The learning rate that each training followed to its end, how often it was halved before,
+            and the epochs, by stage: `train`, `finetune`, ...
+        missed: That of the warnings which says that the budget is missed, or None.
+        collapsed: That of them which says that the network is no better than a constant, or None.
+    """
+
+    warnings: list[str] = field(default_factory=list)
+    trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missed: str | None = None
+    collapsed: str | None = None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps its results; `metrics.json` is written last, so a folder with it is complete.
+
+    Attributes:
+        path: The folder.
+        tracking: What the run reports to while it goes on.
+        notes: What its steps leave for its end.
+    """
+
+    path: Path
+    tracking: Tracking = field(default=NOT_TRACKED, compare=False)
+    notes: RunNotes = field(default_factory=RunNotes, compare=False)
+
+    def warn(self, text: str) -> None:
+        """Log a warning at once, and keep it for `metrics.json`, the report and the end of the run."""
+        log.warning(text)
+        self.notes.warnings.append(text)
+
+    def miss(self, text: str) -> None:
+        """Keep the warning that the budget is missed, for the same places and the exit code."""
+        self.notes.warnings.append(text)
+        self.notes.missed = text
+
+    def collapse(self, text: str) -> None:
+        """Keep the warning that the network is no better than a constant, for the same places."""
+        self.notes.warnings.append(text)
+        self.notes.collapsed = text
+
+    @property
+    def plan(self) -> Path:
+        """The chosen plan."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """The numbers; their presence marks the run as finished."""
+        return self.path / "metrics.json"
+
+    @property
+    def model(self) -> Path:
+        """The compressed network with its plan."""
+        return self.path / "model.safetensors"
+
+    @property
+    def onnx(self) -> Path:
+        """The compressed network as ONNX."""
+        return self.path / "model.onnx"
+
+    @property
+    def optimizer_step(self) -> Path:
+        """The step of the optimizer as ONNX."""
+        return self.path / "optimizer_step.onnx"
+
+    @property
+    def dense(self) -> Path:
+        """The dense network that the run trained itself."""
+        return self.path / "dense.safetensors"
+
+    @property
+    def state(self) -> Path:
+        """Everything that resuming needs."""
+        return self.path / "state"
+
+    @property
+    def searches(self) -> Path:
+        """The states of the searches that are compared, a folder each."""
+        return self.path / "searches"
+
+    @property
+    def error(self) -> Path:
+        """What a job of a sweep failed with."""
+        return self.path / "error.json"
+
+    @property
+    def record(self) -> Path:
+        """The configuration that the results in the folder belong to, and its overrides."""
+        return self.state / "configuration.json"
+
+    @property
+    def progress(self) -> Path:
+        """What a job of a sweep is at."""
+        return self.state / "progress.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run has ended here."""
+        return self.metrics.exists()
+
+    @property
+    def holds_results(self) -> bool:
+        """Whether a run has ended here, or has got far enough to go on."""
+        files = (self.metrics, self.plan, self.path / "episodes.csv")
+        states = (*self.state.rglob("*.safetensors"), *self.searches.rglob("*"))
+        return any(file.is_file() for file in (*files, *states))
+
+    def claim(
+        self,
+        config: Mapping[str, Any],
+        overrides: Sequence[str],
+        *,
+        resume: bool = False,
+        composed: Callable[[Sequence[str]], Mapping[str, Any]] = lambda overrides: {},
+    ) -> None:
+        """Record the configuration whose results the folder is about to hold.
+
+        Args:
+            config: The run's configuration, plain values.
+            overrides: The overrides that it was composed from, for `resume=`.
+            resume: Whether the user asked to go on here.
+            composed: As for `check`.
+
+        Raises:
+            ConfigError: As `check`, unless `resume` is on.
+            StorageError: The folder cannot be written.
+        """
+        if not resume:
+            self.check(config, composed=composed)
+        write_json(self.record, {"config": with_effect(_plain(config)), "overrides": list(overrides)})
+
+    def check(
+        self,
+        config: Mapping[str, Any],
+        *,
+        composed: Callable[[Sequence[str]], Mapping[str, Any]] = lambda overrides: {},
+        advice: str = _ANOTHER_FOLDER,
+    ) -> None:
+        """Refuse a folder that holds results of another configuration; nothing is written.
+
+        Args:
+            config: The run's configuration, plain values.
+            composed: Returns what overrides stand for now: the values of options that did not exist yet when
+                the folder's results were made.
+            advice: What to do instead.
+
+        Raises:
+            ConfigError: It does; the options that differ are named.
+        """
+        config = with_effect(_plain(config))
+        if self.holds_results:
+            known = self._recorded()
+            if known is None:
+                raise ConfigError(f"{self.path} holds a run of unknown configuration; {advice}")
+            before, given = with_effect(known[0]), known[1]
+            changes = changed_options(before, config)
+            if changes:
+                changes = changed_options(filled_in(before, with_effect(_plain(composed(given)))), config)
+            if changes:
+                raise ConfigError(f"{self.path} holds a run with another configuration ({changes}); {advice}")
+
+    def remove_results(self) -> None:
+        """Remove what a run ends with, `metrics.json` first, before what another one ends with is written."""
+        for path in (self.metrics, self.plan, self.model, self.onnx, self.path / "report.html"):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.path / "plots", ignore_errors=True)
+
+    def _recorded(self) -> tuple[dict[str, Any], list[str]] | None:
+        """The recorded configuration and its overrides, or None where there are none that can be read."""
+        try:
+            record = json.loads(self.record.read_text(encoding="utf-8"))
+            config, overrides = record["config"], [str(each) for each in record["overrides"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return (config, overrides) if isinstance(config, dict) else None
+
+    def discard(self) -> None:
+        """Remove the folder of a run that was refused, unless it holds results or anything of someone else's.
+
+        What was there before this process began is someone else's. Folders above it that are empty then go
+        with it, up to the current one.
+        """
+        if self.holds_results or not self.path.is_dir():
+            return
+        for path in self.path.rglob("*"):
+            inside = path.relative_to(self.path)
+            known = inside.parts[0] in _WRITTEN_BEFORE or inside.suffix == ".log"
+            if path.is_file() and not (known and path.stat().st_mtime >= _BEGAN):
+                return
+        shutil.rmtree(self.path, ignore_errors=True)
+        here = Path.cwd()
+        for folder in self.path.absolute().parents:
+            if folder == here or here not in folder.parents:
+                break
+            try:
+                folder.rmdir()
+            except OSError:  # other runs are in it
+                break
+
+    def prepare(self) -> None:
+        """Create the folder and make sure that it can be written.
+
+        Raises:
+            StorageError: If it cannot be.
+        """
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+            probe = self.state / f".probe-{os.getpid()}"
+            probe.write_bytes(b"writable")
+            probe.unlink()
+        except OSError as error:
+            raise StorageError(
+                f"the run folder {self.path} cannot be written ({error.strerror}); "
+                "choose another one with hydra.run.dir=FOLDER"
+            ) from error
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Refuse a folder that cannot be made or written; what was made to find out is removed again.
+
+    Args:
+        folder: The folder, which need not exist.
+        option: The option that names it.
+
+    Raises:
+        StorageError: It cannot be.
+    """
+    made: list[Path] = []
+    try:
+        for each in (*reversed(folder.parents), folder):
+            if not each.exists():
+                each.mkdir(exist_ok=True)
+                made.append(each)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"writable")
+        probe.unlink()
+    except OSError as error:
+        name = str(folder) if len(str(folder)) <= _LONGEST_NAME else f"{str(folder)[:_LONGEST_NAME]}..."
+        raise StorageError(
+            f"{option}={name}: that folder cannot be written ({error.strerror}); choose another one with "
+            f"{option}=FOLDER"
+        ) from error
+    finally:
+        for each in reversed(made):
+            with suppress(OSError):
+                each.rmdir()
+
+
+def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return what of a configuration a run's results depend on."""
+    return {
+        name: with_effect(value, f"{within}{name}.") if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if f"{within}{name}" not in _WITHOUT_EFFECT
+    }
+
+
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return in words in which options two configurations differ; empty where they do not."""
+    changes = list(_changes(before, after))
+    return "; ".join(changes[:_MOST_NAMED]) + ("; ..." if len(changes) > _MOST_NAMED else "")
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as its record holds it."""
+    plain: dict[str, Any] = json.loads(json.dumps(config))
+    return plain
+
+
+def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:
+    """Yield `option was A, is now B` for every option in which two configurations differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in {**before, **after}:
+            inner = f"{name}.{key}" if name else str(key)
+            yield from _changes(before.get(key, _MISSING), after.get(key, _MISSING), inner)
+    elif before != after:
+        yield f"{name} was {_brief(before)}, is now {_brief(after)}"
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def cache_folder() -> Path:
+    """Return the folder for fits that later runs reuse: RANKRL_CACHE, or `rankrl` in the user's cache.
+
+    Raises:
+        StorageError: If it cannot be created.
+    """
+    chosen = os.environ.get("RANKRL_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(chosen) if chosen else Path(base) / "rankrl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the cache folder {folder} cannot be created ({error.strerror}); "
+            "set the environment variable RANKRL_CACHE to a writable folder"
+        ) from error
+    return folder

@@ -1,0 +1,68 @@
+"""One job of a sweep: skipped when it is finished, resumed when it is not, never the end of the others."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankrl.errors import RunStoppedError
+from rankrl.progress import listening
+from rankrl.runs.run_folder import RunFolder
+from rankrl.runs.run_lock import locked
+from rankrl.runs.sweeps.devices import runs_beside_others, take_one_gpu
+from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
+from rankrl.runs.sweeps.progress import JobProgress
+
+log = logging.getLogger(__name__)
+
+
+def run_sweep_job(
+    run: Callable[[], object],
+    folder: RunFolder,
+    *,
+    number: int,
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    composed: Callable[[Sequence[str]], Mapping[str, Any]],
+    record: Callable[[], object],
+    sweep_folder: Path,
+    explain: Callable[[Exception], str],
+) -> None:
+    """Carry out a job, unless the folder holds its results; write what it failed with to `error.json`.
+
+    Args:
+        run: Carries the job out.
+        folder: The job's folder.
+        number: The job's number in the sweep.
+        config: The job's configuration, plain values; results in the folder must be of the same.
+        overrides: The overrides that it was composed from.
+        composed: Returns what overrides stand for now, for results from before an option was added.
+        record: Writes `.hydra` into the job's folder; called once that is known to be this job's.
+        sweep_folder: The sweep's folder.
+        explain: Turns an error into one paragraph.
+
+    Raises:
+        RunStoppedError: The user stopped it, which ends the whole sweep.
+    """
+    try:
+        with locked(folder.path):
+            folder.prepare()
+            folder.error.unlink(missing_ok=True)
+            folder.claim(config, overrides, composed=composed)
+            if folder.finished:
+                log.info("finished already: %s", folder.path)
+                return
+            record()
+            if runs_beside_others():
+                take_one_gpu(number)
+            with listening(JobProgress(folder)):
+                run()
+    except RunStoppedError:
+        raise
+    except Exception as error:  # whatever it is, the other jobs go on; the traceback is in the file
+        paragraph = " ".join(explain(error).split())
+        print(f"rankrl: {folder.path}: {paragraph}", file=sys.stderr)
+        write_failure(folder.path, error, paragraph, overrides, sweep_identifier(sweep_folder))

@@ -1,0 +1,176 @@
+"""How far the jobs of a sweep are: told by each in its folder, shown as one line for all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from rankrl.errors import StorageError
+from rankrl.files import write_json
+from rankrl.progress import in_words
+from rankrl.runs.run_folder import RunFolder
+from rankrl.runs.sweeps.failures import failures
+from rankrl.wording import counted
+
+log = logging.getLogger(__name__)
+
+_TOLD_EVERY = 2.0  # seconds; folders of clusters are slow
+_SHOWN_EVERY = 2.0
+_LOGGED_EVERY = 30.0
+_FORGOTTEN_AFTER = 600.0  # seconds without a word, after which a job is not said to be running
+_MOST_NAMED = 4
+
+
+class JobProgress:
+    """Writes what a job is at into its folder now and then; a listener of `rankrl.progress`.
+
+    Args:
+        folder: The job's.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path, self._due = folder.progress, 0.0
+
+    def __call__(self, stage: str, completed: int, total: int) -> None:
+        """Take note of a step."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _TOLD_EVERY
+        try:
+            write_json(self._path, {"stage": stage, "completed": completed, "total": total})
+        except StorageError:
+            log.debug("progress cannot be written to %s", self._path)  # the job itself will say so
+
+
+@dataclass(frozen=True)
+class SweepState:
+    """How far a sweep is.
+
+    Attributes:
+        finished: Jobs that have their results.
+        failed: Jobs that ended with an error.
+        running: What each of the others is at, those that spoke last first.
+    """
+
+    finished: int
+    failed: int
+    running: Sequence[str]
+
+    @classmethod
+    def of(cls, sweep_folder: Path) -> SweepState:
+        """Read it from the folders of the jobs."""
+        failed = {failure.folder for failure in failures(sweep_folder)}
+        finished, running = 0, []
+        for record in sweep_folder.rglob("state/configuration.json"):
+            folder = RunFolder(record.parent.parent)
+            if folder.path in failed:
+                continue
+            if folder.finished:
+                finished += 1
+                continue
+            spoken, words = _last_words(folder)
+            if time.time() - spoken < _FORGOTTEN_AFTER:
+                running.append((spoken, f"{folder.path.relative_to(sweep_folder)}{words}"))
+        return cls(finished, len(failed), [words for _, words in sorted(running, reverse=True)])
+
+    @property
+    def ended(self) -> int:
+        """Jobs that are finished or have failed."""
+        return self.finished + self.failed
+
+    def line(self, total: int | None, left: float | None) -> str:
+        """Return it in one line.
+
+        Args:
+            total: How many jobs the command has, if that is known; the folder may hold more, of earlier ones.
+            left: Seconds that the rest will take, if that is known.
+        """
+        if total is None:
+            done = counted(self.finished, "job")
+        else:
+            jobs = max(total, self.ended + len(self.running))
+            done = f"{self.finished} of {counted(jobs, 'job')}"
+        parts = [f"{done} finished"]
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        if self.running:
+            named = ", ".join(self.running[:_MOST_NAMED])
+            more = "" if len(self.running) <= _MOST_NAMED else ", ..."
+            parts.append(f"{len(self.running)} running ({named}{more})")
+        if left is not None:
+            parts.append(f"about {in_words(left)} left")
+        return "; ".join(parts)
+
+
+class SweepWatch:
+    """Shows how far a sweep is while its jobs run elsewhere, in a thread of its own.
+
+    Args:
+        folder: The sweep's.
+        total: How many jobs there are, if that is known.
+        live: Whether a line on the terminal is drawn anew rather than the log being written to, as jobs that
+            print to the same terminal ask for.
+        console: Where to draw.
+    """
+
+    def __init__(
+        self, folder: Path, total: int | None, *, live: bool, console: Console | None = None
+    ) -> None:
+        self._folder, self._total = folder, total
+        self._console = console or Console()
+        self._live = live and (self._console.is_terminal if console else sys.stdout.isatty())
+        self._begin = time.monotonic()
+        self._before = SweepState.of(folder).ended
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and leave the last line."""
+        self._ended.set()
+        self._thread.join()
+
+    def line(self) -> str:
+        """Return the line that says how far the sweep is now."""
+        state = SweepState.of(self._folder)
+        done, left = state.ended - self._before, None
+        rest = 0 if self._total is None else self._total - state.ended
+        if rest > 0 and done > 0:
+            left = (time.monotonic() - self._begin) / done * rest
+        return f"sweep: {state.line(self._total, left)}"
+
+    def _watch(self) -> None:
+        if not self._live:
+            last = None
+            while not self._ended.wait(_LOGGED_EVERY):
+                line = self.line()
+                if line != last:
+                    log.info(line)
+                last = line
+            return
+        with Live(Text(self.line()), console=self._console, auto_refresh=False, transient=True) as live:
+            while not self._ended.wait(_SHOWN_EVERY):
+                live.update(Text(self.line()), refresh=True)
+
+
+def _last_words(folder: RunFolder) -> tuple[float, str]:
+    """Return when a job last said what it is at, and what."""
+    try:
+        content = json.loads(folder.progress.read_text(encoding="utf-8"))
+        words = f": {content['stage']} {content['completed']} of {content['total']}"
+        return folder.progress.stat().st_mtime, words
+    except (OSError, ValueError, KeyError, TypeError):
+        try:
+            return folder.record.stat().st_mtime, ""
+        except OSError:
+            return 0.0, ""

@@ -1,0 +1,128 @@
+"""The form in which a compressed network is fastest: each layer in stages, or contracted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import contracted, factorised_layers, inspect_layers
+from decomposition.network.inputs import InputShape
+from decomposition.network.rounding import is_rounded
+from decomposition.network.surgery import copied, replace_module
+from rankrl.files import write_json
+from rankrl.onnx.export import export_onnx
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch
+from rankrl.timing.latency import time_in_turns
+from rankrl.timing.layer_timing import LayerTimer
+
+FORM_FILE = "onnx-form.json"
+"""Where the form of the exported file is kept, beside the files that were timed."""
+_RUNS = 7
+_FASTER = 0.95
+"""A layer is contracted where that takes less than so much of the time of its stages."""
+
+
+def fastest_form(
+    network: nn.Module,
+    shape: InputShape,
+    scratch: Path,
+    *,
+    timing: Mapping[str, Any],
+    timed: Batch | None,
+    channel_block: int,
+    **options: Any,
+) -> tuple[nn.Module, str, Path | None]:
+    """Return the form of a compressed network that is fastest in onnxruntime, its name, and its file.
+
+    Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores of every layer as
+    layers, `contracted` contracts them to dense weights once, when the file is loaded, `mixed` does for each
+    layer what is faster between its neighbours. All hold the same cores; of forms that are equally fast the
+    first is taken. What was chosen is kept in the scratch folder, so that a run that goes on after an
+    interruption does not choose otherwise by a later timing. The file is None where none was written to be
+    timed: with a single form, or one that was chosen before.
+
+    Args:
+        network: The network.
+        shape: Shape of one input without the batch.
+        scratch: Folder for the files that are timed.
+        timing: `batch`, `threads` and `runs` of `compare_latency`.
+        timed: The batch that files are timed on; None for random numbers.
+        channel_block: As in `export_onnx`.
+        **options: Further options of `export_onnx`.
+
+    Raises:
+        ExportError: The network cannot be exported.
+    """
+    layers = factorised_layers(network)
+    if not layers:
+        return network, "dense", None
+    if is_rounded(network):  # cores are stored as they are, stages computed in integers
+        return network, "staged", None
+
+    def file_of(name: str, form: nn.Module) -> Path:
+        path = scratch / f"{name}.onnx"
+        export_onnx(form, path, shape, channel_block=channel_block, **options)
+        return path
+
+    files = {"staged": file_of("staged", network)}
+    digest = hashlib.sha256(files["staged"].read_bytes()).hexdigest()
+    chosen = _chosen_before(scratch / FORM_FILE, digest)
+    if chosen is None:
+        slow = faster_contracted(network, shape, timing, channel_block)
+        tried = {"staged": [], "mixed": slow, "contracted": list(layers)}
+        if len(slow) in (0, len(layers)):
+            del tried["mixed"]
+        files |= {name: file_of(name, contracted(network, tried[name])) for name in tried if name != "staged"}
+        turns = [(DEFAULT_RUNTIME, path) for path in files.values()]
+        times = time_in_turns(turns, inputs=timed, **timing)
+        best = 0
+        for other in range(1, len(turns)):
+            compared = times.compare(best, other)
+            if compared.ratio > 1 and not compared.unchanged:
+                best = other
+        name = list(tried)[best]
+        chosen = name, tried[name]
+        write_json(scratch / FORM_FILE, {"chosen": name, "contracted": tried[name], "of": digest})
+    name, names = chosen
+    return (network if name == "staged" else contracted(network, names)), name, files.get(name)
+
+
+def faster_contracted(
+    network: nn.Module, shape: InputShape, timing: Mapping[str, Any], channel_block: int
+) -> list[str]:
+    """Return the names of the layers that are faster contracted, timed one by one between neighbours."""
+    dense, whole = copied(network), factorised_layers(contracted(network))
+    for layer in factorised_layers(dense).values():
+        replace_module(dense, layer, layer.geometry.dense(dtype=layer.cores()[0].dtype))
+    specs = {spec.name: spec for spec in inspect_layers(dense.cpu(), shape)}
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        timer = LayerTimer(
+            batch=timing["batch"],
+            threads=timing["threads"],
+            runs=_RUNS,
+            folder=Path(folder),
+            channel_block=channel_block,
+        )
+        for name, layer in factorised_layers(network).items():
+            spec = specs.get(name)
+            if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:
+                staged, one = timer.forms(spec, [layer, whole[name]])
+                if one < _FASTER * staged:
+                    found.append(name)
+    return found
+
+
+def _chosen_before(path: Path, digest: str) -> tuple[str, list[str]] | None:
+    """Return the form that was chosen for the same network, and its contracted layers; None without one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return (str(content["chosen"]), list(content["contracted"])) if content["of"] == digest else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,346 @@
+"""Latency of ONNX files, measured so that models and runtimes can be compared on a busy machine.
+
+With one thread the runtimes of the CPU work in the calling thread, and what is measured is that thread's
+processor time: time that others spend on the core does not count. With several threads, or on a GPU, it is
+the time on the wall.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rankrl.device import usable_cores
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
+from rankrl.wording import counted
+
+Clock = Literal["processor", "wall"]
+
+SMALLEST_CHANGE = 0.03
+"""Two sessions of one and the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons
+on a busy machine, of which the interval alone would have called 7 a change."""
+_SPREAD_PERCENTILES = (10, 90)
+_INTERVAL_PERCENTILES = (2.5, 97.5)
+_RESAMPLES = 2000
+_FINE_CLOCK = 1e-6  # seconds; the processor time of some systems moves in steps of 16 ms
+_BUSY_SHARE = 0.1
+_BUSY_LOAD = 0.5  # of a core, beyond those there are: our own work before the timing counts as load too
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of one forward pass.
+
+    Attributes:
+        median_ms: Median over the runs, in milliseconds.
+        low_ms: 10th percentile, in milliseconds.
+        high_ms: 90th percentile, in milliseconds.
+        batch: Inputs per forward pass.
+        threads: Threads that the runtime computed with.
+        runs: Number of timed forward passes.
+        clock: Whether it is processor time or time on the wall.
+    """
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    batch: int
+    threads: int
+    runs: int
+    clock: Clock
+
+    def __str__(self) -> str:
+        return (
+            f"{self.median_ms:.2f} ms ({self.low_ms:.2f}–{self.high_ms:.2f}), batch {self.batch}, "
+            f"{counted(self.threads, 'thread')}"
+        )
+
+
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Two models timed in turns.
+
+    Attributes:
+        baseline: Latency of the first model.
+        compressed: Latency of the second.
+        ratio: Median of the baseline ÷ median of the compressed model; above 1 the second is the faster one.
+        ratio_low: Lower end of the ratio's 95 % interval, from resampled turns (bootstrap percentiles, Efron
+            and Tibshirani 1993, chapter 13).
+        ratio_high: Its upper end.
+        busy: What showed that the machine was busy with something else, or None.
+    """
+
+    baseline: Latency
+    compressed: Latency
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    busy: str | None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the ratio lies within the noise."""
+        return is_unchanged(self.ratio, self.ratio_low, self.ratio_high)
+
+
+def is_unchanged(ratio: float, low: float | None = None, high: float | None = None) -> bool:
+    """Whether a ratio of two times is no change: what reports and choices go by.
+
+    Args:
+        ratio: One time ÷ the other.
+        low: Lower end of its 95 % interval, if it is known.
+        high: Upper end.
+
+    Returns:
+        True when the interval covers 1, or the ratio is within `SMALLEST_CHANGE` of it either way.
+    """
+    if max(ratio, 1 / ratio) < 1 + SMALLEST_CHANGE:
+        return True
+    return low is not None and high is not None and low <= 1 <= high
+
+
+def clock_for(threads: int, runtime: str = DEFAULT_RUNTIME) -> Clock:
+    """Return the clock that times a session of so many threads in a runtime."""
+    fine = time.get_clock_info("thread_time").resolution <= _FINE_CLOCK
+    alone = threads == 1 and get_runtime(runtime).in_calling_thread
+    return "processor" if alone and fine else "wall"
+
+
+def ticks(clock: Clock) -> Callable[[], int]:
+    """Return the function that reads a clock, in nanoseconds."""
+    return time.thread_time_ns if clock == "processor" else time.perf_counter_ns
+
+
+def measure_latency(
+    path: str | Path,
+    *,
+    batch: int = 64,
+    threads: int = 1,
+    runs: int = 30,
+    warm_up: int = 3,
+    runtime: str = DEFAULT_RUNTIME,
+    inputs: Batch | None = None,
+) -> Latency:
+    """Time an ONNX model on random inputs of its type: standard normal numbers, or bytes.
+
+    Args:
+        path: The ONNX file.
+        batch: Inputs per forward pass; must be the file's own where that is fixed.
+        threads: Threads for one operator.
+        runs: Timed forward passes.
+        warm_up: Untimed forward passes before them.
+        runtime: The runtime.
+        inputs: What goes into the files in place of random inputs, such as one batch of real ones for a file
+            with several inputs; then `batch` says how many it holds.
+
+    Returns:
+        Median and spread.
+
+    Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
+        ExportError: The file cannot be loaded, or an option is out of range or does not fit the file.
+    """
+    timed = time_in_turns(
+        [(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs
+    )
+    return timed.latencies[0]
+
+
+def compare_latency(
+    baseline: str | Path,
+    compressed: str | Path,
+    *,
+    batch: int = 64,
+    threads: int = 1,
+    runs: int = 30,
+    warm_up: int = 3,
+    runtime: str = DEFAULT_RUNTIME,
+    inputs: Batch | None = None,
+) -> LatencyComparison:
+    """Time two ONNX models in turns (A B, B A, A B, ...), so that what disturbs the machine disturbs both.
+
+    Args:
+        baseline: ONNX file of the original model.
+        compressed: ONNX file of the compressed one.
+        batch: Inputs per forward pass; must be the files' own where that is fixed.
+        threads: Threads for one operator.
+        runs: Timed forward passes of each model.
+        warm_up: Untimed forward passes of each before them.
+        runtime: The runtime.
+        inputs: What goes into the files in place of random inputs, such as one batch of real ones for a file
+            with several inputs; then `batch` says how many it holds.
+
+    Returns:
+        Both latencies, and the ratio of their medians with its interval.
+
+    Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
+        ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
+    """
+    files = [(runtime, baseline), (runtime, compressed)]
+    timed = time_in_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs)
+    return timed.compare(0, 1)
+
+
+@dataclass(frozen=True)
+class TimedTurns:
+    """Files that were timed in turns, whatever the model and the runtime.
+
+    Attributes:
+        latencies: Of each file.
+        times: Milliseconds of every forward pass, shape (runs, files).
+        busy: What showed that the machine was busy with something else, or None.
+    """
+
+    latencies: Sequence[Latency]
+    times: np.ndarray[Any, np.dtype[np.float64]]
+    busy: str | None
+
+    def compare(self, baseline: int, compressed: int) -> LatencyComparison:
+        """Compare two of the files, given by their positions."""
+        before, after = self.latencies[baseline], self.latencies[compressed]
+        runs = len(self.times)
+        turns = np.random.default_rng(0).integers(runs, size=(_RESAMPLES, runs))
+        resampled = np.median(self.times[:, [baseline, compressed]][turns], axis=1)
+        low, high = np.percentile(resampled[:, 0] / resampled[:, 1], _INTERVAL_PERCENTILES)
+        return LatencyComparison(
+            baseline=before,
+            compressed=after,
+            ratio=before.median_ms / after.median_ms,
+            ratio_low=float(low),
+            ratio_high=float(high),
+            busy=self.busy,
+        )
+
+
+def time_in_turns(
+    files: Sequence[tuple[str, str | Path]],
+    *,
+    batch: int = 64,
+    threads: int = 1,
+    runs: int = 30,
+    warm_up: int = 3,
+    inputs: Batch | None = None,
+) -> TimedTurns:
+    """Time several ONNX files in turns (A B C, C B A, ...), each in a runtime.
+
+    Args:
+        files: The names of runtimes, each with the file it runs; at least one.
+        batch: Inputs per forward pass; must be the files' own where that is fixed.
+        threads: Threads for one operator.
+        runs: Timed forward passes of each file.
+        warm_up: Untimed forward passes of each before them.
+        inputs: What goes into all of the files, in place of random inputs of each one's type.
+
+    Raises:
+        ConfigError: A runtime is unknown, or cannot be used here.
+        ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
+    """
+    load = _load_average()
+    times, waited = _timed_turns(
+        files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, given=inputs
+    )
+    latencies = [
+        _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)
+    ]
+    return TimedTurns(latencies, times, _busy(waited, load))
+
+
+def _busy(waited: float | None, load: float | None) -> str | None:
+    """Say what shows that others used the cores that the timed passes needed, if anything does."""
+    if waited is not None:
+        seen = f"the timed passes waited {waited:.0%} of the time for a core".replace("%", " %")
+        return seen if waited > _BUSY_SHARE else None
+    cores = usable_cores()
+    if load is not None and load > cores + _BUSY_LOAD:
+        return f"the load average is {load:.1f} on {counted(cores, 'core')}"
+    return None
+
+
+def _load_average() -> float | None:
+    """Processes that ran or wanted to run in the last minute; None where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def _timed_turns(
+    timed: Sequence[tuple[str, str | Path]],
+    *,
+    batch: int,
+    threads: int,
+    runs: int,
+    warm_up: int,
+    given: Batch | None = None,
+) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float | None]:
+    """Time files, each in a runtime.
+
+    Returns:
+        Milliseconds of every forward pass, shape (runs, files), and the share of the time spent waiting for a
+        core: what passes took on the wall beyond their processor time, None where no pass was timed in that.
+    """
+    for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
+        if value < least:
+            raise ExportError(f"{name} is {value}; it must be at least {least}.")
+    sessions = [open_session(path, threads=threads, runtime=runtime) for runtime, path in timed]
+    inputs = [
+        _random_batch(session, path, batch) if given is None else given
+        for session, (_, path) in zip(sessions, timed, strict=True)
+    ]
+    for session, values in zip(sessions, inputs, strict=True):
+        for _ in range(warm_up):
+            session.run(values)
+    clocks = [clock_for(threads, runtime) for runtime, _ in timed]
+    times, on_the_wall = np.zeros((runs, len(sessions))), np.zeros((runs, len(sessions)))
+    for turn in range(runs):
+        order = range(len(sessions)) if turn % 2 == 0 else reversed(range(len(sessions)))
+        for index in order:
+            read = ticks(clocks[index])
+            wall, start = time.perf_counter_ns(), read()
+            sessions[index].run(inputs[index])
+            times[turn, index] = (read() - start) / 1e6
+            on_the_wall[turn, index] = (time.perf_counter_ns() - wall) / 1e6
+    known = [index for index, clock in enumerate(clocks) if clock == "processor"]
+    waited = max(0.0, 1 - float(times[:, known].sum() / on_the_wall[:, known].sum())) if known else None
+    return times, waited
+
+
+def _random_batch(session: Session, path: str | Path, batch: int) -> np.ndarray[Any, np.dtype[Any]]:
+    if session.fixed_batch not in (None, batch):
+        raise ExportError(
+            f"{path} was exported for batches of {session.fixed_batch}; measure its latency with "
+            f"batch={session.fixed_batch}."
+        )
+    sizes = [size for size in session.input_shape[1:] if size is not None]
+    if len(sizes) < len(session.input_shape) - 1:
+        raise ExportError(
+            f"{path} leaves sizes of its input open, {session.input_shape[1:]}; export it with fixed ones to "
+            "time it."
+        )
+    generator = np.random.default_rng(0)
+    if session.input_dtype == np.uint8:
+        return generator.integers(256, size=(batch, *sizes), dtype=np.uint8)
+    if session.input_dtype == np.float32:
+        return generator.standard_normal((batch, *sizes), dtype=np.float32)
+    raise ExportError(
+        f"{path} takes {session.input_type} and cannot be timed: random inputs are made for float32 and "
+        "uint8 alone."
+    )
+
+
+def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: int, runtime: str) -> Latency:
+    low, high = np.percentile(times, _SPREAD_PERCENTILES)
+    return Latency(
+        median_ms=float(np.median(times)),
+        low_ms=float(low),
+        high_ms=float(high),
+        batch=batch,
+        threads=threads,
+        runs=len(times),
+        clock=clock_for(threads, runtime),
+    )

@@ -1,0 +1,240 @@
+"""What a layer takes between neighbours: candidates timed in onnxruntime as they stand in a network.
+
+Alone, a layer pays for conversions that a network makes once: of the memory layout, and from floating point
+to integers and back. So each candidate stands between two small convolutions that compute in its own
+precision, and what these take, with the conversions at the ends, is taken off again:
+
+    time = t(before, layer, after) - (t(before, before) + t(after, after)) / 2
+
+All sandwiches of a layer and precision stand in one graph, which is traced and quantised once and cut into
+one graph each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.utils
+import torch
+from torch import Tensor, nn
+
+from decomposition import LayerOperation, Quantise, integer_layers, without_rounding
+from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.surgery import copied
+from decomposition.operations import Operation
+from rankrl.onnx.export.channel_padding import pad_channels
+from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.export.onnx_file import export_onnx
+from rankrl.onnx.runtimes import open_session
+from rankrl.timing.latency import clock_for, ticks
+
+_WARM_UP = 3
+_FEWEST_CHANNELS = 8
+"""Layers with fewer inputs read the network's own input, which nothing has laid out for them."""
+_MOST_TOGETHER = 48
+"""Graphs that are open at a time: each holds its own tensors."""
+
+
+class LayerTimer:
+    """Times layers; the neighbours of each shape and precision are timed once.
+
+    Args:
+        batch: Inputs of a forward pass.
+        threads: Threads of onnxruntime.
+        runs: Timed passes of each graph.
+        folder: Where graphs are written to.
+        channel_block: Channels are filled up as in the exported network (`export_onnx`).
+    """
+
+    def __init__(self, *, batch: int, threads: int, runs: int, folder: Path, channel_block: int = 1) -> None:
+        self.batch, self.threads, self.runs, self.folder = batch, threads, runs, folder
+        self.channel_block = channel_block
+        self._pairs: dict[tuple[tuple[int, ...], bool, bool], float] = {}
+
+    def candidates(
+        self, dense: DecomposableModule, spec: LayerSpec, chosen: Sequence[Sequence[Operation]]
+    ) -> np.ndarray:
+        """Return the median milliseconds of a layer under each list of operations, all its calls together.
+
+        Raises:
+            TypeError: If an operation acts on several layers.
+        """
+        total = np.zeros(len(chosen))
+        for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
+            shape, after = self._shapes(spec, size, result)
+            for integer in (False, True):  # apart: the quantiser would round an input for all that share it
+                mine = [j for j, each in enumerate(chosen) if any(o.integer for o in each) == integer]
+                if not mine:
+                    continue
+                layers = [_structure(dense, spec, chosen[j]) for j in mine]
+                total[mine] += self._between(layers, shape, after, integer)
+        # Differences of measured times: what is next to nothing may come out below it.
+        return np.maximum(total, 1e-4)
+
+    def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
+        """Return the median milliseconds of ways to compute a layer in floating point, all its calls.
+
+        Args:
+            spec: The dense layer.
+            layers: What may stand in its place.
+        """
+        sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
+        shapes = (self._shapes(spec, size, result) for size, result in sizes)
+        times = [self._between(list(map(copied, layers)), *each, integer=False) for each in shapes]
+        return np.maximum(np.sum(times, axis=0), 1e-4)
+
+    def _between(
+        self, layers: Sequence[nn.Module], shape: tuple[int, ...], after: tuple[int, ...], integer: bool
+    ) -> np.ndarray:
+        """Return the milliseconds of layers between neighbours; their weights are overwritten.
+
+        Args:
+            layers: Layers of one precision.
+            shape: Of what they read, with the batch.
+            after: Of what they make.
+            integer: Whether their neighbours compute in integers.
+        """
+        ends = [_neighbour(each, integer) for each in (shape, after)]
+        stacks = [copied(_stack([ends[0], each, ends[1]])) for each in layers]
+        around = sum(self._pair(each, integer, integer) for each in (shape, after)) / 2
+        parts = range(0, len(stacks), _MOST_TOGETHER)
+        return np.concatenate(
+            [self._time(stacks[start : start + _MOST_TOGETHER], shape) - around for start in parts]
+        )
+
+    def alone(self, layers: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
+        """Return the median milliseconds of layers with nothing around them; `shape` is the whole input."""
+        return self._time([_stack([layer]) for layer in layers], shape)
+
+    def border(self, spec: LayerSpec) -> float:
+        """Return what it takes to go from floating point to integers, or back, behind a layer."""
+        total = 0.0
+        for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
+            _, shape = self._shapes(spec, size, result)
+            alike = (self._pair(shape, False, False) + self._pair(shape, True, True)) / 2
+            mixed = (self._pair(shape, False, True) + self._pair(shape, True, False)) / 2
+            total += max(0.0, mixed - alike)
+        return total
+
+    def addition(self, spec: LayerSpec, integer: bool) -> float:
+        """Return the median milliseconds of adding a layer's outputs to something of their shape."""
+        total = 0.0
+        for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
+            _, shape = self._shapes(spec, size, result)
+            ends = [_neighbour(shape, integer) for _ in range(2)]
+            if ends[0] is not None and ends[1] is not None:
+                added = float(self._time([nn.Sequential(_Residual(ends[0]), ends[1])], shape)[0])
+                total += max(0.0, added - self._pair(shape, integer, integer))
+        return total
+
+    def _shapes(
+        self, spec: LayerSpec, size: tuple[int, ...], result: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of input and output, with the batch axis first."""
+        if spec.kind == "linear":  # all positions are rows of one matrix, whatever axes they lie on
+            rows, behind = self.batch * math.prod(size), self.batch * math.prod(result)
+            return (rows, spec.in_channels), (behind, spec.out_channels)
+        pieces = len(size) - len(spec.kernel_size)  # one image may come as several pieces
+        count = self.batch * math.prod(size[:pieces])
+        return (count, spec.in_channels, *size[pieces:]), (count, spec.out_channels, *result[pieces:])
+
+    def _pair(self, shape: tuple[int, ...], first: bool, second: bool) -> float:
+        """Return the time of two neighbours in a row, in integers or not; 0 where there are none."""
+        key = (shape, first, second)
+        if key not in self._pairs:
+            pair = [_neighbour(shape, integer) for integer in (first, second)]
+            if pair[0] is None:
+                self._pairs[key] = 0.0
+            else:
+                self._pairs[key] = float(self._time([nn.Sequential(*pair)], shape)[0])  # type: ignore[arg-type]
+        return self._pairs[key]
+
+    def _time(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
+        """Return the median milliseconds of each network, timed in turns."""
+        beside = _Beside(networks).eval()
+        for parameter in beside.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        weights = {f"{name}.weight" for name in integer_layers(beside)}
+        without_rounding(beside)
+        path = self.folder / "layers.onnx"
+        export_onnx(beside, path, shape[1:], sample=torch.zeros(shape), dynamic_batch=False, progress=False)
+        inputs = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+        if weights:
+            quantise_onnx(path, path, [inputs], weights=weights)
+        whole = onnx.load(path)
+        extractor = onnx.utils.Extractor(whole)
+        entry = whole.graph.input[0].name
+        sessions = []
+        for output in whole.graph.output:
+            part = extractor.extract_model([entry], [output.name])
+            pad_channels(part, self.channel_block)
+            onnx.save(part, path)
+            sessions.append(open_session(path, threads=self.threads))
+        read = ticks(clock_for(self.threads))
+        times = np.zeros((self.runs, len(sessions)))
+        for turn in range(-_WARM_UP, self.runs):
+            for position, session in enumerate(sessions):
+                # The other graphs have pushed this one's tensors out of the cache, where a network's stay.
+                session.run(inputs)
+                start = read()
+                session.run(inputs)
+                if turn >= 0:
+                    times[turn, position] = (read() - start) / 1e6
+        return np.median(times, axis=0)
+
+
+def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:
+    return nn.Sequential(*(each for each in layers if each is not None))
+
+
+class _Beside(nn.Module):
+    """Networks side by side, each with an output of its own."""
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        outputs = []
+        for network in self.networks:
+            y = x
+            for layer in network.children():
+                y = torch.relu(layer(y))
+            outputs.append(y)
+        return tuple(outputs)
+
+
+class _Residual(nn.Module):
+    """A layer whose activated output is added to what it reads."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) + x
+
+
+def _structure(dense: DecomposableModule, spec: LayerSpec, operations: Sequence[Operation]) -> nn.Module:
+    layer: nn.Module = dense if operations else copied(dense)
+    for operation in operations:
+        if not isinstance(operation, LayerOperation):
+            raise TypeError(f"layer {spec.name!r}: {operation.kind!r} cannot be timed alone")
+        layer = operation.structure(layer, spec)
+    return layer
+
+
+def _neighbour(shape: tuple[int, ...], integer: bool) -> nn.Module | None:
+    """Return a convolution that mixes channels; none beside a linear layer or a network's input."""
+    channels, spatial = shape[1], len(shape) - 2
+    if spatial not in (1, 2) or channels < _FEWEST_CHANNELS:
+        return None
+    kind = nn.Conv1d if spatial == 1 else nn.Conv2d
+    layer = kind(channels, channels, 1)
+    if integer:
+        Quantise().round(layer)
+    return layer

@@ -1,0 +1,1 @@
+"""Verification: what a finished network answers, beside the original, and what it costs."""

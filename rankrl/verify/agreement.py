@@ -1,0 +1,127 @@
+"""How good a compressed network is: how far it agrees with the original on inputs that nothing saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rankrl.onnx.errors import ExportError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Answers(Protocol):
+    """What answers batches of inputs: a session, or a network."""
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the outputs."""
+
+    def run(self, feed: Any, /) -> list[Array]:
+        """Return all outputs for one batch."""
+
+
+@dataclass(frozen=True)
+class OutputAgreement:
+    """How far one output agrees.
+
+    Attributes:
+        name: The output's name.
+        error: |compressed - original| / |original|, over all its numbers.
+        top1: On how many inputs its largest number is in the same place, as a fraction; None where it is no
+            scores of classes: where it has not two axes, or one class.
+    """
+
+    name: str
+    error: float
+    top1: float | None
+
+
+def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
+    """Compare the outputs of two networks.
+
+    Args:
+        original: The original network.
+        compressed: The compressed one, with the same outputs.
+        batches: Inputs.
+
+    Raises:
+        ExportError: There are no inputs, or an output has another shape than the original's.
+    """
+    if not batches:
+        raise ExportError("there are no inputs to compare the networks on")
+    names = original.output_names
+    lost, whole = np.zeros(len(names)), np.zeros(len(names))
+    same: list[list[Array]] = [[] for _ in names]
+    for feed in batches:
+        for index, (before, after) in enumerate(zip(original.run(feed), compressed.run(feed), strict=True)):
+            if before.shape != after.shape:
+                raise ExportError(
+                    f"the output {names[index]!r} has the shape {after.shape} in the compressed network, "
+                    f"{before.shape} in the original"
+                )
+            if before.dtype.kind not in "fiub":
+                continue
+            known, found = before.astype(np.float64), after.astype(np.float64)
+            lost[index] += np.square(found - known).sum()
+            whole[index] += np.square(known).sum()
+            classes, answered = _classes(before), _classes(after)
+            if classes is not None and answered is not None:
+                same[index].append(classes == answered)
+    return [
+        OutputAgreement(
+            name,
+            float(np.sqrt(lost[index] / whole[index])) if whole[index] > 0 else float(np.sqrt(lost[index])),
+            float(np.concatenate(same[index]).mean()) if same[index] else None,
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def _classes(output: Array) -> Array | None:
+    """Return the class of every input, where an output is scores of classes (N, classes)."""
+    if output.dtype.kind == "f" and output.ndim == 2 and output.shape[1] > 1:
+        classes: Array = output.argmax(1)
+        return classes
+    return None
+
+
+def constant_agreement(original: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
+    """Return how far the best answer that is the same for every input agrees with a network.
+
+    Its numbers are the means of the outputs (over all positions, too, where their sizes differ), its class is
+    the commonest one. Errors are those of a mean that the inputs themselves took no part in: n / (n - 1) of
+    the squared error on n inputs.
+
+    Args:
+        original: The network.
+        batches: Inputs.
+    """
+    answers = [original.run(feed) for feed in batches]
+    return [
+        _constant(name, [each[index] for each in answers]) for index, name in enumerate(original.output_names)
+    ]
+
+
+def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:
+    if any(each.dtype.kind not in "fiub" or not each.ndim for each in values):
+        return OutputAgreement(name, 0.0, None)
+    alike = len({each.shape[1:] for each in values}) == 1
+    rows = [each if alike else each.reshape(-1) for each in values]
+    count = sum(map(len, rows))
+    mean = sum(each.sum(0, dtype=np.float64) for each in rows) / max(1, count)
+    spread = sum(float(np.square(each - mean).sum()) for each in rows) * count / max(1, count - 1)
+    whole = sum(float(np.square(each, dtype=np.float64).sum()) for each in rows)
+    classes = [_classes(each) for each in values]
+    shares = [each for each in classes if each is not None]
+    top1 = float(np.bincount(np.concatenate(shares)).max() / count) if shares else None
+    return OutputAgreement(name, math.sqrt(spread / whole) if whole > 0 else 0.0, top1)
+
+
+def agreement_score(found: Sequence[OutputAgreement]) -> float:
+    """Return one number for several outputs, 1 at most: top-1 agreement, or 1 - error where there is none."""
+    return float(np.mean([1 - each.error if each.top1 is None else each.top1 for each in found]))

@@ -1,0 +1,98 @@
+"""The proof that a file was read rightly: written anew with the weights that were read, it says the same."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph.given import GivenFile
+from rankrl.onnx.graph.network import Feed, GraphSession, free_sizes, open_session
+from rankrl.onnx.graph.quantised import rounds
+from rankrl.onnx.graph.rewrite import MARKED, replace_node, without_unused
+from rankrl.verify.fidelity import COARSE_FLOOR, FLOOR, departure, nudged, relative_error
+
+_INPUTS = 4
+"""Inputs that are compared: a network that is read wrongly is wrong on any."""
+
+
+def check_as_read(given: GivenFile) -> None:
+    """Refuse a file that would be compressed as something else than it is.
+
+    Some held-out inputs are sent through the file as it lies there, and through what is about to be
+    compressed: the network as it was read and rewritten, every node that can be compressed put there anew, as
+    a dense one with the weight that was read for it. How far they may differ is seen by running the file
+    without onnxruntime's optimisations, and on inputs that are nudged a little. That costs three sessions and
+    four passes of four inputs.
+
+    Args:
+        given: The file and its inputs.
+
+    Raises:
+        OnnxGraphError: They differ by more than rounding explains; the node is named whose output is the
+            first to do so.
+    """
+    source = given.original.source
+    feed = next(given.network.axes.parts(given.split.heldout[0], _INPUTS))
+    dense = _written_anew(given)
+    content = _content(source)
+    file = GraphSession(open_session(content, source), source)
+    plain = GraphSession(open_session(content, source, optimised=False), source)
+    floor = COARSE_FLOOR if _rounds(given) else FLOOR
+    noisy = [plain.run(feed), file.run({name: nudged(value) for name, value in feed.items()})]
+    told = departure(
+        file.output_names, file.run(feed), noisy, GraphSession(dense, source).run(feed), floor=floor
+    )
+    if told is None:
+        return
+    node = _first_departing(source, dense, feed, floor)
+    where = "" if node is None else f", first of all that of the node {node!r}"
+    converted = f" ({given.original.converted})" if given.original.converted else ""
+    raise OnnxGraphError(
+        f"{source} would be compressed as another network than it is: with nothing compressed yet, {told}"
+        f"{where}{converted}. Leave that node as it is (skip), or export the network anew, to ONNX's own "
+        "operators in a newer operator set"
+    )
+
+
+def _content(source: str) -> onnx.ModelProto | str:
+    """Return the path of a file, or its content with free sizes where it has 0, which onnxruntime obeys."""
+    if not free_sizes(onnx.load(source, load_external_data=False).graph):
+        return source
+    model = onnx.load(source)
+    free_sizes(model.graph)
+    return model
+
+
+def _written_anew(given: GivenFile) -> ir.Model:
+    """Return the network with every node that can be compressed in the place of itself."""
+    model = given.network.graph_model()
+    for site in given.sites:
+        if site.spec.refusal is None:
+            replace_node(model, site, [each.module(MARKED) for each in site.nodes], None)
+    return without_unused(model)
+
+
+def _rounds(given: GivenFile) -> bool:
+    """Tell whether the network rounds by itself, to half precision or to integers."""
+    return bool(given.network.half) or any(map(rounds, given.network.graph_model().graph.all_nodes()))
+
+
+def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> str | None:
+    """Return the name of the first node of a file whose output is another one in a graph; None for none."""
+    made = {output.name for node in dense.graph for output in node.outputs}
+    nodes = {
+        str(output.name): node.name or f"{node.op_type} that computes {output.name}"
+        for node in ir.load(source).graph
+        for output in node.outputs
+        if output.name in made
+    }
+    try:
+        before, after = (Captured(each, list(nodes), source).run(feed) for each in (ir.load(source), dense))
+    except OnnxGraphError:  # a value that is no tensor
+        return None
+    return next(
+        (name for value, name in nodes.items() if not relative_error(before[value], after[value]) <= floor),
+        None,
+    )

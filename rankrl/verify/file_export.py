@@ -1,0 +1,168 @@
+"""From a compressed network to its ONNX file, verified and timed beside the dense network's."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import helper
+from torch import nn
+
+from decomposition import Inputs, calibrate_ranges
+from decomposition.network.inputs import InputShape
+from rankrl.data import Preprocessing
+from rankrl.files import write_atomically
+from rankrl.onnx.export import export_network
+from rankrl.onnx.export.int8 import as_in_file
+from rankrl.onnx.runtimes import Batch
+from rankrl.timing import compare_latency
+from rankrl.timing.form import fastest_form
+from rankrl.timing.latency import LatencyComparison
+
+log = logging.getLogger(__name__)
+
+
+class FileInputs(ABC):
+    """What a network's file takes, and the inputs that it is made, verified and timed with.
+
+    Attributes:
+        shape: What the network takes.
+        preprocessing: What the file does to images before the network, if anything.
+    """
+
+    shape: InputShape
+    preprocessing: Preprocessing | None = None
+
+    @abstractmethod
+    def ranges(self) -> Iterator[Inputs]:
+        """Walk through the inputs that set ranges of activations, as the network takes them."""
+
+    @abstractmethod
+    def feeds(self) -> Iterator[Batch]:
+        """Walk through the same as the file takes them."""
+
+    @abstractmethod
+    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+        """Compare a file with its network.
+
+        Args:
+            network: The network in PyTorch; ranges of its activations are set.
+            path: The file.
+            scratch: Folder for files that are of no use later.
+
+        Returns:
+            The largest difference of any output in float32; and, where weights or activations are rounded,
+            how far the file agrees with the network, as a fraction.
+
+        Raises:
+            ExportError: Either is beyond what rounding errors explain.
+        """
+
+    def scores(self, path: Path) -> dict[str, float]:
+        """Return what else is measured of a finished file, by its name in metrics.json."""
+        return {}
+
+    @property
+    def timed(self) -> Batch | None:
+        """The batch that files are timed on; `None` for random numbers."""
+        return None
+
+
+def export_file(
+    network: nn.Module,
+    baseline: Path,
+    inputs: FileInputs,
+    path: Path,
+    *,
+    opset: int | None,
+    channel_block: int,
+    reduce_range: bool | None,
+    timing: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    scratch: Path,
+) -> tuple[dict[str, Any], LatencyComparison]:
+    """Export a network, verify the file on real inputs, and time it beside the dense network.
+
+    The file takes its name only after it was verified.
+
+    Args:
+        network: The network to export.
+        baseline: ONNX file of the dense network it came from.
+        inputs: What the file takes.
+        path: The ONNX file to write.
+        opset: ONNX operator set; None for the exporter's default.
+        channel_block: As in `export_onnx`.
+        reduce_range: As in `quantise_onnx`.
+        timing: `batch`, `threads` and `runs` of `compare_latency`.
+        metadata: Text to store in the file.
+        scratch: Folder for files that are needed for timing only, or have yet to be verified.
+
+    Returns:
+        The section `onnx` of metrics.json, and the times of both files.
+
+    Raises:
+        ExportError: The network cannot be exported, or the file does not compute what the network does; it
+            stays in the scratch folder then.
+    """
+    calibrate_ranges(network, inputs.ranges())
+    in_file = as_in_file(network, reduce_range, inputs.ranges())
+    options: dict[str, Any] = {
+        "opset": opset,
+        "channel_block": channel_block,
+        "preprocessing": inputs.preprocessing,
+    }
+    fastest, execution, timed = fastest_form(
+        in_file, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
+    )
+    unverified = scratch / "unverified.onnx"
+    if timed is None:
+        feeds = inputs.feeds()
+        options |= {"metadata": metadata, "reduce_range": reduce_range}
+        version = export_network(fastest, unverified, inputs.shape, feeds, **options).opset
+    else:
+        model = onnx.load(timed)
+        helper.set_model_props(model, {**metadata, **{each.key: each.value for each in model.metadata_props}})
+        write_atomically(unverified, model.SerializeToString())
+        version = next(each.version for each in model.opset_import if each.domain == "")
+    difference, agreement = inputs.verified(in_file, unverified, scratch)
+    write_atomically(path, unverified.read_bytes())
+    unverified.unlink()
+    scores = inputs.scores(path)
+    latency = compare_latency(baseline, path, inputs=inputs.timed, **timing)
+    warn_if_busy(latency.busy)
+    section = {
+        "max_abs_difference": difference,
+        "agreement": agreement,
+        "execution": execution,
+        **scores,
+        "latency_ms": latency.compressed.median_ms,
+        "latency_low_ms": latency.compressed.low_ms,
+        "latency_high_ms": latency.compressed.high_ms,
+        "baseline_latency_ms": latency.baseline.median_ms,
+        "baseline_latency_low_ms": latency.baseline.low_ms,
+        "baseline_latency_high_ms": latency.baseline.high_ms,
+        "latency_ratio_low": latency.ratio_low,
+        "latency_ratio_high": latency.ratio_high,
+        "clock": latency.compressed.clock,
+        "busy": latency.busy,
+        "batch": timing["batch"],
+        "threads": timing["threads"],
+        "file_bytes": path.stat().st_size,
+        "baseline_file_bytes": baseline.stat().st_size,
+        "opset": version,
+        "preprocess": inputs.preprocessing is not None,
+    }
+    return section, latency
+
+
+def warn_if_busy(busy: str | None) -> None:
+    """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
+    if busy is not None:
+        log.warning(
+            "the machine was busy while latency was measured: %s. Run task=export again when it is quiet",
+            busy,
+        )

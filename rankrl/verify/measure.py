@@ -1,0 +1,403 @@
+"""The numbers that a run reports; the only place that reads test images."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    Factorise,
+    FactorisedLayer,
+    Inputs,
+    LayerPlan,
+    LayerSpec,
+    Quantise,
+    count_macs,
+    count_parameters,
+    factorised_layers,
+    inspect_layers,
+    without_rounding,
+)
+from decomposition.network.rounding import is_rounded
+from decomposition.network.surgery import copied
+from rankrl.data import ImageData, Images, Preprocessing, batches
+from rankrl.device import channel_block, select_device
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quantise_onnx, verify_onnx
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch
+from rankrl.report import LayerRow
+from rankrl.timing import compare_latency
+from rankrl.training import report_accuracy
+from rankrl.training.networks import images_for_ranges, range_images
+from rankrl.verify.file_export import FileInputs, export_file
+
+log = logging.getLogger(__name__)
+
+ONNX_TEST_BATCH = 500
+COMPARED_BATCH = 250
+_VERIFIED_IMAGES = 64
+_COMPARED_IMAGES = 1000
+_LEAST_AGREEMENT = 0.99
+_SLACK = 0.02
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The ONNX file and how its latency is measured.
+
+    Attributes:
+        opset: ONNX operator set; None for the exporter's default.
+        batch: Images a timed batch.
+        threads: Threads of onnxruntime.
+        runs: Timed runs of each network.
+        preprocess: Whether the normalisation is part of the graph: the file then takes images as bytes, uint8
+            (N, height, width, channels). If not, it takes float32 (N, channels, height, width), normalised as
+            its metadata says.
+        pad_channels: Whether channels that are fewer than the processor computes at a time (16 with AVX-512,
+            8 with AVX2) are filled up with zeros when onnxruntime loads a file, where it is faster then. What
+            is filled up is no constant of the graph any more, as other tools may want it.
+        reduce_range: Whether the weights of layers that compute in 8-bit integers take 7 of the 8 bits, as
+            files need it for x86 processors without VNNI, whose sums overflow otherwise; null: where this
+            processor is one.
+        int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
+            to beat, since onnxruntime makes it in half a minute without any training.
+        runtimes: Where the finished files are verified and timed side by side; budgets and choices go by
+            onnxruntime alone.
+    """
+
+    opset: int | None = None
+    batch: int = 64
+    threads: int = 1
+    runs: int = 30
+    preprocess: bool = False
+    pad_channels: bool = True
+    reduce_range: bool | None = None
+    int8: bool = True
+    runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
+
+    @property
+    def channel_block(self) -> int:
+        """What channels are filled up to (`export_onnx`)."""
+        return channel_block() if self.pad_channels else 1
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """What `compare_latency` is told."""
+        return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
+
+    def inside(self, data: ImageData) -> Preprocessing | None:
+        """Return the preprocessing that becomes part of the graph, if any does."""
+        return data.preprocessing if self.preprocess else None
+
+
+def network_numbers(network: nn.Module, data: ImageData) -> dict[str, Any]:
+    """Return test accuracy, parameters and multiply-accumulates of a network."""
+    return {
+        "accuracy": test_accuracy(network, data),
+        "params": count_parameters(network),
+        "macs": count_macs(network, data.input_shape),
+    }
+
+
+def cost_ratios(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """Return original ÷ compressed parameters and multiply-accumulates, from two `network_numbers`."""
+    return {measure: before[measure] / after[measure] for measure in ("params", "macs")}
+
+
+def test_accuracy(network: nn.Module, data: ImageData) -> float:
+    """Return the accuracy on the test set in float32; the network goes back to the CPU."""
+    device = select_device()
+    try:
+        return report_accuracy(network.to(device), data.test, mean=data.mean, std=data.std)
+    finally:
+        network.to("cpu")
+
+
+def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: ExportOptions) -> Path:
+    """Export the dense network, for `export_numbers`, and return the file.
+
+    Done before a search, it refuses a network that no file could be written of before anything takes time.
+
+    Raises:
+        ExportError: It cannot be exported; the layer is named.
+    """
+    path = folder / "dense.onnx"
+    return export_onnx(
+        dense,
+        path,
+        data.input_shape,
+        opset=options.opset,
+        preprocessing=options.inside(data),
+        channel_block=options.channel_block,
+    ).path
+
+
+def export_numbers(
+    network: nn.Module,
+    baseline: Path,
+    data: ImageData,
+    path: Path,
+    options: ExportOptions,
+    *,
+    metadata: Mapping[str, str],
+    scratch: Path,
+) -> tuple[dict[str, Any], float]:
+    """Export a network, verify the file on real images, and time it beside the dense network.
+
+    The file takes its name only after it was verified. Its metadata says under `preprocessing` what it takes.
+
+    Args:
+        network: The network to export.
+        baseline: ONNX file of the dense network it came from.
+        data: The dataset.
+        path: The ONNX file to write.
+        options: Opset, preprocessing and timing.
+        metadata: Text to store in the file.
+        scratch: Folder for files that are needed for timing only, or have yet to be verified.
+
+    Returns:
+        The section `onnx` of metrics.json, and the latency ratio dense / compressed.
+
+    Raises:
+        ExportError: The network cannot be exported, or the file does not compute what the network does; it
+            stays in the scratch folder then.
+    """
+    inputs = ImageInputs(data, options)
+    notes = {"preprocessing": json.dumps(data.preprocessing.to_dict()), **metadata}
+    section, latency = export_file(
+        network,
+        baseline,
+        inputs,
+        path,
+        opset=options.opset,
+        channel_block=options.channel_block,
+        reduce_range=options.reduce_range,
+        timing=options.timing,
+        metadata=notes,
+        scratch=scratch,
+    )
+    return section, latency.ratio
+
+
+class ImageInputs(FileInputs):
+    """Images of a dataset: held-out ones verify a file, test images say how good it is.
+
+    Args:
+        data: The dataset.
+        options: Preprocessing and timing.
+    """
+
+    def __init__(self, data: ImageData, options: ExportOptions) -> None:
+        self.data, self.options = data, options
+        self.shape, self.preprocessing = data.input_shape, options.inside(data)
+
+    def ranges(self) -> Iterator[Inputs]:
+        """Walk through the held-out images that set ranges of activations."""
+        return range_images(self.data)
+
+    def feeds(self) -> Iterator[Batch]:
+        """Walk through the same as the file takes them."""
+        return range_batches(self.data, self.options)
+
+    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+        """Compare a file with its network on held-out images; see `verified`."""
+        return verified(network, path, self.data, scratch, self.options)
+
+    def scores(self, path: Path) -> dict[str, float]:
+        """Return the accuracy of a file on the test set."""
+        walk = file_batches(self.data.test.for_report(), ONNX_TEST_BATCH, self.data, self.options)
+        return {"accuracy": onnx_accuracy(path, walk)}
+
+
+def rival_numbers(
+    dense: nn.Module, data: ImageData, options: ExportOptions, scratch: Path
+) -> dict[str, Any] | None:
+    """Return what `int8_numbers` does, for a dense network that need not be exportable."""
+    if not options.int8:
+        return None
+    try:
+        return int8_numbers(export_dense(dense, data, scratch, options), data, options, scratch)
+    except ExportError as error:
+        log.warning("the dense network in 8-bit integers is not measured: %s", error)
+        return None
+
+
+def int8_numbers(
+    baseline: Path, data: ImageData, options: ExportOptions, scratch: Path
+) -> dict[str, Any] | None:
+    """Quantise the dense network to 8-bit integers and measure it beside the float32 file.
+
+    Ranges come from held-out images.
+
+    Args:
+        baseline: ONNX file of the dense network.
+        data: The dataset.
+        options: Preprocessing and timing.
+        scratch: Folder for the file, which is of no use later.
+
+    Returns:
+        The section `dense_int8` of metrics.json; None if it is not asked for, or onnxruntime cannot do it.
+    """
+    if not options.int8:
+        return None
+    path = scratch / "dense-int8.onnx"
+    try:
+        quantise_onnx(baseline, path, range_batches(data, options), reduce_range=options.reduce_range)
+        accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
+        times = compare_latency(baseline, path, **options.timing)
+    except ExportError as error:
+        log.warning("the dense network in 8-bit integers is not measured: %s", error)
+        return None
+    size = path.stat().st_size
+    path.unlink()
+    return {
+        "accuracy": accuracy,
+        "latency_ratio": times.ratio,
+        "latency_ratio_low": times.ratio_low,
+        "latency_ratio_high": times.ratio_high,
+        "file_bytes": size,
+    }
+
+
+def verified(
+    network: nn.Module,
+    path: Path,
+    data: ImageData,
+    scratch: Path,
+    options: ExportOptions,
+    *,
+    runtime: str = DEFAULT_RUNTIME,
+) -> tuple[float, float | None]:
+    """Compare a file with its network on held-out images.
+
+    Args:
+        network: The network in PyTorch; ranges of its activations are set.
+        path: The file.
+        data: The dataset.
+        scratch: Folder for the float32 file of a network with integers.
+        options: Opset and preprocessing.
+        runtime: What runs the file.
+
+    Returns:
+        The largest difference of any output in float32; and, where weights or activations are rounded, on how
+        many images the file's class is the network's, as a fraction.
+
+    Raises:
+        ExportError: Either is beyond what rounding errors explain.
+    """
+    inside = options.inside(data)
+    images = data.heldout.first(_VERIFIED_IMAGES)
+    (inputs, _), *_ = file_batches(images, len(images), data, options)
+    if not is_rounded(network):
+        return verify_onnx(network, path, inputs, preprocessing=inside, runtime=runtime), None
+    plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
+    export_onnx(plain, floats, data.input_shape, opset=options.opset, preprocessing=inside)
+    difference = verify_onnx(plain, floats, inputs, preprocessing=inside, runtime=runtime)
+    compared = compared_images(data)
+
+    def agreement_with(file: Path) -> float:
+        given = (x for x, _ in file_batches(compared, COMPARED_BATCH, data, options))
+        normalised = (x for x, _ in batches(compared, COMPARED_BATCH, mean=data.mean, std=data.std))
+        return class_agreement(network, file, zip(normalised, given, strict=True), runtime=runtime)
+
+    # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
+    agreement, unrounded = agreement_with(path), agreement_with(floats)
+    floats.unlink()
+    if agreement < min(_LEAST_AGREEMENT, unrounded - _SLACK):
+        raise ExportError(
+            f"in {runtime}, the file in integers gives the class of its simulation in PyTorch on "
+            f"{100 * agreement:.1f} % of {len(compared)} held-out images, the network without rounding on "
+            f"{100 * unrounded:.1f} %. "
+            "Do not use the file there; leave out the precision (decomposition.precisions=[float32])"
+        )
+    return difference, agreement
+
+
+def compared_images(data: ImageData) -> Images:
+    """Return the held-out images on which classes are compared, at `COMPARED_BATCH` a time."""
+    return data.heldout.first(_COMPARED_IMAGES)
+
+
+def range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
+    """Walk through the held-out images that set ranges of activations, as the file takes them."""
+    images = images_for_ranges(data)
+    return (x.numpy() for x, _ in file_batches(images, min(options.batch, len(images)), data, options))
+
+
+def file_batches(
+    images: Images, batch_size: int, data: ImageData, options: ExportOptions
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Walk through images as the file takes them: normalised, or as bytes, channels last."""
+    if not options.preprocess:
+        yield from batches(images, batch_size, mean=data.mean, std=data.std)
+        return
+    for part in torch.arange(len(images)).split(batch_size):
+        chosen = images.subset(part)
+        yield chosen.x.permute(0, 2, 3, 1), chosen.y
+
+
+def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:
+    """Return the plan with what the network's images go through in its metadata, as `preprocessing`."""
+    noted = {**plan.metadata, "preprocessing": data.preprocessing.to_dict()}
+    return dataclasses.replace(plan, metadata=noted)
+
+
+def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | None = None) -> list[LayerRow]:
+    """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
+    dense = plan.prepared(dense)
+    pruned = {spec.name: spec for spec in plan.specs(dense)}
+    fitted = {} if network is None else factorised_layers(network)
+    by_name = {spec.name: spec for spec in inspect_layers(dense, plan.input_shape)}
+    pruning = bool(plan.group_kinds)
+    rows = []
+    for layer in plan:
+        spec = by_name[layer.name]
+        rest = pruned.get(layer.name)
+        error = _error(layer, fitted.get(layer.name), pruning=pruning)
+        row = layer_row(layer, spec, rest or spec, error=error)
+        channels = (0 if rest is None else rest.out_channels, spec.out_channels) if pruning else None
+        rows.append(replace(row, channels=channels))
+    return rows
+
+
+def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: float | None) -> LayerRow:
+    """Return the report's row of one layer.
+
+    Args:
+        layer: Its entry in the plan.
+        spec: What it is in the dense network.
+        rest: What its own operations are applied to: with what group operations removed gone.
+        error: Its relative error, or None.
+    """
+    chosen, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
+    removed = next((str(each) for each in layer.operations if each.removes), None)
+    return LayerRow(
+        name=layer.name,
+        shape=spec.weight_shape,
+        ranks=() if chosen is None else chosen.ranks,
+        params_before=spec.params,
+        params_after=cost.params,
+        macs_before=spec.macs,
+        macs_after=cost.macs,
+        error=error,
+        reason=layer.reason or removed or "",
+        format="" if chosen is None else chosen.format,
+        precision="" if rounding is None else str(rounding),
+    )
+
+
+def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -> float | None:
+    """Return the relative error of a layer's fit, 0 for a dense one; a removal of channels has none."""
+    if not layer.layer_operations:
+        return None if pruning else 0.0
+    return None if module is None else module.error

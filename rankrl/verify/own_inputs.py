@@ -1,0 +1,176 @@
+"""A user's own inputs: what is fitted to, what is held out, how good a network is on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from decomposition import Inputs, without_rounding
+from decomposition.network.inputs import input_shape_of, mapped, rows, split
+from decomposition.network.rounding import is_rounded
+from decomposition.network.surgery import copied
+from rankrl.data.sample import UNLABELLED, Sample, classes_of
+from rankrl.device import model_device
+from rankrl.errors import DataError
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import export_onnx, verify_onnx
+from rankrl.onnx.export.feeds import ONLY_INPUT, feed_of
+from rankrl.onnx.export.outputs import output_names
+from rankrl.onnx.graph.network import Array, OnnxNetwork
+from rankrl.onnx.runtimes import Batch
+from rankrl.training.chance import guessing_share
+from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
+from rankrl.verify.collapse import accuracy_collapse, collapse
+from rankrl.verify.file_export import FileInputs
+from rankrl.verify.network_outputs import network_outputs
+
+BATCH = 64
+_VERIFIED_INPUTS = 64
+_LARGEST_ERROR, _SLACK = 0.05, 0.02
+
+
+class HeldoutScore:
+    """How good a network is on held-out inputs: its accuracy, or its agreement with the dense network.
+
+    Args:
+        dense: The dense network.
+        sample: The held-out inputs.
+        what: What they are, for messages.
+
+    Raises:
+        DataError: The dense network's outputs for them are not finite.
+    """
+
+    def __init__(self, dense: nn.Module, sample: Sample, what: str = "heldout") -> None:
+        self.sample = sample
+        self._batches = split(sample.inputs, BATCH)
+        self._known = _Answers.of(dense, self._batches)
+        for index, answers in enumerate(self._known.answers):
+            for name, values in zip(self._known.output_names, answers, strict=True):
+                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                    last = min(len(sample), (index + 1) * BATCH) - 1
+                    raise DataError(
+                        f"{what}: the network's own {name} is NaN or infinite for some of the inputs "
+                        f"{index * BATCH} to {last}; check its weights, and how inputs are normalised"
+                    )
+        self._labelled = sample.labelled()
+        self.by_class = sample.has_classes and classes_of(dense, sample.inputs) is not None
+
+    def __call__(self, network: nn.Module) -> float:
+        """Return the accuracy where there are labels of classes, else the agreement; 1 at most."""
+        if not self.by_class:
+            return agreement_score(self.agreement(network))
+        answers = _Answers.of(network, split(self._labelled.inputs, BATCH)).answers
+        found = np.concatenate([scores.argmax(1) for (scores,) in answers])
+        return float((found == self._labelled.labels.numpy()).mean())
+
+    def agreement(self, network: nn.Module) -> list[OutputAgreement]:
+        """Return how far each output agrees with the dense network's."""
+        answers = _Answers.of(network, self._batches)
+        return agreement(self._known, answers, range(len(self._batches)))
+
+    def collapsed(self, network: nn.Module) -> str | None:
+        """Return what to tell a reader if a network answers no better than a constant, else None."""
+        if self.by_class:
+            share, known = guessing_share(self._labelled.labels), self._known.answers
+            dense = np.concatenate([each[0].argmax(1) for each in known])
+            right = (dense == self.sample.labels.numpy())[(self.sample.labels != UNLABELLED).numpy()]
+            return accuracy_collapse(self(network), float(right.mean()), share, len(self._labelled))
+        constant = constant_agreement(self._known, range(len(self._batches)))
+        return collapse(self.agreement(network), constant, len(self.sample))
+
+
+class OwnInputs(FileInputs):
+    """A user's inputs, for the file of a network.
+
+    Args:
+        model: The network before it was compressed.
+        calibration: What ranges of activations are set on.
+        heldout: What files are verified on.
+        batch: Inputs of a timed batch.
+    """
+
+    def __init__(self, model: nn.Module, calibration: Sample, heldout: Sample, batch: int) -> None:
+        self.shape = input_shape_of(heldout.inputs)
+        self.model, self.calibration, self.heldout = model, calibration, heldout
+        wanted = torch.arange(batch) % len(calibration)
+        self._timed = feed_of(model, rows(calibration.inputs, wanted))
+
+    @property
+    def timed(self) -> Batch:
+        """A batch of real inputs."""
+        return self._timed
+
+    def ranges(self) -> Iterator[Inputs]:
+        """Walk through the calibration inputs on the network's device."""
+        device = model_device(self.model)
+        return (mapped(lambda x: x.to(device), each) for each in split(self.calibration.inputs, BATCH))
+
+    def feeds(self) -> Iterator[Batch]:
+        """Walk through the same as the file takes them."""
+        return (feed_of(self.model, each) for each in split(self.calibration.inputs, BATCH))
+
+    def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
+        """Return how far the outputs of one file agree with another's on the held-out inputs."""
+        return self._agreement(self._answers(baseline), path)
+
+    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+        """Compare a file with its network on held-out inputs."""
+        some = rows(self.heldout.inputs, slice(_VERIFIED_INPUTS))
+        if not is_rounded(network):
+            return verify_onnx(network, path, some), None
+        plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
+        export_onnx(plain, floats, self.shape)
+        difference = verify_onnx(plain, floats, some)
+        # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
+        simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
+        # Errors, not classes: of few inputs, a single near tie would decide.
+        error, unrounded = (
+            max(each.error for each in self._agreement(simulated, file)) for file in (path, floats)
+        )
+        floats.unlink()
+        if not error <= max(_LARGEST_ERROR, unrounded + _SLACK):  # also true of NaN
+            raise ExportError(
+                f"the file in integers differs from its simulation in PyTorch by {error:.3f} of the outputs "
+                f"on the held-out inputs, the network without rounding by {unrounded:.3f}. Do not use the "
+                "file; leave out the precision (precisions=('float32',))"
+            )
+        return difference, 1 - error
+
+    def _agreement(self, known: _Answers, path: Path) -> list[OutputAgreement]:
+        return agreement(known, self._answers(path), range(len(known.answers)))
+
+    def _answers(self, path: Path) -> _Answers:
+        """Return what a file says to the held-out inputs."""
+        session = OnnxNetwork.load(path).session()
+        feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
+        named = ({ONLY_INPUT: feed} if isinstance(feed, np.ndarray) else feed for feed in feeds)
+        return _Answers(session.output_names, [session.run(feed) for feed in named])
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Outputs that are known, by the number of their batch.
+
+    Attributes:
+        output_names: Names of the outputs.
+        answers: The outputs of every batch.
+    """
+
+    output_names: list[str]
+    answers: Sequence[list[Array]]
+
+    @classmethod
+    def of(cls, network: nn.Module, batches: Iterable[Inputs]) -> _Answers:
+        """Return what a network answers to batches of inputs."""
+        found = [network_outputs(network, each) for each in batches]
+        return cls(output_names(list(found[0])), [list(each.values()) for each in found])
+
+    def run(self, feed: int) -> list[Array]:
+        """Return the outputs of a batch."""
+        return self.answers[feed]

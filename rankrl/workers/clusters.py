@@ -1,0 +1,19 @@
+"""Where workers are: on this machine, or on a Ray cluster."""
+
+from __future__ import annotations
+
+from rankrl.workers.base import LocalCluster, WorkerCluster, Workers
+
+
+def open_cluster(workers: Workers) -> WorkerCluster:
+    """Return the cluster that the workers are on.
+
+    Raises:
+        ConfigError: Ray is not installed, or no worker would find room.
+        WorkerError: The cluster cannot be reached.
+    """
+    if workers.cluster == "local":
+        return LocalCluster(workers)
+    from rankrl.workers.ray_cluster import RayCluster
+
+    return RayCluster(workers)

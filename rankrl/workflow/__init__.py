@@ -1,1 +1,0 @@
-"""The steps that tasks are made of, with plain typed arguments."""

@@ -1,0 +1,187 @@
+"""`task=compare`: the same terms for all selectors, one table, and an exact continuation after a kill."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import QUICK, call, read_json, small_network, workplace
+
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig, CompareConfig
+from rankrl.errors import ConfigError
+from rankrl.plan_search import compare
+from rankrl.plan_search.compare import compared_searches
+from rankrl.plan_search.selectors import SelectorEntry, list_selectors, selector_options
+from rankrl.plan_search.session import SearchSession
+
+Command = Callable[..., None]
+LOCAL = "local:step=0.4,share=0.5"
+
+
+def made_arguments(folder: Path) -> list[str]:
+    """A comparison of some selectors on a network that is written to the folder."""
+    return [
+        *QUICK[1:],
+        *small_network(folder),
+        "task=compare",
+        'compare.selectors=[random,greedy,"local:step=0.4,share=0.5",uniform]',
+        "compare.seeds=[3,4]",
+        "decomposition=tucker",
+        "budget.params=0.2",
+        "search.term=soft_agreement",
+    ]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    return made_arguments(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def whole(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of one finished comparison, for all tests to read."""
+
+    def fill(folder: Path) -> None:
+        with workplace(folder):
+            call(*made_arguments(folder), f"hydra.run.dir={folder / 'run'}")
+
+    return made_once("comparison", fill) / "run"
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The rows of compare.csv without what the clock decides."""
+    with (folder / "compare.csv").open(newline="") as file:
+        return [
+            {key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)
+        ]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
+    """Let a function be the comparison's last one at its n-th call."""
+    original, calls = getattr(owner, name), []
+
+    def call(*positional: Any, **named: Any) -> Any:
+        calls.append(name)
+        if len(calls) == number:
+            raise Killed
+        return original(*positional, **named)
+
+    patch.setattr(owner, name, call)
+
+
+def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
+    found = rows(whole)
+    assert [(row["selector"], row["seed"]) for row in found] == [
+        ("random", "3"),
+        ("random", "4"),
+        ("greedy", ""),
+        (LOCAL, "3"),
+        (LOCAL, "4"),
+        ("uniform", ""),
+    ]
+    assert [row["episodes"] for row in found] == ["3", "3", "1", "3", "3", "1"]
+    assert all(0 <= float(row["finetuned_accuracy"]) <= 1 for row in found)
+    metrics = read_json(whole / "metrics.json")
+    assert metrics["compare"][LOCAL]["runs"] == 2
+    assert metrics["compare"]["greedy"]["best_reward"]["std"] is None
+    assert metrics["compare"]["greedy"]["best_reward"]["half_width"] is None
+    assert metrics["compare"][LOCAL]["best_reward"]["half_width"] >= 0
+    assert metrics["search"]["best_reward"] == max(float(row["best_reward"]) for row in found)
+    for name in ("compare.md", "report.html", "plots/rewards.png", "plots/accuracies.png", "plan.json"):
+        assert (whole / name).stat().st_size > 0, name
+    written = (whole / "compare.md").read_text()
+    assert f"| {LOCAL} | 2 |" in written
+    assert "| Selector | 1 plan | 3 plans |" in written
+    assert (whole / "searches" / "local-step-0.4-share-0.5-3" / "plan.json").exists()
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_exactly_and_repeats_nothing(
+    rankrl: Command, arguments: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        die_at(patch, SearchSession, "search", 4)
+        with pytest.raises(Killed):
+            rankrl(*arguments, f"hydra.run.dir={broken}")
+    with monkeypatch.context() as patch:
+        die_at(patch, compare, "run_training", 2)
+        with pytest.raises(Killed):
+            rankrl(f"resume={broken}")
+    assert not (broken / "metrics.json").exists()
+    assert len(list((broken / "state" / "plans").glob("*.json"))) == 1
+    rankrl(f"resume={broken}")
+    assert rows(broken) == rows(whole)
+    expected, found = (read_json(folder / "metrics.json")["compare"][LOCAL] for folder in (whole, broken))
+    assert found["finetuned_accuracy"] == expected["finetuned_accuracy"]
+
+
+def test_fine_tuning_can_be_left_out(rankrl: Command, arguments: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    rankrl(*arguments, "finetune.epochs=0", "compare.selectors=[greedy]", f"hydra.run.dir={folder}")
+    (row,) = rows(folder)
+    assert row["finetuned_accuracy"] == ""
+    assert "Fine-tuned" not in (folder / "compare.md").read_text()
+
+
+def test_each_selector_has_the_options_of_its_file() -> None:
+    config = AppConfig(selector={"name": "ddpg", "noise": 0.7}, compare=CompareConfig(list_selectors(), [0]))
+    found = {each.text: each.options for each in options.compared_selectors(config)}
+    assert found["ddpg"] == {"noise": 0.7}
+    for name in ("local", "random", "tpe", "greedy"):
+        assert set(found[name]) == set(selector_options(name))
+
+
+def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
+    entries = ["bayes", "bayes:policy=pretrained,step=0.4", "local:step=0.5"]
+    config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareConfig(entries, [0]))
+    plain, with_policy, local = options.compared_selectors(config)
+    assert plain.options == {"step": 0.2}
+    assert with_policy.options == {"step": 0.4, "policy": "pretrained"}
+    assert local.options == {**selector_options("local"), "step": 0.5}
+    assert {each.text for each in (plain, with_policy, local)} == set(entries)
+
+
+def test_selectors_that_draw_nothing_run_once() -> None:
+    entered = compared_searches([SelectorEntry.parse(name) for name in list_selectors()], [5, 6])
+    once = {each.entry.selector for each in entered if each.seed is None}
+    assert once == {"divergence", "energy", "greedy", "uniform", "vbmf"}
+    assert len(entered) == len(once) + 2 * (len(list_selectors()) - len(once))
+    assert len({each.folder_name for each in entered}) == len(entered)
+
+
+@pytest.mark.parametrize(
+    ("selectors", "message"),
+    [
+        (["ddgp"], "compare.selectors: there is no selector 'ddgp'.*Did you mean 'ddpg'"),
+        (["greedy", "greedy"], "names 'greedy' twice"),
+        (["local:step"], "compare.selectors: 'local:step' is no selector with options"),
+        (["local:stepp=1"], "compare.selectors: .*has no option .stepp."),
+    ],
+)
+def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options.compared_selectors(AppConfig(selector={"name": "ddpg"}, compare=CompareConfig(selectors)))
+
+
+@pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])
+def test_bad_seeds_are_refused(seeds: list[int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compared_searches([SelectorEntry.parse("random")], seeds)
+
+
+def test_wrong_options_are_refused_before_anything_is_searched(
+    arguments: list[str], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    message = refused(*arguments, "selector=random", "selector.plans_per_step=0", f"hydra.run.dir={folder}")
+    assert "selector.plans_per_step" in message
+    assert not (folder / "searches").exists()

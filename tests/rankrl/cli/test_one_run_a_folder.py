@@ -1,0 +1,96 @@
+"""A folder belongs to one run: another, or the same with other options, leaves every byte of it alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import QUICK
+from omegaconf import OmegaConf
+
+from rankrl.runs.run_folder import with_effect
+from rankrl.runs.run_lock import locked
+
+Command = Callable[..., None]
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def finished(training: Path) -> Path:
+    return Path(shutil.copytree(training, "runs/train"))
+
+
+@pytest.fixture
+def unfinished(finished: Path) -> Path:
+    (finished / "metrics.json").unlink()
+    return finished
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("arguments", [("task=train",), ("resume=runs/train",), ("task=search", "seed=3")])
+def test_a_second_run_is_refused_while_one_goes_on(
+    refused: Refused, unfinished: Path, arguments: tuple[str, ...]
+) -> None:
+    folder = () if "resume" in arguments[0] else (f"hydra.run.dir={unfinished}", *QUICK)
+    with locked(unfinished):
+        before = content(unfinished)
+        assert f"{unfinished} is in use by process " in refused(*arguments, *folder)
+        assert content(unfinished) == before
+
+
+def test_a_run_that_has_just_begun_keeps_its_folder_from_one_that_is_refused(
+    tmp_path: Path, refused: Refused
+) -> None:
+    (tmp_path / "new" / ".hydra").mkdir(parents=True)
+    with locked(tmp_path / "new"):
+        before = content(tmp_path / "new")
+        assert "is in use by process " in refused("task=train", *QUICK, f"hydra.run.dir={tmp_path / 'new'}")
+        assert content(tmp_path / "new") == before
+
+
+def test_options_that_a_finished_run_does_not_have_are_refused(refused: Refused, finished: Path) -> None:
+    before = content(finished)
+    message = refused("resume=runs/train", "train.epochs=3", "seed=1")
+    assert (
+        "that run is finished, with other options (seed was 0, is now 1; train.epochs was 2, is now 3)"
+        in message
+    )
+    assert "hydra.run.dir=FOLDER" in message
+    assert content(finished) == before
+
+
+def test_a_finished_run_is_finished_with_options_that_change_nothing(
+    rankrl: Command, finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = content(finished)
+    rankrl("resume=runs/train", "train.epochs=2", "tracking=csv")
+    assert "is finished already" in capfd.readouterr().out
+    assert content(finished) == before
+
+
+def test_a_run_goes_on_to_the_results_of_its_own_options_alone(
+    rankrl: Command, refused: Refused, unfinished: Path
+) -> None:
+    before = content(unfinished)
+    message = refused("resume=runs/train", "dataset.heldout=20", "tracking=csv")
+    assert "not with others (dataset.heldout was None, is now 20)" in message
+    assert content(unfinished) == before
+    (unfinished / "run.lock").write_text('{"process": 1')  # what a killed run left
+    rankrl("resume=runs/train", "tracking=csv")
+    assert (unfinished / "metrics.json").exists()
+    assert OmegaConf.load(unfinished / ".hydra" / "config.yaml").tracking.name == "csv"
+    assert not (unfinished / "run.lock").exists()
+
+
+def test_the_record_of_a_run_is_hydras(finished: Path) -> None:
+    config = OmegaConf.load(finished / ".hydra" / "config.yaml")
+    recorded = json.loads((finished / "state" / "configuration.json").read_text())
+    assert with_effect(OmegaConf.to_container(config, resolve=True)) == recorded["config"]
+    assert OmegaConf.load(finished / ".hydra" / "overrides.yaml") == recorded["overrides"]
+    assert OmegaConf.load(finished / ".hydra" / "hydra.yaml").hydra.job.name == "rankrl"

@@ -1,0 +1,232 @@
+"""Values of the wrong kind are refused before anything is made, and the message names the option in full."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import refusal, task_refusal, values
+
+from rankrl.cli.config.values import check_values
+from rankrl.errors import ConfigError
+
+Refused = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("model=5",), "model=5: a group is chosen by name, one of conv4, custom"),
+        (("dataset.heldout=0.5",), "dataset.heldout must be a whole number or null, got 0.5"),
+        (("search.episodes=1.5",), "search.episodes must be a whole number, got 1.5"),
+        (("model.checkpoint='\udc80'",), "is no valid text"),
+    ],
+)
+def test_values_are_refused_before_anything_is_made(
+    refused: Refused, tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refused("task=evaluate", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # Groups are chosen by name.
+        (("dataset=true",), "dataset=true: a group is chosen by name, one of cifar10"),
+        (("reward=null",), "reward=null: a group is chosen by name, one of accuracy, amc, weighted"),
+        (("optim=1e308",), "optim=1e308: a group is chosen by name"),
+        (("experiment=7",), "experiment=7: a group is chosen by name"),
+        (("+search.__class__=1.5",), "the option 'search.__class__' is unknown"),
+        (("optim.options.epsilon=1e-3",), "with a plus in front: +optim.options.epsilon=VALUE"),
+        (("train.optim.options.momentum=0.8",), "with a plus in front: +train.optim.options.momentum=VALUE"),
+        # Types of the schema, with a reason.
+        (("budget.params=abc",), "budget.params must be a number or null, got 'abc'"),
+        (("search.augmented=3",), "search.augmented must be true or false, got 3"),
+        (("search.halving=null",), "search.halving holds options of its own"),
+        (("search=3",), "search holds options of its own"),
+        (("compare.seeds=3",), "compare.seeds must be a list of whole numbers, got 3"),
+        (("compare.selectors={a: 1}",), "compare.selectors must be a list of names"),
+        (("plan=true",), "plan must be text or null, got true"),
+        (("seed=1000000000000000000000000",), "seed must be a whole number of at most 64 bits"),
+        (("~search.episodes",), "search.episodes must be a whole number, got null"),
+        (("pruner.strengths=[1]",), "pruner.strengths must be a mapping"),
+        # Nothing may be NaN or infinite.
+        (("budget.params=nan",), "budget.params must be finite, got nan"),
+        (("search.seconds=inf",), "search.seconds must be finite, got inf"),
+        (("selector.optimism=-inf",), "selector.optimism must be finite"),
+        (("finetune.gradient_clip=inf",), "finetune.gradient_clip must be finite"),
+        (("pruner.strengths={conv1: 2.0}",), "'+pruner.strengths={NAME: VALUE}'"),
+        (("budget.macs=1e999",), "budget.macs must be finite"),
+        # The nearest option is looked for in the group first.
+        (("reward.compresion=0.3",), "Did you mean 'reward.compression' (reward=weighted)?"),
+        (("reward=weighted", "reward.compresion=0.3"), "Did you mean 'reward.compression'?"),
+        (("finetune.epoch=3",), "Did you mean 'finetune.epochs'?"),
+        (("dataset.pth=3",), "Did you mean 'dataset.path' (dataset=imagefolder)?"),
+        # What Hydra cannot take.
+        (("model.checkpoint=" + "[" * 400 + "]" * 400,), "nested too deeply"),
+        (("seed=${seed}",), "seed"),
+    ],
+)
+def test_what_an_option_cannot_be_is_refused(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal("task=evaluate", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("~dataset",), "dataset.name is missing; choose with dataset=NAME"),
+        (("~export",), "export is missing"),
+        (("~reward.name",), "reward.name is missing"),
+        (("selector.name=[ddpg]",), "selector.name must be one of"),
+        (("+dataset.foo=3",), "dataset 'digits' has no option 'foo'"),
+        (("model.checkpoint=true",), "model.checkpoint must be text or null, got true"),
+        (("model.checkpoint=7",), "model.checkpoint must be text or null, got 7"),
+        (("model.checkpoint=",), "model.checkpoint is empty"),
+        (("model=resnet20", "model.shortcut=[A]"), "model.shortcut must be text"),
+        (
+            ("dataset.train_images={a: 1}",),
+            "dataset.train_images must be a whole number or null, got {'a': 1}",
+        ),
+        (
+            ("dataset=imagefolder", "dataset.path=x", "dataset.mean=0.5"),
+            "dataset.mean must be a list of numbers",
+        ),
+        (("dataset=imagefolder", "dataset.path=3"), "dataset.path must be text, got 3"),
+        (("+dataset.flip=3",), "dataset.flip must be true, false or null, got 3"),
+        (("selector.hidden=1e308",), "selector.hidden must be a list of whole numbers, got 1e+308"),
+        (("selector.hidden=[64,x]",), "selector.hidden must be a list of whole numbers"),
+        (("selector.features=[identity,plam]",), "selector.features must be a list of"),
+        (("selector=ddpg", "selector.noise=true"), "selector.noise must be a number, got true"),
+        (("selector.action=ranks",), "selector.action must be one of importance, rank or null"),
+        (("reward=weighted", "reward.compression=much"), "reward.compression must be a number, got 'much'"),
+        (("reward=amc", "reward.measure=latency"), "reward.measure must be one of params, macs"),
+        (("pruner.push_pull=[1]",), "pruner.push_pull must be a list of 2 whole numbers"),
+        (("pruner.layers=conv1",), "pruner.layers must be a list"),
+        (("pruner.scope=5", "pruner=magnitude"), "pruner.scope must be one of"),
+        (("+optim.options.epsilon=small",), "optim.options.epsilon must be a number, got 'small'"),
+        (("+optim.options.epsilom=1",), "optimizer 'onnx_adam' has no option 'epsilom'"),
+        (("+train.optim.options.nesterov=2",), "train.optim.options.nesterov must be true or false, got 2"),
+        (("tracking=mlflow", "tracking.options.experiment=2"), "tracking.options.experiment must be text"),
+        (("seed=-1",), "seed must not be negative"),
+        (("+pruner.strengths={conv1: nan}",), "pruner.strengths must be finite"),
+        (("model=custom", "model._target_=a.b", "+model.width=nan"), "model.width must be finite"),
+    ],
+)
+def test_types_are_those_of_what_takes_the_option(arguments: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_values(values("task=evaluate", *arguments))
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("selector=ddpg", "selector.noise=-1"), "selector.noise must be at least 0"),
+        (("selector.hidden=[0]",), "selector.hidden must hold numbers of units >= 1"),
+        (("selector=local", "selector.step=-1"), "selector.step must be positive"),
+        (("selector=tpe", "selector.importance_scale=0"), "selector.importance_scale must be positive"),
+        (("reward=weighted", "reward.compression=2"), "reward.compression must lie in [0, 1]"),
+    ],
+)
+def test_ranges_of_selector_and_reward_are_refused_before_any_training(
+    tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in task_refusal("task=search", *arguments)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_each_job_of_a_sweep_is_checked_before_the_first_begins(refused: Refused, tmp_path: Path) -> None:
+    message = refused("-m", "task=evaluate", "dataset.train_images=100,{a: 1}")
+    assert "dataset.train_images must be a whole number or null, got {'a': 1}" in message
+    assert "write all values out" in refusal("-m", "task=evaluate", "seed=range(0,3),-1")
+    assert "seed must not be negative, got -1" in refusal("-m", "task=evaluate", "seed=0,1,-1")
+    assert "sweeps over more than" in refusal("-m", "task=evaluate", "seed=range(0,1000000000)")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["1,2", "range(1,3)", "choice(1,2)"])
+def test_a_sweep_needs_its_flag(tmp_path: Path, value: str) -> None:
+    assert "add -m for a sweep" in refusal("task=evaluate", f"seed={value}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_that_an_experiment_sweeps_over_are_checked(tmp_path: Path) -> None:
+    message = refusal("experiment=cifar10_sweep", "hydra.sweeper.params.budget\\.params='0.5,many'")
+    assert "many" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("/proc/x", "No such file or directory"),
+        ("file/run", "Not a directory"),
+        ("file", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("a/../b/" + ("y" * 200 + "/") * 25, "File name too long"),
+    ],
+)
+def test_folders_that_cannot_be_made_are_refused(
+    tmp_path: Path, folder: str, reason: str, sweep: bool
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    option = "hydra.sweep.dir" if sweep else "hydra.run.dir"
+    message = refusal(*(["-m"] if sweep else []), "task=evaluate", f"{option}={folder}")
+    assert reason in message
+    assert option in message
+    assert "cannot be written" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_folder_of_hydras_own_record_is_checked_too(tmp_path: Path) -> None:
+    message = refusal("task=evaluate", "hydra.run.dir=run", f"hydra.output_subdir={'x' * 300}")
+    assert "hydra.output_subdir" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_jobs_whose_folder_names_are_too_long_are_refused(tmp_path: Path) -> None:
+    message = refusal("-m", "task=apply", f"plan=a,{'b' * 300}")
+    assert "hydra.sweep.subdir" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(refused: Refused, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert "Permission denied" in refused("task=evaluate", f"hydra.run.dir={locked / 'run'}")
+
+
+@pytest.mark.parametrize("option", ["model.checkpoint", "plan", "weights", "resume", "runs"])
+def test_names_that_are_too_long_for_a_file_are_refused(refused: Refused, option: str) -> None:
+    task = {"plan": "apply", "weights": "finetune", "runs": "report"}.get(option, "evaluate")
+    reasons = {"resume": refusal, "runs": refused}.get(option, task_refusal)
+    assert "xxx" in reasons(f"task={task}", "model=conv4", f"{option}={'x' * 300}")
+
+
+def test_a_checked_folder_is_left_as_it_was(rankrl: Callable[..., None], tmp_path: Path) -> None:
+    rankrl("--cfg", "job", "hydra.run.dir=shown")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_value_that_only_a_job_meets_names_the_job(
+    rankrl: Callable[..., None],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sweepers of other packages draw values that nobody can look at before."""
+    monkeypatch.setattr("rankrl.cli.app.check_overrides", lambda arguments: None)
+    with pytest.raises(SystemExit):
+        rankrl("-m", "task=evaluate", "model=conv4", "dataset.heldout=no,never", "hydra.sweep.dir=sweep")
+    errors = sorted(tmp_path.glob("sweep/*/error.json"))
+    assert [path.parent.name for path in errors] == ["dataset.heldout-never", "dataset.heldout-no"]
+    assert "dataset.heldout must be a whole number or null" in json.loads(errors[0].read_text())["error"]
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,0 +1,142 @@
+"""Files in 8-bit integers: onnxruntime's own quantiser on our exports, and what it cannot take."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import export_onnx, quantise_onnx
+from rankrl.onnx.export.int8 import sums_overflow
+
+SHAPE = (3, 12, 12)
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def float_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the network, for all tests to read."""
+    return export_onnx(make_network(), tmp_path_factory.mktemp("float") / "float.onnx", SHAPE).path
+
+
+def batches(count: int = 4, size: int = 16) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal((size, *SHAPE), dtype=np.float32) for _ in range(count)]
+
+
+def outputs(path: Path, batch: np.ndarray, *, integers: bool = True) -> np.ndarray:
+    """Run a file; without integers, the rounded numbers are computed with in floating point."""
+    options = onnxruntime.SessionOptions()
+    if not integers:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    found: np.ndarray = session.run(None, {session.get_inputs()[0].name: batch})[0]
+    return found
+
+
+def old_model() -> onnx.ModelProto:
+    """A graph of opset 12."""
+    entry, end = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", *SHAPE])
+        for name in ("input", "output")
+    )
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["input"], ["output"])], "old", [entry], [end]
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 12)], ir_version=7)
+
+
+def test_an_int8_file_is_smaller_and_computes_nearly_the_same(float_file: Path, tmp_path: Path) -> None:
+    path, target = float_file, tmp_path / "int8.onnx"
+    assert quantise_onnx(path, target, iter(batches())) == target
+    (batch,) = batches(1, 7)
+    expected, found = outputs(path, batch), outputs(target, batch)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
+    weights = [
+        each for each in onnx.load(target).graph.initializer if each.data_type == onnx.TensorProto.INT8
+    ]
+    assert sum(np.prod(each.dims) for each in weights) >= 16 * 3 * 9 + 16 * 16 * 9 + 160
+
+
+@pytest.mark.parametrize("kind", ["convolution", "product"])
+def test_weights_of_seven_bits_overflow_nowhere_and_are_taken_where_eight_would(
+    kind: str, tmp_path: Path
+) -> None:
+    layer = nn.Conv2d(3, 16, 3) if kind == "convolution" else nn.Linear(3 * 12 * 12, 16)
+    network = nn.Sequential(layer if kind == "convolution" else nn.Sequential(nn.Flatten(), layer), nn.ReLU())
+    for parameter in network.parameters():
+        nn.init.ones_(parameter)  # with inputs of one, the largest sums that there are
+    batch = np.ones((4, *SHAPE), dtype=np.float32)
+    path = export_onnx(network.eval(), tmp_path / "float.onnx", SHAPE).path
+    calibration = [np.concatenate([batch, 0 * batch])]
+
+    def written(reduce_range: bool | None) -> Path:
+        target = tmp_path / f"{reduce_range}.onnx"
+        return quantise_onnx(path, target, calibration, reduce_range=reduce_range)
+
+    def largest(file: Path) -> int:
+        tensors = map(onnx.numpy_helper.to_array, onnx.load(file).graph.initializer)
+        return max(int(np.abs(each.astype(int)).max()) for each in tensors if each.dtype == np.int8)
+
+    reduced, full = written(True), written(False)
+    assert (largest(reduced), largest(full)) == (64, 127)
+    assert written(None).read_bytes() == (reduced if sums_overflow() else full).read_bytes()
+    exact = outputs(path, batch)
+    for file, cut in ((reduced, False), (full, sums_overflow())):
+        np.testing.assert_allclose(outputs(file, batch, integers=False), exact, rtol=0.02)
+        assert (outputs(file, batch) < 0.9 * exact).all() == cut
+    np.testing.assert_allclose(outputs(reduced, batch), exact, rtol=0.02)
+
+
+def test_a_file_of_fixed_batch_is_calibrated_on_batches_of_that_size(tmp_path: Path) -> None:
+    path, network = tmp_path / "float.onnx", nn.Conv2d(3, 4, 3)
+    export_onnx(network, path, SHAPE, sample=torch.zeros(4, *SHAPE), dynamic_batch=False)
+    with pytest.raises(ExportError, match="without calibration batches of 4, the batch size of the file"):
+        quantise_onnx(path, tmp_path / "int8.onnx", batches(size=16))
+    assert quantise_onnx(path, tmp_path / "int8.onnx", batches(size=4)).exists()
+
+
+def test_what_cannot_be_quantised_is_refused_and_nothing_is_written(float_file: Path, tmp_path: Path) -> None:
+    path, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    with pytest.raises(ExportError, match=r"no ONNX file at .*float\.onnx"):
+        quantise_onnx(path, target, batches())
+    shutil.copy(float_file, path)
+    with pytest.raises(ExportError, match="without calibration batches"):
+        quantise_onnx(path, target, [])
+    with pytest.raises(ExportError, match="NaN or infinite values on the calibration inputs"):
+        quantise_onnx(path, target, [np.full((2, *SHAPE), np.nan, dtype=np.float32)])
+    with pytest.raises(ExportError, match="fails on float32 of shape"):
+        quantise_onnx(path, target, [np.zeros((2, 5, 5, 5), dtype=np.float32)])
+    onnx.save(old_model(), tmp_path / "old.onnx")
+    with pytest.raises(ExportError, match="opset 12; 8-bit integers need 13"):
+        quantise_onnx(tmp_path / "old.onnx", target, batches())
+    assert not target.exists()
+    quantise_onnx(path, target, batches())
+    before = path.read_bytes(), target.read_bytes()
+    for there in (path, target):  # a later batch fails inside onnxruntime
+        with pytest.raises(ExportError, match="onnxruntime cannot quantise"):
+            quantise_onnx(path, there, [*batches(), np.zeros((2, 5, 5, 5), dtype=np.float32)])
+    assert (path.read_bytes(), target.read_bytes()) == before
+    with pytest.raises(ExportError, match="quantised already"):
+        quantise_onnx(target, tmp_path / "again.onnx", batches())

@@ -1,0 +1,190 @@
+"""Latency: what is reported, not how long it took."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Session
+from rankrl.timing import (
+    LatencyComparison,
+    compare_latency,
+    is_unchanged,
+    latency,
+    measure_latency,
+    time_in_turns,
+)
+
+
+@pytest.fixture
+def path(plain_file: Path) -> Path:
+    return plain_file
+
+
+def test_a_latency_states_how_it_was_measured(path: Path) -> None:
+    measured = measure_latency(path, batch=5, threads=2, runs=7)
+    assert (measured.batch, measured.threads, measured.runs) == (5, 2, 7)
+    assert 0 < measured.low_ms <= measured.median_ms <= measured.high_ms
+    assert str(measured).endswith("batch 5, 2 threads")
+
+
+def test_two_models_are_timed_in_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = order_of_passes(monkeypatch)
+    compare_latency(path, path, batch=2, runs=4, warm_up=0)
+    assert order == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_runtimes_are_timed_in_the_same_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = order_of_passes(monkeypatch)
+    timed = time_in_turns([(DEFAULT_RUNTIME, path)] * 3, batch=2, runs=2, warm_up=0)
+    assert order == [0, 1, 2, 2, 1, 0]
+    assert timed.times.shape == (2, 3)
+    for first, second in ((0, 1), (2, 0)):
+        found = timed.compare(first, second)
+        assert (found.baseline, found.compressed) == (timed.latencies[first], timed.latencies[second])
+
+
+def order_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list that the number of each session is added to when it runs."""
+    order: list[int] = []
+    opened = itertools.count()
+    original = latency.open_session
+
+    def remember(*args: Any, **options: Any) -> Session:
+        session, number = original(*args, **options), next(opened)
+        monkeypatch.setattr(session, "run", lambda batch: order.append(number))
+        return session
+
+    monkeypatch.setattr(latency, "open_session", remember)
+    return order
+
+
+Clocks = Callable[..., None]
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    """Let passes take the given milliseconds of processor time, and `waiting` times that on the wall."""
+
+    def set_clocks(*turns: tuple[float, float], waiting: float = 1.0) -> None:
+        passes = [ms for turn, pair in enumerate(turns) for ms in (pair if turn % 2 == 0 else pair[::-1])]
+        for name, factor in (("thread_time_ns", 1.0), ("perf_counter_ns", waiting)):
+            ticks = iter([tick for ms in passes for tick in (0, int(factor * ms * 1e6))])
+            monkeypatch.setattr(latency.time, name, lambda ticks=ticks: next(ticks))
+
+    return set_clocks
+
+
+def compared(path: Path, clocks: Clocks, *turns: tuple[float, float], **how: float) -> LatencyComparison:
+    clocks(*turns, **how)
+    return compare_latency(path, path, batch=2, runs=len(turns), warm_up=0)
+
+
+def test_the_ratio_is_baseline_over_compressed(path: Path, clocks: Clocks) -> None:
+    found = compared(path, clocks, (6, 2), (6, 2))
+    assert found.baseline.median_ms == 6
+    assert found.compressed.median_ms == 2
+    assert found.ratio == found.ratio_low == found.ratio_high == 3
+    assert not found.unchanged
+
+
+def test_the_ratio_is_that_of_the_medians_that_are_shown(path: Path, clocks: Clocks) -> None:
+    """Whose median over the turns was 1.08 and made a headline beside the times 7.27 and 7.26 ms."""
+    turns = ((7.27, 6.73), (7.8, 7.26), (7.2, 8.1), (7.84, 7.25), (7.1, 7.9))
+    found = compared(path, clocks, *turns)
+    assert np.median([before / after for before, after in turns]) > 1.07
+    assert (found.baseline.median_ms, found.compressed.median_ms) == (7.27, 7.26)
+    assert found.ratio == pytest.approx(7.27 / 7.26)
+    assert found.ratio_low < 1 < found.ratio_high
+    assert found.unchanged
+
+
+def test_the_interval_is_scipys_and_repeats(path: Path, clocks: Clocks) -> None:
+    generator = np.random.default_rng(3)
+    turns = tuple((float(a), float(b)) for a, b in generator.normal((10, 8), 0.8, (30, 2)))
+    found = compared(path, clocks, *turns)
+    assert compared(path, clocks, *turns) == found
+    expected = scipy.stats.bootstrap(
+        tuple(np.array(turns).T),
+        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=4000,
+        rng=np.random.default_rng(1),
+    ).confidence_interval
+    assert found.ratio_low < found.ratio < found.ratio_high
+    assert found.ratio_low == pytest.approx(expected.low, rel=0.02)
+    assert found.ratio_high == pytest.approx(expected.high, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "unchanged"),
+    [
+        (1.7, 1.65, 1.75, False),
+        (0.8, 0.78, 0.82, False),
+        (1.04, 1.02, 1.06, False),
+        (1.08, 0.98, 1.2, True),
+        (0.9, 0.7, 1.0, True),
+        (1.024, 1.011, 1.036, True),
+        (1 / 1.024, 0.97, 0.99, True),
+        (1.004, None, None, True),
+        (1.05, None, None, False),
+        (0.96, None, None, False),
+    ],
+)
+def test_unchanged_is_what_lies_within_the_noise(
+    ratio: float, low: float | None, high: float | None, unchanged: bool
+) -> None:
+    assert is_unchanged(ratio, low, high) is unchanged
+
+
+def test_one_thread_is_measured_in_processor_time(path: Path, clocks: Clocks) -> None:
+    found = compared(path, clocks, (4, 2), (4, 2), waiting=1.02)
+    assert (found.baseline.median_ms, found.baseline.clock) == (4, "processor")
+    assert found.busy is None
+
+
+def test_several_threads_are_measured_on_the_wall(path: Path) -> None:
+    assert measure_latency(path, batch=2, threads=2, runs=2).clock == "wall"
+
+
+def test_a_coarse_clock_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coarse = types.SimpleNamespace(resolution=0.0156)
+    monkeypatch.setattr(latency.time, "get_clock_info", lambda name: coarse)
+    assert measure_latency(path, batch=2, runs=2).clock == "wall"
+
+
+def test_a_busy_machine_is_noticed_by_the_wait_for_a_core(path: Path, clocks: Clocks) -> None:
+    found = compared(path, clocks, (4, 2), (4, 2), waiting=2.0)
+    assert found.baseline.median_ms == 4
+    assert found.busy == "the timed passes waited 50 % of the time for a core"
+
+
+@pytest.mark.parametrize(("load", "busy"), [(2.4, None), (7.96, "the load average is 8.0 on 2 cores")])
+def test_a_busy_machine_is_noticed_by_its_load(
+    path: Path, monkeypatch: pytest.MonkeyPatch, load: float, busy: str | None
+) -> None:
+    monkeypatch.setattr(latency.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(latency, "usable_cores", lambda: 2)
+    assert compare_latency(path, path, batch=2, threads=2, runs=2).busy == busy
+
+
+@pytest.mark.parametrize("option", ["batch", "threads", "runs"])
+def test_options_out_of_range_are_refused(path: Path, option: str) -> None:
+    with pytest.raises(ExportError, match=f"{option} is 0; it must be at least 1"):
+        measure_latency(path, **{option: 0})
+
+
+def test_a_fixed_batch_must_be_the_one_asked_for(fixed_file: Path) -> None:
+    assert measure_latency(fixed_file, batch=4, runs=1).batch == 4
+    with pytest.raises(ExportError, match="exported for batches of 4"):
+        measure_latency(fixed_file, batch=8, runs=1)

@@ -1,0 +1,144 @@
+"""Files of networks that return more than one tensor: names, order, and what is no tensor."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+import rankrl
+from decomposition.network.outputs import tensors_in
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import verify_onnx
+from rankrl.onnx.export.graph import name_outputs
+from rankrl.onnx.export.outputs import return_tensors_alone
+
+IMAGES = torch.randn(3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Detections(NamedTuple):
+    boxes: torch.Tensor
+    logits: Any
+
+
+@dataclass
+class Result:
+    scores: torch.Tensor
+    count: int
+    hidden: torch.Tensor | None = None
+
+
+OUTPUTS: dict[str, tuple[Any, list[str]]] = {
+    "one tensor": (lambda x, y: y, ["output"]),
+    "tuple": (lambda x, y: (y, y + 1), ["output_0", "output_1"]),
+    "dict with a size": (lambda x, y: {"out": y, "size": x.shape[-2:], "batch": x.shape[0]}, ["out"]),
+    "order of a dict": (lambda x, y: {"z": y, "a": y + 1, "name": "hi", "none": None}, ["z", "a"]),
+    "named tuple": (
+        lambda x, y: Detections(y, (y + 1, {"aux": y - 1})),
+        ["boxes", "logits_0", "logits_1_aux"],
+    ),
+    "dataclass": (lambda x, y: Result(y, 3, y * 2), ["scores", "hidden"]),
+    "one tensor twice": (lambda x, y: {"a": y, "b": y}, ["a", "b"]),
+    "an input": (lambda x, y: {"x": x, "y": y}, ["x", "y"]),
+    "names of values": (
+        lambda x, y: {"relu": y + 1, "conv2d": torch.relu(y * 2), "mul": y},
+        ["relu", "conv2d", "mul"],
+    ),
+    "name of a constant": (lambda x, y: {"scale": y + 1, "b": y}, ["output_0", "output_1"]),
+    "name of the input": (lambda x, y: {"input": y}, ["output"]),
+    "no identifiers": (lambda x, y: {"a b": y, "": y + 1}, ["output_0", "output_1"]),
+    "names joined alike": (lambda x, y: {"a": [y], "a_0": y + 1}, ["output_0", "output_1"]),
+}
+RENAMED = {"name of a constant": ["scale", "b"], "name of the input": ["input"]}
+"""What the network calls outputs where its file has the name for something else."""
+
+
+class Returning(nn.Module):
+    """A network whose output is made of its input and of its features."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.scale, self.output = nn.Conv2d(3, 4, 3), nn.Parameter(torch.ones(4, 1, 1) / 2), output
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.output(x, self.conv(x) * self.scale)
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_network_to_be_exported_returns_the_tensors_alone_with_their_names(kind: str) -> None:
+    output, _ = OUTPUTS[kind]
+    network = Returning(output).eval()
+    expected = tensors_in(network(IMAGES))
+    outputs = return_tensors_alone(network)
+    found = tensors_in(network(IMAGES))
+    assert outputs.names == RENAMED.get(kind, OUTPUTS[kind][1])
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "kind", ["dict with a size", "named tuple", "one tensor twice", "an input", "names of values", *RENAMED]
+)
+def test_file_returns_the_tensors_by_their_names(kind: str, tmp_path: Path) -> None:
+    output, names = OUTPUTS[kind]
+    network, path = Returning(output).eval(), tmp_path / "network.onnx"
+    rankrl.export_onnx(network, path, (3, 6, 6))
+    session = onnxruntime.InferenceSession(path)
+    assert [each.name for each in session.get_outputs()] == names
+    with torch.no_grad():
+        expected = tensors_in(network(IMAGES))
+    for found, tensor in zip(session.run(None, {"input": IMAGES.numpy()}), expected, strict=True):
+        np.testing.assert_allclose(found, tensor.numpy(), atol=1e-5)
+    assert verify_onnx(network, path, IMAGES) < 1e-5
+
+
+def test_what_is_no_tensor_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Sized(Returning):
+        pass
+
+    network = Sized(lambda x, y: {"out": y, "size": x.shape[-2:], "none": None, "kind": "map"})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            rankrl.export_onnx(network, tmp_path / "network.onnx", (3, 6, 6))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == "the ONNX file of Sized returns tensors alone, not size (int), kind (str)"
+    with pytest.raises(ExportError, match="Returning returns no tensor, but a dict"):
+        rankrl.export_onnx(Returning(lambda x, y: {"n": 3}), tmp_path / "none.onnx", (3, 6, 6))
+
+
+def test_values_inside_make_way_for_the_names_of_outputs() -> None:
+    def value(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
+
+    body = helper.make_graph([helper.make_node("Neg", ["a"], ["b"])], "body", [], [value("b")])
+    other = helper.make_graph([helper.make_node("Identity", ["x"], ["c"])], "other", [], [value("c")])
+    nodes = [
+        helper.make_node("Abs", ["x"], ["a"]),
+        helper.make_node("If", ["condition"], ["first"], then_branch=body, else_branch=other),
+        helper.make_node("Add", ["a", "first"], ["second"]),
+    ]
+    inputs = [value("x"), helper.make_tensor_value_info("condition", TensorProto.BOOL, [])]
+    graph = helper.make_graph(nodes, "graph", inputs, [value("first"), value("second")])
+    expected = None
+    for names in (["first", "second"], ["a", "b"], ["second", "first"], ["b", "x"]):
+        name_outputs(graph, names)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+        onnx.checker.check_model(model, full_check=True)
+        feed = {"x": np.array([-1, 2], np.float32), "condition": np.array(True)}
+        session = onnxruntime.InferenceSession(model.SerializeToString())
+        found = session.run(None, feed)
+        expected = found if expected is None else expected
+        for before, after in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(before, after)
+        kept = names if "x" not in names else ["second", "first"]  # inputs keep their names
+        assert [each.name for each in session.get_outputs()] == kept

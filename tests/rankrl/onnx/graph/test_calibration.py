@@ -1,0 +1,145 @@
+"""Moments of inputs and sensitivities of outputs, beside those of the same network in PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from small_graphs import convolutions, images, network_of, sentences, tokens
+from torch import nn
+
+from decomposition import collect_moments as torch_moments
+from decomposition import collect_sensitivities as torch_sensitivities
+from decomposition import compressible_layers
+from decomposition.calibration.metric import whole
+from rankrl.networks import graph as graph_network
+from rankrl.networks.graph import measured_sensitivities
+from rankrl.onnx.export import export_onnx
+from rankrl.onnx.graph import GivenFile, OnnxNetwork, capture, find_sites, sensitivity
+from rankrl.onnx.graph.inputs import split_inputs
+
+
+def torch_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(8, 6, 3, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(96, 4),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, OnnxNetwork]:
+    network, path = torch_network(), tmp_path_factory.mktemp("exported") / "net.onnx"
+    export_onnx(network, path, (3, 10, 9))
+    return network, OnnxNetwork.load(path)
+
+
+def test_moments_are_those_of_pytorch(exported: tuple[nn.Module, OnnxNetwork]) -> None:
+    network, file = exported
+    x = images(20)
+    feeds = [{file.inputs[0].name: part} for part in np.split(x, 4)]
+    sites = find_sites(file, feeds[0])
+    found = capture.collect_moments(file, sites, feeds)
+    specs = compressible_layers(network, (3, 10, 9))
+    expected = torch_moments(network, specs, torch.from_numpy(x))
+    for site, spec in zip(sites, specs, strict=True):
+        assert (site.spec.macs, site.spec.params) == (spec.macs, spec.params)
+        torch.testing.assert_close(
+            whole(found[site.name].covariance), whole(expected[spec.name].covariance), rtol=1e-3, atol=1e-5
+        )
+        torch.testing.assert_close(found[site.name].mean, expected[spec.name].mean, rtol=1e-3, atol=1e-5)
+
+
+def test_perturbed_outputs_give_the_sensitivity_that_gradients_give(
+    exported: tuple[nn.Module, OnnxNetwork],
+) -> None:
+    network, file = exported
+    x = images(60)
+    feeds = [{file.inputs[0].name: x}]
+    sites = find_sites(file, feeds[0])
+    found = sensitivity.collect_sensitivities(file, sites, feeds, passes=10**6)
+    specs = compressible_layers(network, (3, 10, 9))
+    expected = torch_sensitivities(network, specs, torch.from_numpy(x).repeat(20, 1, 1, 1))
+    for site, spec in zip(sites, specs, strict=True):
+        ours, theirs = found[site.name], expected[spec.name]
+        cosine = float((ours * theirs).sum() / ours.norm() / theirs.norm())
+        assert cosine > 0.95
+
+
+def test_what_no_output_depends_on_has_no_sensitivity(tmp_path: Path) -> None:
+    network = network_of(tokens(), tmp_path)
+    split = split_inputs(sentences(), network)
+    sites = find_sites(network, split.calibration[0])
+    found = sensitivity.collect_sensitivities(network, sites, split.calibration)
+    assert set(found) == {"mix", "along"}
+    model = tokens()
+    del model.graph.output[0]  # the convolution's
+    onnx.save(model, tmp_path / "states.onnx")
+    shorter = OnnxNetwork.load(tmp_path / "states.onnx")
+    assert set(sensitivity.collect_sensitivities(shorter, sites, split.calibration)) == {"mix"}
+
+
+def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx.save(tokens(), tmp_path / "net.onnx")
+    given = GivenFile.read(tmp_path / "net.onnx", sentences())
+    folder = tmp_path / "fits"
+    measured = measured_sensitivities(given, folder=folder)
+    (kept,) = folder.iterdir()
+    calls: list[int] = []
+
+    def spied(*args: object, **options: object) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return measured
+
+    monkeypatch.setattr(graph_network, "collect_sensitivities", spied)
+    again = measured_sensitivities(given, folder=folder)
+    assert not calls
+    assert set(again) == set(measured)
+    assert all(torch.equal(again[name], each) for name, each in measured.items())
+    fewer = GivenFile.read(tmp_path / "net.onnx", sentences(), skip=["along"])
+    others = GivenFile.read(tmp_path / "net.onnx", sentences(150))
+    for number, (each, seed) in enumerate(((given, 1), (fewer, 0), (others, 0)), start=1):
+        measured_sensitivities(each, folder=folder, seed=seed)
+        assert len(calls) == number
+    kept.write_bytes(kept.read_bytes()[:20])
+    measured_sensitivities(given, folder=folder)
+    assert len(calls) == 4
+    measured_sensitivities(given, folder=folder)
+    assert len(calls) == 4
+
+
+def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = network_of(convolutions(), tmp_path)
+    feeds = [{"x": images(32)}]
+    sites = find_sites(network, feeds[0])
+    expected = capture.collect_moments(network, sites, feeds)
+    seen: list[int] = []
+    run = capture.Captured.run
+
+    def spied(self: capture.Captured, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = run(self, feed)
+        seen.append(sum(value.nbytes for value in found.values()))
+        return found
+
+    monkeypatch.setattr(capture, "_CAPTURED", 20_000)
+    monkeypatch.setattr(capture.Captured, "run", spied)
+    found = capture.collect_moments(network, sites, feeds)
+    assert max(seen) <= 20_000
+    for name, moments in expected.items():
+        torch.testing.assert_close(
+            whole(found[name].covariance), whole(moments.covariance), rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize(("macs", "passes"), [(0, 8192), (10**7, 8192), (10**8, 4000), (4 * 10**9, 2048)])
+def test_smaller_networks_are_perturbed_more_often(macs: int, passes: int) -> None:
+    assert sensitivity.passes_for(macs) == passes

@@ -1,0 +1,83 @@
+"""Nodes that onnxruntime cannot compute in integers are found, and stay in floating point."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_graphs import Array, convolutions, images, network_of
+
+import rankrl
+from decomposition import FitOptions
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.graph import OnnxNetwork, find_sites, integers
+from rankrl.onnx.graph.site import Site
+
+
+def refusing(quantise: Callable[..., Path], together: list[set[str]]) -> Callable[..., Path]:
+    """A quantiser that fails where all weights of one of some sets are asked for."""
+
+    def quantised(path: Path, target: Path, *rest: Any, weights: Collection[str], partly: bool) -> Path:
+        if any(each <= set(weights) for each in together):
+            raise ExportError("cannot be loaded")
+        return quantise(path, target, *rest, weights=weights, partly=partly)
+
+    return quantised
+
+
+def opened(folder: Path) -> tuple[OnnxNetwork, list[Site], dict[str, Array]]:
+    network, feed = network_of(convolutions(), folder), {"x": images(8)}
+    sites = [site for site in find_sites(network, feed) if site.spec.refusal is None]
+    return network, sites, feed
+
+
+def test_all_can_where_nothing_fails(tmp_path: Path) -> None:
+    assert integers.without_integers(*opened(tmp_path)) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_finds_the_one_that_fails(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    network, sites, feed = opened(tmp_path)
+    monkeypatch.setattr(
+        integers, "quantise_onnx", refusing(integers.quantise_onnx, [{sites[failing].weight_name}])
+    )
+    with caplog.at_level(logging.WARNING):
+        assert integers.without_integers(network, sites, feed) == [sites[failing].name]
+    assert f"cannot compute {sites[failing].name} in integers" in caplog.text
+
+
+def test_leaves_out_one_of_two_that_fail_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, sites, feed = opened(tmp_path)
+    pair = {sites[0].weight_name, sites[2].weight_name}
+    monkeypatch.setattr(integers, "quantise_onnx", refusing(integers.quantise_onnx, [pair]))
+    (left,) = integers.without_integers(network, sites, feed)
+    assert left in (sites[0].name, sites[2].name)
+
+
+def test_a_search_over_precisions_leaves_it_in_floating_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, sites, _ = opened(tmp_path)
+    first = sites[0]
+    monkeypatch.setattr(integers, "quantise_onnx", refusing(integers.quantise_onnx, [{first.weight_name}]))
+    found = rankrl.compress_onnx(
+        tmp_path / "net.onnx",
+        images(60),
+        tmp_path / "small.onnx",
+        bytes=0.3,
+        precisions=["float32", "int8"],
+        decomposition="tucker",
+        candidates=4,
+        options=FitOptions(iterations=5),
+        final_options=FitOptions(iterations=10),
+    )
+    kinds = {layer.name: [each.kind for each in layer.operations] for layer in found.plan}
+    assert "quantise" not in kinds[first.name]
+    assert any("quantise" in each for each in kinds.values())
+    assert np.isfinite(found.score)

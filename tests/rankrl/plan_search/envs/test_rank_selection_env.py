@@ -1,0 +1,245 @@
+"""The environment keeps Gymnasium's contract, and every plan keeps the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from typing import get_args
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import strategies as st
+from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
+
+from decomposition import Cost
+from decomposition.candidates.library import FitLibrary
+from decomposition.formats import list_formats
+from rankrl.errors import ConfigError
+from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
+from rankrl.plan_search.envs.actions import ImportanceMap, create_action_map
+from rankrl.plan_search.envs.features import Feature
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+
+MAPS = {
+    "importance": {},
+    "rank": {"action": "rank"},
+    "bonds": {"action": "rank", "per_bond": True},
+}
+
+
+def reward(choices: Choices) -> float:
+    return 0.25 + 0.01 * sum(choice % 7 for choice in choices)
+
+
+def play(env: gymnasium.Env, actions: np.ndarray, **options):
+    observation, _ = env.reset(**options)
+    trail = [observation]
+    for action in actions:
+        observation, value, terminated, truncated, info = env.step(action)
+        trail.append(observation)
+    return np.stack(trail), value, terminated, truncated, info
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+def test_both_checkers_pass_for_every_format_and_kind_of_action(format_problem, options) -> None:
+    env = gymnasium.make(ENVIRONMENT_ID, problem=format_problem, reward=reward, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        check_env(env.unwrapped, skip_render_check=True)
+        check_env_for_sb3(env.unwrapped)
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+def test_action_zero_everywhere_is_greedys_plan(format_problem, options) -> None:
+    env = RankSelectionEnv(format_problem, reward, **options)
+    *_, info = play(env, np.zeros((env.layers, *env.action_space.shape), dtype=np.float32))
+    assert info["choices"] == tuple(format_problem.preset)
+
+
+@pytest.mark.parametrize("measure", ["params", "macs"])
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+@given(seed=st.integers(0, 1000), extreme=st.booleans())
+def test_every_plan_keeps_the_budget(
+    small_network, small_library, small_problem, options, measure, seed, extreme
+):
+    problem = SearchProblem.from_model(
+        small_network, small_problem.sites, (1, 8, 8), **{measure: 0.5}, library=small_library
+    )
+    env = RankSelectionEnv(problem, reward, **options)
+    actions = np.random.default_rng(seed).uniform(-1, 1, (env.layers, *env.action_space.shape))
+    actions = np.sign(actions) if extreme else actions
+    observations, _, terminated, truncated, info = play(env, actions.astype(np.float32))
+    assert problem.keeps_budget(info["choices"])
+    assert terminated
+    assert not truncated
+    assert all(observation in env.observation_space for observation in observations)
+
+
+@pytest.mark.parametrize("feature", get_args(Feature))
+def test_every_feature_stays_in_the_observation_space(small_problem, feature) -> None:
+    env = RankSelectionEnv(small_problem, lambda choices: 7.5, features=(feature,))
+    plain = RankSelectionEnv(small_problem, lambda choices: 7.5)
+    assert env.observation_space.shape[0] > plain.observation_space.shape[0]
+    for _ in range(2):
+        observations, *_ = play(env, np.full((env.layers, 1), 0.7, dtype=np.float32))
+        assert all(observation in env.observation_space for observation in observations)
+
+
+def test_reward_comes_once_and_at_the_end(small_problem) -> None:
+    plans = []
+    env = RankSelectionEnv(small_problem, lambda choices: plans.append(choices) or 0.5)
+    env.reset()
+    rewards = [env.step(np.zeros(1, dtype=np.float32))[1] for _ in range(env.layers)]
+    assert rewards == [0.0] * (env.layers - 1) + [0.5]
+    assert len(plans) == 1
+
+
+def test_without_a_reward_the_plan_is_left_to_the_caller(small_problem) -> None:
+    env = RankSelectionEnv(small_problem, features=("last_reward",))
+    _, value, terminated, _, info = play(env, np.zeros((env.layers, 1)), options={"last_reward": 0.5})
+    assert (value, terminated) == (0.0, True)
+    assert small_problem.keeps_budget(info["choices"])
+
+
+def test_the_next_observation_shows_the_previous_action(small_problem) -> None:
+    env = RankSelectionEnv(small_problem)
+    env.reset()
+    observation, *_ = env.step(np.array([0.5], dtype=np.float32))
+    assert observation[-1] == pytest.approx(0.75)
+
+
+def test_equal_actions_bring_equal_episodes(small_problem) -> None:
+    actions = np.random.default_rng(3).uniform(-1, 1, (len(small_problem.sites), 1)).astype(np.float32)
+    first = play(RankSelectionEnv(small_problem, reward), actions, seed=1)
+    second = play(RankSelectionEnv(small_problem, reward), actions, seed=2)
+    assert np.array_equal(first[0], second[0])
+    assert first[1:] == second[1:]
+
+
+def test_stepping_beyond_the_end_says_to_reset(small_problem) -> None:
+    env = RankSelectionEnv(small_problem, reward)
+    with pytest.raises(gymnasium.error.ResetNeeded, match="reset"):
+        env.step(np.zeros(1))
+
+
+@pytest.mark.parametrize("action", [np.zeros(3), np.array([np.nan]), np.zeros((1, 1))])
+def test_an_action_of_another_shape_or_no_number_is_refused(small_problem, action) -> None:
+    env = RankSelectionEnv(small_problem, reward)
+    env.reset()
+    with pytest.raises(ValueError, match="finite"):
+        env.step(action)
+
+
+def test_options_that_contradict_are_refused(small_problem, small_network) -> None:
+    with pytest.raises(ConfigError, match="per_bond"):
+        RankSelectionEnv(small_problem, action="importance", per_bond=True)
+    with pytest.raises(ConfigError, match="importance, rank"):
+        RankSelectionEnv(small_problem, action="ranks")
+    with pytest.raises(ConfigError, match="curve"):
+        RankSelectionEnv(small_problem, features=("errors",))
+    free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
+    with pytest.raises(ConfigError, match="budget"):
+        RankSelectionEnv(free, action="importance")
+
+
+def test_without_a_budget_rank_actions_reach_the_dense_network(small_problem, small_network) -> None:
+    free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
+    env = RankSelectionEnv(free, reward)
+    *_, info = play(env, np.ones((env.layers, 1)))
+    assert info["choices"] == tuple(site.dense for site in free.sites)
+    assert free.cost(info["choices"]) == Cost(free.params, free.macs, 4 * free.params)
+    *_, info = play(env, -np.ones((env.layers, 1)))
+    assert free.cost(info["choices"]).params < free.params / 2
+
+
+def test_more_importance_never_costs_the_layer_parameters(small_problem) -> None:
+    env = RankSelectionEnv(small_problem)
+    for layer, site in enumerate(small_problem.sites):
+        sizes = []
+        for value in (-1.0, 0.0, 1.0):
+            actions = np.zeros((env.layers, 1))
+            actions[layer] = value
+            *_, info = play(env, actions)
+            sizes.append(site.params[info["choices"][layer]])
+        assert sizes[0] <= sizes[2]
+
+
+def bonds_problem(small_network, library: FitLibrary, **budget) -> SearchProblem:
+    sites = library.all_candidates(limit=6)
+    return SearchProblem.from_model(small_network, sites, (1, 8, 8), **budget, library=library)
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_with_an_action_a_bond_zero_is_the_preset_and_one_is_dense(small_network, library_of, name) -> None:
+    """Without a budget; the lowest actions are the candidates of the least ranks."""
+    free = bonds_problem(small_network, library_of(name))
+    chosen = create_action_map(free, per_bond=True)
+    shape = (len(free.sites), chosen.components)
+    assert chosen.components == max(len(site.candidates[0].operations[0].ranks) for site in free.sites[:-1])
+    assert chosen.choices_of(np.zeros(shape)) == tuple(free.preset)
+    assert chosen.choices_of(np.ones(shape)) == tuple(site.dense for site in free.sites)
+    least = [
+        int(np.argmin([sum(np.log(one.ranks)) for each in site.candidates for one in each.operations] or [0]))
+        for site in free.sites
+    ]
+    assert chosen.choices_of(-np.ones(shape)) == tuple(least)
+
+
+@pytest.mark.parametrize("name", list_formats())
+@given(seed=st.integers(0, 1000), extreme=st.booleans())
+def test_with_an_action_a_bond_every_plan_is_of_candidates_within_the_budget(
+    problems, name, seed, extreme
+) -> None:
+    problem = problems(name)
+    chosen = create_action_map(problem, per_bond=True)
+    actions = np.random.default_rng(seed).uniform(-1, 1, (2, len(problem.sites), chosen.components))
+    actions = np.sign(actions) if extreme else actions
+    for episode, roots in zip(actions, chosen.loss_roots(actions), strict=True):
+        choices = chosen.choices_of(episode)
+        assert problem.keeps_budget(choices)
+        losses = [site.losses[choice] for site, choice in zip(problem.sites, choices, strict=True)]
+        np.testing.assert_array_equal(roots, np.sqrt(losses))
+    assert chosen.choices_of(np.zeros(actions.shape[1:])) == tuple(problem.preset)
+
+
+@pytest.fixture(scope="module")
+def problems(small_network, library_of):
+    return functools.cache(lambda name: bonds_problem(small_network, library_of(name), params=0.55))
+
+
+@pytest.mark.parametrize("per_bond", [False, True])
+def test_actions_that_count_layers_alone_do_not_know_borders(small_problem, per_bond) -> None:
+    budget = dataclasses.replace(small_problem.budget, borders=(1.0,) * (len(small_problem.sites) - 1))
+    counted = dataclasses.replace(small_problem, budget=budget)
+    with pytest.raises(ConfigError, match=r"between integers and floating point takes of budget\.latency"):
+        create_action_map(counted, "rank", per_bond=per_bond)
+    assert isinstance(create_action_map(counted), ImportanceMap)
+
+
+def test_an_action_a_bond_needs_one_format(small_network, library_of) -> None:
+    several = bonds_problem(small_network, library_of("cp", "tucker"), params=0.55)
+    with pytest.raises(ConfigError, match="per_bond=true needs candidates of one format"):
+        RankSelectionEnv(several, action="rank", per_bond=True)
+    for action in ("importance", "rank"):
+        env = RankSelectionEnv(several, reward, action=action)
+        *_, info = play(env, np.zeros((env.layers, 1)))
+        assert info["choices"] == tuple(several.preset)
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+@given(seed=st.integers(0, 1000))
+def test_known_losses_are_those_of_the_plans(small_problem, options, seed) -> None:
+    chosen = create_action_map(small_problem, options.get("action"), per_bond="per_bond" in options)
+    actions = np.random.default_rng(seed).uniform(-1, 1, (3, len(small_problem.sites), chosen.components))
+    actions[0] = 0
+    for episode, roots in zip(actions, chosen.loss_roots(actions), strict=True):
+        choices = chosen.choices_of(episode)
+        wanted = np.sqrt([site.losses[j] for site, j in zip(small_problem.sites, choices, strict=True)])
+        if options:
+            np.testing.assert_array_equal(roots, wanted)
+        else:  # the plan spends what the relaxation leaves over, which lowers losses
+            assert np.all(wanted <= roots + 1e-12)

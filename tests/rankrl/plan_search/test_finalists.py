@@ -1,0 +1,224 @@
+"""The last round of a search takes the plan that is best when it is applied."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from rankrl.data import load_dataset
+from rankrl.models import create_model
+from rankrl.options.search import SearchOptions
+from rankrl.plan_search import compare
+from rankrl.plan_search.compare import ComparedSearch, winner
+from rankrl.plan_search.finalists import best_finalist, finalists
+from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.plan_search.run import best_rows, choosing, run_search
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
+from rankrl.plan_search.scores.rewards import create_reward
+from rankrl.plan_search.scores.scoring import ImageScoring
+from rankrl.plan_search.selectors import SelectorEntry, create_selector
+from rankrl.plan_search.session import SearchSession
+from rankrl.training import predict_logits
+
+
+@pytest.fixture
+def reward():
+    return create_reward("accuracy", budgeted=True)
+
+
+@pytest.fixture
+def result(small_problem, synthetic_evaluator):
+    selector = create_selector("random", small_problem, seed=0, episodes=12)
+    return run_search(small_problem, synthetic_evaluator, selector, episodes=12)
+
+
+def test_the_best_refitted_plan_among_the_finalists_wins(small_problem, result, reward) -> None:
+    rows = finalists(result, 3)
+    plans = [small_problem.plan(row.key, "random") for row in rows]
+    scored = []
+
+    def score(plan) -> float:
+        scored.append(plan)
+        return float(plan == plans[2])
+
+    assert best_finalist(small_problem, rows, score, reward, "random") == rows[2]
+    assert scored == plans
+
+
+def test_the_plan_that_the_search_began_with_can_win(small_problem, result, reward) -> None:
+    rows = finalists(result, 2)
+    first = small_problem.plan(rows[-1].key, "random")
+    found = best_finalist(small_problem, rows, lambda plan: float(plan == first), reward, "random")
+    assert found == result.rows[0] != result.best
+
+
+def test_the_first_of_equals_is_taken(small_problem, result, reward) -> None:
+    rows = finalists(result, 3)
+    assert best_finalist(small_problem, rows, lambda plan: 0.5, reward, "random") == result.best
+
+
+def test_finalists_are_judged_by_the_reward_not_by_accuracy_alone(small_problem, result) -> None:
+    rows = finalists(result, 3)
+    smallest = min(rows, key=lambda row: row.params_kept)
+    largest = max(rows, key=lambda row: row.params_kept)
+    size_alone = create_reward("weighted", budgeted=True, compression=1.0)
+    favourite = small_problem.plan(largest.key, "random")
+    assert smallest.params_kept < largest.params_kept
+    found = best_finalist(small_problem, rows, lambda plan: float(plan == favourite), size_alone, "random")
+    assert found == smallest
+
+
+def test_a_search_of_one_plan_has_nothing_to_refit(small_problem, synthetic_evaluator, reward) -> None:
+    greedy = create_selector("greedy", small_problem, seed=0, episodes=12)
+    only = run_search(small_problem, synthetic_evaluator, greedy, episodes=12)
+
+    def score(plan) -> float:
+        raise AssertionError("refitted")
+
+    assert best_finalist(small_problem, only.rows, score, reward, "greedy") == only.best
+
+
+class Finalists(SearchSession):
+    """A session whose plans are scored by what a test says."""
+
+    def __init__(self, problem, evaluator, reward, score, finalists: int) -> None:
+        self.problem, self.evaluator, self.reward, self.latency = problem, evaluator, reward, None
+        self.options = SearchOptions(params=0.5, episodes=12, finalists=finalists)
+        self._network_score = score
+        self.progress = None
+
+    def applied(self, plan):
+        return plan
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
+    small_problem, synthetic_evaluator, reward, count
+) -> None:
+    """Among the finalists is the plan that the search began with; without a last round it is the best row."""
+    scored = []
+
+    def score(plan) -> float:
+        scored.append(plan)
+        return float(len(scored) == count + 1)  # the last one
+
+    session = Finalists(small_problem, synthetic_evaluator, reward, score, count)
+    found = session.search("random", {}, seed=0)
+    if count == 1:
+        assert not scored
+        assert found.chosen == found.best
+    else:
+        rows = finalists(found, count)
+        assert scored == [small_problem.plan(row.key, "random") for row in rows]
+        assert found.chosen == found.rows[0] != found.best
+    assert found.plan == small_problem.plan(found.chosen.key, "random")
+    assert found.best.reward == max(row.reward for row in found.rows)
+
+
+class Clock(LatencyBudget):
+    """Times plans by a table instead of a clock."""
+
+    def __init__(self, fraction, times) -> None:
+        self.fraction, self.times, self.timed, self._timed, self._ratio = fraction, times, [], {}, 1.0
+
+    def measured(self, plan) -> float:
+        self.timed.append(plan)
+        return self.times[len(self.timed) - 1]
+
+
+@pytest.fixture
+def timed(small_problem, synthetic_evaluator, reward):
+    """Make a session in which the two best plans take too long, and the last finalist is best applied."""
+
+    def session(count: int, fraction: float = 0.5):
+        applied = []
+
+        def score(plan) -> float:
+            applied.append(plan)
+            return len(applied)
+
+        made = Finalists(small_problem, synthetic_evaluator, reward, score, count)
+        made.latency = Clock(fraction, [0.6, 0.6] + [0.4] * 18)
+        return made, applied
+
+    return session
+
+
+def best_plans(problem, result) -> list:
+    return [problem.plan(row.key, "random") for row in best_rows(result.rows, len(result.rows))]
+
+
+def test_finalists_are_those_that_keep_the_time(timed, small_problem) -> None:
+    session, applied = timed(3)
+    found = session.search("random", {}, seed=0)
+    plans = best_plans(small_problem, found)
+    assert session.latency.timed == plans[:5]
+    assert applied == plans[2:5]
+    assert found.plan == plans[4] == small_problem.plan(found.chosen.key, "random")
+    assert small_problem.plan(found.best.key, "random") == plans[0]
+
+
+def test_without_finalists_the_best_plan_that_keeps_the_time_is_taken(timed, small_problem) -> None:
+    session, applied = timed(1)
+    found = session.search("random", {}, seed=0)
+    plans = best_plans(small_problem, found)
+    assert session.latency.timed == plans[:3]
+    assert found.plan == plans[2] == small_problem.plan(found.chosen.key, "random")
+    assert not applied
+
+
+def test_of_plans_that_all_take_too_long_the_fastest_is_taken_and_the_result_says_so(timed) -> None:
+    session, _ = timed(3, fraction=0.3)
+    found = session.search("random", {}, seed=0)
+    plans, times = session.latency.timed, session.latency.times
+    assert found.plan == plans[min(range(len(plans)), key=times.__getitem__)]
+    assert re.match(
+        r"budget\.latency=0\.3 is missed: of the \d+ best plans none is that fast.*0\.400", found.missed
+    )
+
+
+def test_a_plan_that_keeps_the_time_misses_nothing(timed) -> None:
+    session, _ = timed(1)
+    assert session.search("random", {}, seed=0).missed is None
+
+
+def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
+    """A result whose plan is not the one with the best reward counts by its plan."""
+    rows = best_rows(result.rows, 3)
+    slow = ComparedSearch(SelectorEntry("random", "random"), 0), choosing(small_problem, result, rows[2])
+    fast = ComparedSearch(SelectorEntry("random", "random"), 1), choosing(small_problem, result, rows[1])
+    results = dict([slow, fast])
+    assert winner(results) is fast[1]
+
+    class Final:
+        def accuracies(self, problem, plan):
+            return float(plan == slow[1].plan), None
+
+    first, second = compare.tested(small_problem, results, Final())
+    assert (first.test_accuracy, second.test_accuracy) == (1.0, 0.0)
+    assert (first.best_reward, second.best_reward) == (rows[2].reward, rows[1].reward)
+    assert (first.params_kept, first.macs_kept) == (rows[2].params_kept, rows[2].macs_kept)
+    assert first.heldout_accuracy == rows[2].accuracy
+
+
+@pytest.mark.parametrize("term", ["agreement", "soft_agreement"])
+def test_the_dense_network_agrees_with_itself(term) -> None:
+    data = load_dataset("digits", seed=0)
+    torch.manual_seed(0)
+    dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
+    score = ImageScoring(dense, data, EvaluatorOptions(term=term, augmented=False), images=10).of_networks()
+    assert score(dense) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_all_held_out_images_are_scored() -> None:
+    data = load_dataset("digits", seed=0)
+    torch.manual_seed(0)
+    dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
+    logits = predict_logits(dense, data.heldout, mean=data.mean, std=data.std)
+    expected = float((logits.argmax(1) == data.heldout.y).double().mean())
+    assert (
+        ImageScoring(dense, data, EvaluatorOptions(augmented=False), images=10).of_networks()(dense)
+        == expected
+    )

@@ -1,0 +1,76 @@
+"""When a folder counts as that of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rankrl.errors import ConfigError
+from rankrl.runs import run_folder
+from rankrl.runs.run_folder import RunFolder
+
+RESULTS = (
+    "metrics.json",
+    "plan.json",
+    "episodes.csv",
+    "state/masks.safetensors",
+    "searches/tpe-0/episodes.csv",
+)
+
+
+def written(folder: Path, name: str) -> RunFolder:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("")
+    return RunFolder(folder)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_folder_with_results_belongs_to_its_configuration(name: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.prepare()
+    folder.claim({"seed": 0}, [])
+    assert written(tmp_path, name).holds_results
+    folder.claim({"seed": 0}, [])
+    folder.claim({"seed": 1}, [], resume=True)
+    with pytest.raises(ConfigError, match="seed"):
+        folder.claim({"seed": 2}, [])
+
+
+@pytest.mark.parametrize("name", [".hydra/config.yaml", "state/configuration.json", "rankrl.log"])
+def test_a_folder_that_has_got_nowhere_is_free(name: str, tmp_path: Path) -> None:
+    assert not written(tmp_path, name).holds_results
+
+
+def test_a_refused_run_takes_its_folder_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "runs" / "first"
+    for name in (".hydra/config.yaml", "state/configuration.json", "rankrl.log"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("")
+    RunFolder(path).discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "age"),
+    [
+        ("notes.txt", 0),
+        ("state/dense.safetensors", 0),
+        ("plan.json", 0),
+        ("earlier.log", 9),
+        ("state/own", 9),
+    ],
+)
+def test_what_someone_may_want_is_kept_when_a_run_is_refused(name: str, age: float, tmp_path: Path) -> None:
+    kept = tmp_path / name
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("")
+    written = run_folder._BEGAN - age
+    if age:
+        os.utime(kept, (written, written))
+    (tmp_path / "rankrl.log").write_text("")
+    RunFolder(tmp_path).discard()
+    assert kept.exists()

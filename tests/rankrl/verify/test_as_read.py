@@ -1,0 +1,135 @@
+"""A file that would be compressed as another network than it is, is refused before the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from small_graphs import (
+    FRAMES,
+    MAPS,
+    convolutions,
+    images,
+    model_of,
+    of_low_rank,
+    old_network,
+    sentences,
+    shared,
+    tokens,
+    upsampling,
+)
+
+import rankrl
+from rankrl.onnx.graph import GivenFile, OnnxGraphError, network
+from rankrl.verify.as_read import check_as_read
+from rankrl.verify.fidelity import COARSE_FLOOR, departure, relative_error
+
+CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
+    "convolutions": (convolutions, {"x": images(10)}),
+    "tokens": (tokens, sentences(10)),
+    "upsampling": (upsampling, {"x": MAPS[:10]}),
+    "shared": (lambda: shared(bias=True, strides=(1, 2)), {"frames": FRAMES[:10]}),
+    "opset 9": (lambda: old_network(9), {"x": images(10)}),
+    "opset 11": (lambda: old_network(11), {"x": images(10)}),
+}
+
+
+def read(name: str, folder: Path) -> GivenFile:
+    made, feed = CASES[name]
+    onnx.save(made(), folder / "net.onnx")
+    return GivenFile.read(folder / "net.onnx", feed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_rightly_passes(name: str, tmp_path: Path) -> None:
+    check_as_read(read(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_weight_that_is_read_wrongly_is_refused_by_its_node(name: str, tmp_path: Path) -> None:
+    given = read(name, tmp_path)
+    wrong = given.usable[1]
+    weight = wrong.weight.flip(0)
+    sites = tuple(replace(each, weight=weight) if each is wrong else each for each in given.sites)
+    with pytest.raises(OnnxGraphError, match=rf"another network than it is.*the node '{wrong.name}'.*skip"):
+        check_as_read(replace(given, sites=sites))
+
+
+def test_geometry_that_is_read_wrongly_is_refused(tmp_path: Path) -> None:
+    given = read("convolutions", tmp_path)
+    first, *others = given.sites
+    padded = replace(first, pads=((0, 2), (2, 0)))
+    dilated = replace(first, dilation=(2, 2), pads=((2, 3), (1, 2)))
+    for wrong in (padded, dilated):
+        with pytest.raises(OnnxGraphError, match="the node 'first'"):
+            check_as_read(replace(given, sites=(wrong, *others)))
+
+
+def test_a_conversion_that_computes_something_else_is_refused_with_both_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = network.version_converter.convert_version
+
+    def wrong(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+        found: onnx.ModelProto = right(model, version)
+        norm = next(node for node in found.graph.node if node.op_type == "BatchNormalization")
+        next(each for each in norm.attribute if each.name == "epsilon").f = 2.0
+        return found
+
+    monkeypatch.setattr(network.version_converter, "convert_version", wrong)
+    onnx.save(old_network(9), tmp_path / "net.onnx")
+    with pytest.raises(OnnxGraphError, match=r"the node 'norm' \(onnx's version converter took it from"):
+        rankrl.compress_onnx(
+            tmp_path / "net.onnx", {"x": images(10)}, tmp_path / "small.onnx", params=0.5, candidates=3
+        )
+
+
+def test_what_an_original_does_not_know_itself_is_no_departure(tmp_path: Path) -> None:
+    """Random numbers of its own are as far apart in two runs of the original."""
+    nodes = [
+        helper.make_node("RandomNormalLike", ["x"], ["noise"], "noise"),
+        helper.make_node("Add", ["x", "noise"], ["a"], "add"),
+        helper.make_node("MatMul", ["a", "w"], ["y"], "product"),
+    ]
+    ends: tuple[Any, Any] = {"x": ["n", 16]}, {"y": ["n", 16]}
+    onnx.save(model_of(nodes, {"w": of_low_rank(16, 16, 3)}, *ends), tmp_path / "net.onnx")
+    x = np.random.default_rng(0).standard_normal((20, 16)).astype(np.float32)
+    check_as_read(GivenFile.read(tmp_path / "net.onnx", {"x": x}))
+
+
+def test_half_precision_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
+    model = model_of(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], "product")],
+        {"w": of_low_rank(64, 64, 3)},
+        {"x": ["n", 64]},
+        {"y": ["n", 64]},
+    )
+    weight = model.graph.initializer[0]
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float16), "w"))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    onnx.save(model, tmp_path / "net.onnx")
+    x = np.random.default_rng(0).standard_normal((20, 64)).astype(np.float16)
+    check_as_read(GivenFile.read(tmp_path / "net.onnx", {"x": x}))
+
+
+def test_departures() -> None:
+    x = np.array([[1.0, 2.0], [np.inf, 4.0]], np.float32)
+    assert relative_error(x, x) == 0
+    assert relative_error(x, x.T.copy()) == np.inf
+    assert relative_error(x, x[:1]) == np.inf
+    assert relative_error(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])) == 0.25
+    y = np.array([3.0, 4.0])
+    assert relative_error(y, 1.1 * y) == pytest.approx(0.1)
+    assert departure(["y"], [y], [[y]], [y * (1 + 1e-5)]) is None
+    told = departure(["y"], [y], [[y]], [y * 1.01])
+    assert told == "the output 'y' differs by 1.00e-02, where rounding explains 1e-04"
+    assert departure(["y"], [y], [[y * 1.001]], [y * 1.01]) is None
+    assert departure(["y"], [y], [[y]], [y * 1.01], floor=COARSE_FLOOR) is None
+    assert departure(["y"], [y], [[y]], [np.full(2, np.nan)]) is not None
