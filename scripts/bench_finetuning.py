@@ -4,8 +4,7 @@
 
 The network is decomposed once, by greedy's plan, and fine-tuned in every way from there. Rates are chosen by
 the held-out images, so the checkpoint has to be one that never saw them: `rankrl task=train` writes it.
-Finished rows are kept in `--rows`, so that a killed run goes on with the next one. A row that constrains the
-dense network to its ranks first gives one of its epochs to that.
+Finished rows are kept in `--rows`, so that a killed run goes on with the next one.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from statistics import mean
 from result_rows import ResultRows
 from torch import nn
 
-from decomposition import CompressionPlan, apply_plan, load_compressed, plan_by_heuristic, save_compressed
+from decomposition import apply_plan, load_compressed, plan_by_heuristic, save_compressed
 from rankrl import reuse_memory
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import checkpoint_heldout, create_model, load_checkpoint
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.training import RankConstraint, TrainingRecipe, report_accuracy, train
+from rankrl.training import TrainingRecipe, report_accuracy, train
 
 FULL = TrainingRecipe(
     lr=1e-3,
@@ -50,14 +49,10 @@ class Variant:
     Attributes:
         name: Name of its row.
         recipe: How the compressed network is trained.
-        constrained: How many of the epochs train the dense network towards the plan instead, before the cut.
-        strength: Of that pull.
     """
 
     name: str
     recipe: TrainingRecipe
-    constrained: int = 0
-    strength: float = 0.01
 
 
 VARIANTS = (
@@ -69,8 +64,6 @@ VARIANTS = (
     Variant("without the moving average", replace(FULL, ema_decay=None)),
     Variant("without distillation", replace(FULL, distillation=0.0)),
     Variant("the short recipe: rate 1e-4", TrainingRecipe(lr=1e-4, distillation=0.9, restore_best=False)),
-    Variant("an epoch towards the ranks before the cut", FULL, constrained=1),
-    Variant("an epoch towards the ranks, strength 0.05", FULL, constrained=1, strength=0.05),
     Variant("SGD, rate 0.005", replace(FULL, lr=0.005, optimizer="sgd", optimizer_options=_NESTEROV)),
     Variant("SGD, rate 0.02", replace(FULL, lr=0.02, optimizer="sgd", optimizer_options=_NESTEROV)),
     Variant("OnnxAdagrad, rate 0.003", replace(FULL, lr=0.003, optimizer="onnx_adagrad")),
@@ -78,10 +71,8 @@ VARIANTS = (
 )
 
 
-def decomposed(
-    dense: nn.Module, data: ImageData, options: argparse.Namespace
-) -> tuple[nn.Module, CompressionPlan]:
-    """Return the network that every row begins with, and its plan; it is kept beside the rows."""
+def decomposed(dense: nn.Module, data: ImageData, options: argparse.Namespace) -> nn.Module:
+    """Return the network that every row begins with; it is kept beside the rows."""
     path = options.rows.with_suffix(".safetensors")
     if not path.exists():
         images = calibration_images(data, options.calibration, seed=0)
@@ -89,20 +80,8 @@ def decomposed(
             dense, data.input_shape, options.format, "greedy", options.fraction, calibration=images
         )
         save_compressed(apply_plan(dense, plan, images), plan, path, dense=dense)
-    return load_compressed(dense, path)
-
-
-def cut_after_constraint(
-    variant: Variant, dense: nn.Module, plan: CompressionPlan, data: ImageData, options: argparse.Namespace
-) -> nn.Module:
-    """Return the network decomposed after some epochs of training towards its plan."""
-    images = calibration_images(data, options.calibration, seed=0)
-    network = copy.deepcopy(dense)
-    pull = RankConstraint(network, plan, images, strength=variant.strength, growth=1.3)
-    # As in the pipeline: no cores are there to size or to decay yet.
-    recipe = replace(variant.recipe, epochs=variant.constrained, product_decay=0.0)
-    train(network, data, recipe, teacher=dense, constraint=pull)
-    return apply_plan(network.eval(), plan, images)
+    network, _ = load_compressed(dense, path)
+    return network
 
 
 def measure(options: argparse.Namespace, rows: ResultRows) -> None:
@@ -127,13 +106,11 @@ def measure(options: argparse.Namespace, rows: ResultRows) -> None:
             key
         ):
             continue
-        start, plan = decomposed(dense, data, options)
+        start = decomposed(dense, data, options)
         chosen = replace(variant, recipe=replace(variant.recipe, seed=seed))
-        network, epochs = copy.deepcopy(start), options.epochs - variant.constrained
-        if variant.constrained:
-            network = cut_after_constraint(chosen, dense, plan, small, options)
+        network = copy.deepcopy(start)
         teacher = dense if chosen.recipe.distillation else None
-        result = train(network, small, replace(chosen.recipe, epochs=epochs), teacher=teacher)
+        result = train(network, small, replace(chosen.recipe, epochs=options.epochs), teacher=teacher)
         accuracies = [
             100 * report_accuracy(each, data.test, mean=data.mean, std=data.std)
             for each in (dense, start, network)
@@ -184,10 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of finished rows")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     options = parser.parse_args(arguments)
-    if any(variant.constrained >= options.epochs for variant in VARIANTS):
-        parser.error(
-            f"--epochs must be 2 or more, one for the constraint before the cut, got {options.epochs}"
-        )
     rows = ResultRows(options.rows, ("variant", "epochs", "images", "seed"), VALUES)
     measure(options, rows)
     command = shown_command(

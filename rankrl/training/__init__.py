@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rankrl.training.accuracy import accuracy, predict_logits, report_accuracy
 from rankrl.training.chance import guessing_share, near_guessing
-from rankrl.training.constraint import RankConstraint
 from rankrl.training.epochs import TrainingProgress, TrainingResult
 from rankrl.training.general import Loss, check_loss, train_on
 from rankrl.training.loop import train
@@ -15,7 +14,6 @@ from rankrl.training.state import EpochRow
 __all__ = [
     "EpochRow",
     "Loss",
-    "RankConstraint",
     "TrainingProgress",
     "TrainingRecipe",
     "TrainingResult",

@@ -151,8 +151,6 @@ class Epochs(ABC):
             ) from error
         row = EpochRow(epoch, lr, loss, score, time.perf_counter() - started)
         state.finish_epoch(row)
-        if state.constraint is not None and epoch < self.recipe.epochs:
-            state.constraint.end_epoch()
         self._report(state, epoch, epoch * self.steps, lr, loss, row)
 
     def _train_epoch(self, state: TrainingState, epoch: int) -> tuple[float, float]:
@@ -188,8 +186,6 @@ class Epochs(ABC):
         if self.products:
             norms = torch.stack([layer.squared_norm() for layer in self.products])
             loss = loss + recipe.product_decay / 2 * norms.sum()
-        if state.constraint is not None:
-            loss = loss + state.constraint.penalty()
         state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if recipe.gradient_clip is not None:

@@ -64,7 +64,7 @@ def train_on(
         inputs, labels, recipe, precision, score, loss, teacher if labels is None else None, products, on_step
     )
     with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
-        result = follow(TrainingState(model, recipe, {}, None), epochs, recipe, None)
+        result = follow(TrainingState(model, recipe, {}), epochs, recipe, None)
     model.eval()
     return result
 

@@ -26,7 +26,6 @@ from rankrl.errors import ConfigError
 from rankrl.models.classifier import check_classifier
 from rankrl.training.accuracy import accuracy
 from rankrl.training.chance import is_guessing, worse_than_guessing
-from rankrl.training.constraint import RankConstraint
 from rankrl.training.epochs import (
     DivergedError,
     Epochs,
@@ -50,7 +49,6 @@ def train(
     *,
     precision: Precision | None = None,
     teacher: nn.Module | None = None,
-    constraint: RankConstraint | None = None,
     state_file: str | Path | None = None,
     resume: bool = False,
     on_step: Callable[[TrainingProgress], None] | None = None,
@@ -74,7 +72,6 @@ def train(
         precision: Device and precision; the fastest safe one when omitted.
         teacher: The network to distil from, moved to the device and run in evaluation mode; needed when
             `recipe.distillation` is above 0, not run otherwise.
-        constraint: Pulls the network's weights towards what a plan can represent.
         state_file: A .safetensors file to which the state is written after every epoch.
         resume: Whether to go on from `state_file`; the result is that of an undisturbed run, bit for bit.
         on_step: Called every few steps and at the end of every epoch.
@@ -104,7 +101,7 @@ def train(
     layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
     products = balanced(model, recipe)
-    state = TrainingState(model, recipe, _setup(data, recipe), constraint)
+    state = TrainingState(model, recipe, _setup(data, recipe))
     if resume and path is not None:
         state.restore(path)
 

@@ -17,7 +17,6 @@ from rankrl.models import build_model, load_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.training import (
     EpochRow,
-    RankConstraint,
     TrainingProgress,
     TrainingRecipe,
     TrainingResult,
@@ -138,7 +137,6 @@ def run_training(
     *,
     state_file: Path,
     teacher: nn.Module | None = None,
-    constraint: RankConstraint | None = None,
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> TrainingResult:
     """Train a network in place with a progress bar, going on from `state_file` where it exists.
@@ -165,7 +163,6 @@ def run_training(
             data,
             recipe,
             teacher=teacher,
-            constraint=constraint,
             state_file=state_file,
             resume=state_file.exists(),
             on_step=show,

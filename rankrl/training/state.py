@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from rankrl.errors import CheckpointError
 from rankrl.state_file import check_setup, read_state, write_state
 from rankrl.training.average import WeightAverage
-from rankrl.training.constraint import RankConstraint
 from rankrl.training.optimizer import build_optimizer
 from rankrl.training.recipe import TrainingRecipe
 
@@ -53,7 +52,6 @@ class TrainingState:
     Attributes:
         model: The network in training.
         recipe: How it is trained.
-        constraint: What pulls its weights, if anything does.
         setup: Plain values that must be equal for a resumed run to be the same run.
         optimizer: Its optimizer.
         average: The moving average of its weights, or None.
@@ -67,7 +65,6 @@ class TrainingState:
     model: nn.Module
     recipe: TrainingRecipe
     setup: Mapping[str, Any]
-    constraint: RankConstraint | None = None
     optimizer: Optimizer = field(init=False)
     average: WeightAverage | None = field(init=False)
     history: list[EpochRow] = field(init=False)
@@ -78,7 +75,6 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         self._first = _copied(self.model) if self.recipe.halvings else {}
-        self._unconstrained = {} if self.constraint is None else self.constraint.state()
         self._begin()
 
     def _begin(self) -> None:
@@ -122,8 +118,6 @@ class TrainingState:
         self.model.load_state_dict(self._first)
         self.model.zero_grad(set_to_none=True)
         self.halvings += 1
-        if self.constraint is not None:
-            self.constraint.restore(self._unconstrained)
         self._begin()
         if self.start is not None:
             self.begin(self.start)
@@ -140,8 +134,6 @@ class TrainingState:
             tensors |= {f"average.{key}": value for key, value in self.average.state_dict().items()}
         tensors |= {f"best.{key}": value for key, value in (self.best or {}).items()}
         tensors |= {f"first.{key}": value for key, value in self._first.items()}
-        if self.constraint is not None:
-            tensors |= {f"constraint.{key}": value for key, value in self.constraint.state().items()}
         scalars: dict[str, dict[str, Any]] = {}
         for index, entries in optimizer["state"].items():
             for key, value in entries.items():
@@ -173,8 +165,6 @@ class TrainingState:
             if self.average is not None:
                 self.average.load_state_dict(_part(tensors, "average."))
             self._restore_optimizer(tensors, content)
-            if self.constraint is not None:
-                self.constraint.restore(_part(tensors, "constraint."))
             self.history = [EpochRow(**row) for row in content["history"]]
             self.start = content["start"]
             self.halvings, self.learned = content["halvings"], content["learned"]

@@ -111,7 +111,7 @@ def _is_onnx(config: Config) -> bool:
 
 
 _UNUSED_BY_ONNX = (
-    *("calibration", "constrain", "finetune", "optim", "train"),
+    *("calibration", "finetune", "optim", "train"),
     *("decomposition.sequential", "decomposition.batch_norm", "export.opset", "export.preprocess"),
     *("export.int8", "export.runtimes", "export.training", "export.pad_channels"),
     *("search.images", "search.augmented", "search.statistics", "search.batch_size", "search.halving."),
@@ -143,13 +143,6 @@ RULES = (
             "leave it out, or set prune.decompose_params or prune.decompose_macs",
         )
         for section in ("search", "selector", "reward", "decomposition")
-    ),
-    _section("constrain", "trains no network towards a plan", "pipeline"),
-    Rule(
-        "constrain.",
-        lambda config: config["constrain"]["epochs"] == 0,
-        "constrain.epochs=0 leaves that training out",
-        "leave it out, or set constrain.epochs",
     ),
     _section("finetune", "fine-tunes nothing", *_FINETUNING),
     _section("optim", "fine-tunes nothing", *_FINETUNING),

@@ -151,7 +151,6 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
         )
     if finetuning:
         finetuning_recipe(config)
-    constraining_recipe(config)
     training_recipe(config, None)
     export_options(config)
 
@@ -301,18 +300,6 @@ def finetuning_recipe(
     rates = {**config.finetune.rates, **(_LR_AFTER_REMOVAL if after_removal else {})}
     lr = rates.get(config.optim.name)
     return _recipe(config.finetune, config.optim, "optim", config.seed, lr, heldout_is_new=heldout_is_new)
-
-
-def constraining_recipe(config: AppConfig) -> TrainingRecipe | None:
-    """Return the recipe of training towards a plan, or None where there is to be none."""
-    chosen = config.constrain
-    if chosen.epochs == 0:
-        return None
-    finetune = dataclasses.replace(config.finetune, epochs=chosen.epochs)  # which may have none of its own
-    recipe = finetuning_recipe(dataclasses.replace(config, finetune=finetune))
-    lr = recipe.lr if chosen.lr is None else chosen.lr
-    # The last epoch is the one that is nearest to the plan; the best one would be one of the first.
-    return dataclasses.replace(recipe, lr=lr, restore_best=False, product_decay=0.0)
 
 
 def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRecipe:

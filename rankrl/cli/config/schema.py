@@ -293,24 +293,6 @@ class FineTuneConfig(RecipeConfig):
 
 
 @dataclass
-class ConstrainConfig:
-    """Training of the dense network that pulls it to what the plan will keep, before it is cut (ADMM).
-
-    Attributes:
-        epochs: How many; 0 leaves it out. Everything else of the recipe is that of finetune and optim.
-        lr: Highest learning rate; None takes that of finetune.
-        strength: What the network's output may lose by the cut counts so much beside the training loss, in
-            the first epoch.
-        growth: What strength is multiplied by after every epoch.
-    """
-
-    epochs: int = 0
-    lr: float | None = None
-    strength: float = 0.01
-    growth: float = 1.3
-
-
-@dataclass
 class TrainConfig(RecipeConfig):
     """How a network without a checkpoint is trained first (He et al. 2016, shortened)."""
 
@@ -389,7 +371,6 @@ class AppConfig:
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    constrain: ConstrainConfig = field(default_factory=ConstrainConfig)
     finetune: FineTuneConfig = field(default_factory=FineTuneConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

@@ -34,8 +34,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     images = steps.calibration(config, data, dense)
     _, result = steps.chosen_plan(config, data, dense, images, folder)
     plan = result.plan
-    nearer = steps.constrained(config, data, plan, dense, images, folder)
-    compressed = steps.applied_plan(config, data, plan, nearer, images)
+    compressed = steps.applied_plan(config, data, plan, dense, images)
     rows = layer_rows(plan, dense, compressed)
     finetuned = copied(compressed)
     epochs = steps.finetuned(config, data, finetuned, dense, folder)

@@ -14,8 +14,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan
-from decomposition.fit.fitting import FAST
-from decomposition.network.surgery import copied
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -38,7 +36,7 @@ from rankrl.report import (
     write_report,
 )
 from rankrl.runs.run_folder import RunFolder, cache_folder
-from rankrl.training import EpochRow, RankConstraint, TrainingRecipe, TrainingResult, guessing_share
+from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
 from rankrl.training.networks import (
     build_network,
     guessing_warning,
@@ -190,36 +188,6 @@ def applied_plan(
     )
 
 
-def constrained(
-    config: AppConfig,
-    data: ImageData,
-    plan: CompressionPlan,
-    dense: nn.Module,
-    images: Tensor,
-    folder: RunFolder,
-) -> nn.Module:
-    """Return a copy of the dense network, trained towards what the plan keeps; itself without such epochs."""
-    recipe = options.constraining_recipe(config)
-    if recipe is None:
-        return dense
-    network, chosen = copied(dense), config.constrain
-    constraint = RankConstraint(
-        network,
-        plan,
-        images,
-        strength=chosen.strength,
-        growth=chosen.growth,
-        options=dataclasses.replace(FAST, iterations=config.decomposition.iterations),
-        seed=config.seed,
-    )
-    before = constraint.distance()
-    _trained(
-        "constrain", network, data, recipe, folder, stage="constrain", teacher=dense, constraint=constraint
-    )
-    log.info("constrain: distance to the plan's ranks %.4f, before %.4f", constraint.distance(), before)
-    return network
-
-
 def finetuned(
     config: AppConfig,
     data: ImageData,
@@ -267,7 +235,6 @@ def _trained(
     *,
     stage: str,
     teacher: nn.Module | None = None,
-    constraint: RankConstraint | None = None,
 ) -> TrainingResult:
     """Train a network in place, tracked; note the learning rate that was used."""
     result = run_training(
@@ -277,7 +244,6 @@ def _trained(
         recipe,
         state_file=folder.state / f"{stage}.safetensors",
         teacher=teacher,
-        constraint=constraint,
         on_epoch=folder.tracking.epochs(stage),
     )
     folder.notes.trainings[stage] = {

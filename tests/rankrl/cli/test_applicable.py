@@ -23,8 +23,6 @@ IDLE = [
     ("selector.", ("task=prune", "selector=bayes"), r"selector=bayes .* task=prune decomposes nothing"),
     ("reward.", ("task=prune", "reward=amc"), r"reward=amc .* set prune\.decompose_params"),
     ("decomposition.", ("task=prune", "decomposition=cp"), r"=cp .* set prune\.decompose_params"),
-    ("constrain.", ("task=prune", "constrain.epochs=3"), r"epochs=3 .* trains no network towards a plan"),
-    ("constrain.", ("constrain.growth=2",), r"growth=2\.0 .* constrain\.epochs=0 leaves that training out"),
     ("finetune.", ("task=search", "finetune.epochs=3"), r"epochs=3 .* task=search fine-tunes nothing"),
     ("optim.", ("task=search", "optim=sgd"), r"optim=sgd .* task=search fine-tunes nothing"),
     ("train.", ("task=evaluate", "train.epochs=3"), r"epochs=3 .* trains no dense network"),
@@ -97,7 +95,6 @@ IDLE = [
         )
         for option, argument in (
             ("calibration.", "calibration.images=5"),
-            ("constrain.", "constrain.epochs=3"),
             ("finetune.", "finetune.epochs=3"),
             ("optim.", "optim=sgd"),
             ("train.", "train.epochs=3"),
