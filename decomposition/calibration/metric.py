@@ -7,7 +7,6 @@ memory; but it is calibrated on fewer inputs n than that, and F'F with F (n, D) 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -165,10 +164,3 @@ def channel_moments(metric: Metric, channels: int, kernel: int) -> torch.Tensor:
         moments.diagonal().add_(metric.ridge)
         return moments
     return torch.einsum("ikjk->ij", metric.reshape(channels, kernel, channels, kernel)) / kernel
-
-
-def to_bytes(metric: Metric) -> bytes:
-    """Return the numbers, for hashing."""
-    if isinstance(metric, RowFactor):
-        return metric.rows.contiguous().numpy().tobytes() + struct.pack("d", metric.ridge)
-    return metric.contiguous().numpy().tobytes()

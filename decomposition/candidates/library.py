@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from decomposition.cache import Cache, digest
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
 from decomposition.calibration.input_selection import Narrowing, Selection, select_inputs
-from decomposition.calibration.metric import Metric, times, to_bytes
+from decomposition.calibration.metric import Metric, times
 from decomposition.calibration.moments import InputMoments, collect_moments
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.calibration.sensitivity_root import floored, symmetric_root
 from decomposition.candidates.candidates import Candidate, CandidateSet
-from decomposition.candidates.fit_cache import FitCache, FitFolder
+from decomposition.candidates.fit_cache import FitCache
 from decomposition.candidates.listing import CandidateLister, changing_layers, norm_parameters, within
 from decomposition.candidates.processes import Spread, in_processes
 from decomposition.errors import DecompositionError
@@ -44,7 +44,7 @@ from decomposition.operations import (
 from decomposition.operations.block_removal import Removal
 from decomposition.operations.quantise import ACTIVATION_NOISE, amplification
 
-# Part of the names of fits on disk: raised when the same problem gets other cores than before.
+# Part of the keys of fits on disk: raised when the same problem gets other cores than before.
 _VERSION = 4
 
 
@@ -107,7 +107,7 @@ class FitLibrary:
         )
         self.specs = self.lister.specs
         self.options = options
-        self._folder = None if folder is None else FitFolder(folder)
+        self._disk = Cache(folder)
         self.moments = moments
         self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
@@ -185,16 +185,7 @@ class FitLibrary:
         fits, key = self.cache.fits, (name, operation)
         if key not in fits:
             operation.check(self.specs[name])
-            fit = None
-            if self._folder is not None:
-                fit = self._folder.read(
-                    self._key(name, operation), operation, operation.modes(self.specs[name])
-                )
-            if fit is None:
-                fit = self._compute(name, operation)
-                if self._folder is not None:
-                    self._folder.write(self._key(name, operation), operation, fit)
-            fits[key] = fit
+            fits[key] = self._kept(name, operation)
         return fits[key]
 
     def selection(self, name: str, count: int) -> Selection:
@@ -467,6 +458,22 @@ class FitLibrary:
             return 1.0
         return self._power(name, self.weights[name].flatten(1))
 
+    def _kept(self, name: str, operation: Factorise) -> Fit:
+        """Return a fit that is on disk, or compute it."""
+
+        def compute() -> dict[str, torch.Tensor]:
+            fit = self._compute(name, operation)
+            cores = {f"core{j}": core for j, core in enumerate(fit.cores)}
+            return {"error": torch.tensor(fit.error, dtype=torch.float64), **cores}
+
+        if self._disk.folder is None:
+            return self._compute(name, operation)
+        key = "-".join(map(str, (self._key(name, operation), *operation.ranks)))
+        kept = self._disk.tensors("fit", key, compute)
+        cores = [kept[f"core{j}"] for j in range(len(kept) - 1)]
+        modes = operation.modes(self.specs[name])
+        return Fit(cores, float(kept["error"]), operation.tensor_format, modes, operation.ranks)
+
     def _compute(self, name: str, operation: Factorise) -> Fit:
         key = (name, operation.format, operation.factors)
         try:
@@ -492,15 +499,17 @@ class FitLibrary:
         """Hash everything that a fit of this layer depends on but its ranks."""
         key = (name, operation.format, operation.factors)
         if key not in self._keys:
-            digest = hashlib.sha256()
             modes = operation.modes(self.specs[name])
-            digest.update(repr((_VERSION, operation.format, modes, self.options)).encode())
-            if operation.tensor_format.splits_kernel:
-                digest.update(repr(modes.kernel_size).encode())
-            digest.update(self.weights[name].numpy().tobytes())
-            for matrix in (self._metrics[name], self.sensitivities.get(name)):
-                digest.update(b"none" if matrix is None else to_bytes(matrix))
-            self._keys[key] = digest.hexdigest()[:32]
+            kernel = modes.kernel_size if operation.tensor_format.splits_kernel else modes.kernel
+            self._keys[key] = digest(
+                _VERSION,
+                operation.format,
+                (modes.out, modes.inp, kernel),
+                self.options,
+                self.weights[name],
+                self._metrics[name],
+                self.sensitivities.get(name),
+            )
         return self._keys[key]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from decomposition.errors import DecompositionError
@@ -31,8 +31,7 @@ class WeightModes:
     out: tuple[int, ...]
     inp: tuple[int, ...]
     kernel: int
-    # Fits kept on disk are named by the printed modes, and most formats take the positions as one mode.
-    kernel_size: tuple[int, ...] = field(default=(), repr=False)
+    kernel_size: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.kernel_size and self.kernel > 1:

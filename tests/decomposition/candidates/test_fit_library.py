@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,28 +133,6 @@ def test_fits_of_other_weights_are_not_taken(small_net: nn.Module, tmp_path: Pat
     with torch.no_grad():
         small_net[3].weight.mul_(torch.linspace(0, 1, 12)[:, None, None, None])  # type: ignore[operator, index, union-attr]
     assert library_of(small_net, folder=tmp_path).fit("3", AT_3_2).error != first.error
-
-
-@pytest.mark.parametrize(
-    ("name", "modes"),
-    [
-        ("cp", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
-        ("tensor_ring", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
-        ("tensor_train", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
-        ("tucker", "WeightModes(out=(12,), inp=(8,), kernel=9)"),
-    ],
-)
-def test_fits_on_disk_are_named_by_version_problem_and_options(
-    small_net: nn.Module, tmp_path: Path, name: str, modes: str
-) -> None:
-    library = library_of(small_net, name, folder=tmp_path)
-    (chosen,) = library.formats
-    ranks = chosen.expand(library.modes("3", chosen), 2)
-    library.fit("3", Factorise(name, ranks))
-    digest = hashlib.sha256(f"(4, '{name}', {modes}, {library.options!r})".encode())
-    digest.update(library.weights["3"].numpy().tobytes() + b"none" + b"none")
-    (entry,) = tmp_path.glob("*.safetensors")
-    assert entry.stem == f"{digest.hexdigest()[:32]}-{'-'.join(map(str, ranks))}"
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x00" * 64], ids=["empty", "garbage", "zeros"])

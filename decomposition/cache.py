@@ -1,0 +1,136 @@
+"""What is kept between runs: a folder of values, each under a key made of what it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from decomposition.errors import StorageError
+from decomposition.files import cannot_write, replacing
+
+_Value = TypeVar("_Value")
+_Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of values that any number of processes may share; nothing in it is pickled.
+
+    A value is written whole or not at all, and one that cannot be read counts as absent. Of processes that
+    compute the same value at once, all but the first one drop theirs.
+
+    Attributes:
+        folder: The folder; it is made with the first value. None keeps nothing.
+    """
+
+    folder: Path | None
+
+    def value(self, kind: str, key: str, compute: Callable[[], _Value]) -> _Value:
+        """Return a value as JSON holds it, computed where it is not kept yet.
+
+        Args:
+            kind: What it is, the first part of the file's name.
+            key: What it depends on (`digest`).
+            compute: Computes it; it is not None.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+        def write(path: Path, value: _Value) -> None:
+            path.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+
+        def read(path: Path) -> Any:
+            return json.loads(path.read_text(encoding="utf-8"))
+
+        return self._kept(f"{kind}-{key}.json", compute, read, write)
+
+    def tensors(self, kind: str, key: str, compute: Callable[[], _Tensors]) -> _Tensors:
+        """Return tensors on the CPU by name, computed where they are not kept yet; see `value`."""
+
+        def write(path: Path, tensors: _Tensors) -> None:
+            save_file({name: each.contiguous() for name, each in tensors.items()}, path)
+
+        return self._kept(f"{kind}-{key}.safetensors", compute, load_file, write)
+
+    def _kept(
+        self,
+        name: str,
+        compute: Callable[[], _Value],
+        read: Callable[[Path], _Value],
+        write: Callable[[Path, _Value], None],
+    ) -> _Value:
+        if self.folder is None:
+            return compute()
+        path = self.folder / name
+        known = _read(path, read)
+        if known is not None:
+            return known
+        value = compute()
+        known = _read(path, read)  # of a process beside this one, which may go on with it by now
+        if known is not None:
+            return known
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(cannot_write(path, error)) from error
+        with replacing(path) as temporary:
+            write(temporary, value)
+        return value
+
+
+def digest(*values: object) -> str:
+    """Return a hash of values, 32 hexadecimal digits.
+
+    Tensors and arrays count with their types, shapes and numbers, dataclasses with their fields, mappings and
+    sequences with what they hold, in order; everything else with its `repr`.
+
+    Raises:
+        TypeError: A value's `repr` is where it lies in memory, which says nothing of it.
+    """
+    found = hashlib.sha256()
+    _add(found, values)
+    return found.hexdigest()[:32]
+
+
+def _read(path: Path, read: Callable[[Path], _Value]) -> _Value | None:
+    try:
+        return read(path) if path.exists() else None
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
+def _add(found: hashlib._Hash, value: object) -> None:
+    text, data, parts = type(value).__qualname__, memoryview(b""), tuple[object, ...]()
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous().flatten()
+        text, data = f"{value.dtype} {tuple(value.shape)}", plain.view(torch.uint8).numpy().data
+    elif isinstance(value, np.ndarray):
+        plain_bytes = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        text, data = f"{value.dtype} {value.shape}", plain_bytes.data
+    elif isinstance(value, bytes):
+        data = memoryview(value)
+    elif is_dataclass(value):
+        parts = tuple((each.name, getattr(value, each.name)) for each in fields(value))
+    elif isinstance(value, Mapping):
+        parts = tuple(value.items())
+    elif isinstance(value, (list, tuple)):
+        parts = tuple(value)
+    else:
+        text = repr(value)
+        if " at 0x" in text:
+            raise TypeError(f"{text} cannot be part of a key; give what tells it from another one")
+    # With its length, no part reads like the end of one and the beginning of the next.
+    found.update(f"{len(text)} {text} {data.nbytes} {len(parts)} ".encode())
+    found.update(data)
+    for part in parts:
+        _add(found, part)
