@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=300)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--params", type=float, default=0.25, help="kept fraction of the parameters")
-    parser.add_argument("--imagined", type=int, default=0, help="episodes imagined after each (default 0)")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
     arguments = parser.parse_args()
     rows = [measure(name, arguments) for name in arguments.models]
@@ -94,8 +93,7 @@ def report(rows: list[Costs], arguments: argparse.Namespace) -> str:
     """Return the table as Markdown."""
     precision = inference_precision()
     lines = [
-        f"{arguments.episodes} DDPG episodes, {arguments.imagined} imagined after each, "
-        f"{arguments.images} held-out CIFAR-10 images, "
+        f"{arguments.episodes} DDPG episodes, {arguments.images} held-out CIFAR-10 images, "
         f"{arguments.format}, budget.params={arguments.params}, {precision.device.type} {precision.dtype}.",
         "",
         "| model | forward s | search s | ratio | fitting | forward passes | agent | bookkeeping "
@@ -172,9 +170,7 @@ def search(
         std=data.std,
         augmentation=data.augmentation,
     )
-    selector = create_selector(
-        "ddpg", problem, seed=0, episodes=arguments.episodes, imagined_episodes=arguments.imagined
-    )
+    selector = create_selector("ddpg", problem, seed=0, episodes=arguments.episodes)
     evaluator.evaluate = clocked(evaluator.evaluate, costs, "scoring")  # type: ignore[method-assign]
     selector.propose = clocked(selector.propose, costs, "agent")  # type: ignore[method-assign]
     selector.observe = clocked(selector.observe, costs, "agent")  # type: ignore[method-assign]

@@ -42,11 +42,6 @@ class AgentOptions:
         noise: Standard deviation of the noise on the policy's actions after the warm-up.
         final_noise: The same at the last episode; it decays geometrically between.
         updates_per_episode: Gradient steps after every episode; None for as many as it has layers.
-        imagined_episodes: Episodes that are imagined after every scored one, rewarded by the model of those
-            that were scored, for the agent to learn from too (Dyna); 0 imagines none.
-        imagined_noise: Standard deviation of their noise, around the best plan so far and the policy's own.
-        shaping: What an episode's steps are paid together for keeping the other layers' losses low
-            (`rankrl.plan_search.envs.shaping`), in units of the reward; 0 pays at the end alone.
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
 
@@ -65,9 +60,6 @@ class AgentOptions:
     noise: float = 0.3
     final_noise: float = 0.05
     updates_per_episode: int | None = None
-    imagined_episodes: int = 0
-    imagined_noise: float = 0.2
-    shaping: float = 0.0
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
@@ -77,16 +69,13 @@ class AgentOptions:
             "warmup_noise": 0.0,
             "noise": 0.0,
             "final_noise": 0.0,
-            "imagined_episodes": 0,
-            "shaping": 0.0,
             "plans_per_step": 1,
         }
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 raise ConfigError(f"selector.{name} must be at least {bound}, got {getattr(self, name)}")
-        for name in ("learning_rate", "imagined_noise"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"selector.{name} must be positive, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
         if not 0 < self.tau <= 1:
             raise ConfigError(f"selector.tau must lie in (0, 1], got {self.tau}")
         if (self.noise > 0) != (self.final_noise > 0) or self.final_noise > self.noise:

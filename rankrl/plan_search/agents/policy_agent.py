@@ -14,7 +14,6 @@ from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
 from rankrl.errors import ConfigError
-from rankrl.plan_search.agents.imagination import Imagination, filled
 from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
 from rankrl.plan_search.agents.policy_file import read_policy
 from rankrl.plan_search.agents.randomness import RandomState, one_thread
@@ -29,7 +28,6 @@ from rankrl.plan_search.agents.state import (
 )
 from rankrl.plan_search.envs.actions import create_action_map
 from rankrl.plan_search.envs.rank_selection import RankSelectionEnv
-from rankrl.plan_search.envs.shaping import payments
 from rankrl.plan_search.space.problem import SearchProblem
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"ddpg": DDPG, "td3": TD3, "sac": SAC}
@@ -44,8 +42,7 @@ class PolicyAgent:
     reward the first episode's, the preset plan's, is taken off. Stepping from outside (`act`, `learn`) takes
     the place of `learn()`, because many plans may be scored at once and a search is saved between episodes.
 
-    With `options.policy` the actor begins with the weights of a pretrained policy. With
-    `options.imagined_episodes` it learns from episodes too that a model of rewards scores (`Imagination`).
+    With `options.policy` the actor begins with the weights of a pretrained policy.
 
     Args:
         problem: What to choose for.
@@ -94,12 +91,6 @@ class PolicyAgent:
         if policy is not None:
             start_from(self.model, policy, deviation=options.warmup_noise)
         self.model.set_logger(Logger(None, []))
-        self._imagination: Imagination | None = None
-        if options.imagined_episodes:
-            counts = None if policy is None else policy.counts(policy.actions_for(problem))
-            self._imagination = Imagination(
-                self.env, options.imagined_episodes, options.imagined_noise, counts
-            )
         self._baseline: float | None = None
         self._last_reward = 0.0
 
@@ -133,48 +124,17 @@ class PolicyAgent:
         """
         if self._baseline is None:
             self._baseline = reward
-        paid = self._paid(actions[None])[0]
         observation, _ = self.env.reset(options={"last_reward": self._last_reward})
-        for action, payment in zip(actions, paid, strict=True):
+        for action in actions:
             following, _, done, _, _ = self.env.step(action)
-            earned = np.array((reward - self._baseline if done else 0.0) + payment)
+            earned = np.array(reward - self._baseline if done else 0.0)
             self._buffer.add(observation, following, action, earned, np.array(done), [{}])
             observation = following
         self._last_reward = reward
-        if self._imagination is not None:
-            self._imagination.remember(actions, reward)
         if self._buffer.size() > self.options.batch_size:
-            self._train(keep_actor=keep_actor)
-            if self._imagination is not None and self._imagination.ready:
-                self._learn_from(self._imagination, keep_actor=keep_actor)
-
-    def _train(self, *, keep_actor: bool) -> None:
-        kept = actor_kept(self.model) if keep_actor else nullcontext()
-        with one_thread(), self._random.in_use(), kept:
-            self.model.train(self._updates, self.options.batch_size)
-
-    def _learn_from(self, imagination: Imagination, *, keep_actor: bool) -> None:
-        """Take as many gradient steps on imagined episodes as on played ones."""
-        count, (layers, components) = imagination.episodes, self.shape
-        with self._random.in_use():
-            noise = np.random.standard_normal((count, layers, components))
-            share = np.random.random((count, layers + 1, components))
-        actions, rewards = imagination.imagine(noise, share, self.act)
-        earned = self._paid(actions)
-        earned[:, -1] += rewards - self._baseline
-        observations = np.stack([self._observe(layer, actions) for layer in range(layers + 1)], axis=1)
-        played = self._buffer
-        self.model.replay_buffer = filled(played, observations, actions, earned)
-        try:
-            self._train(keep_actor=keep_actor)
-        finally:
-            self.model.replay_buffer = played
-
-    def _paid(self, actions: np.ndarray) -> np.ndarray:
-        """Return what shaping pays for every step of episodes, (episodes, layers)."""
-        if self.options.shaping == 0:
-            return np.zeros(actions.shape[:2])
-        return self.options.shaping * payments(self.env.map, actions)
+            kept = actor_kept(self.model) if keep_actor else nullcontext()
+            with one_thread(), self._random.in_use(), kept:
+                self.model.train(self._updates, self.options.batch_size)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return arrays and plain values that `restore` takes."""
@@ -182,9 +142,6 @@ class PolicyAgent:
         tensors["random.torch"] = self._random.torch_state
         tensors["random.numpy"] = torch.from_numpy(self._random.numpy_state)
         values: dict[str, Any] = {"baseline": self._baseline, "last_reward": self._last_reward}
-        if self._imagination is not None:
-            imagined, plain = self._imagination.state()
-            tensors, values = {**tensors, **imagined}, {**values, **plain}
         return tensors, values
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -193,8 +150,6 @@ class PolicyAgent:
         restore_buffer(self._buffer, tensors)
         self._random = RandomState(tensors["random.torch"].clone(), tensors["random.numpy"].numpy().copy())
         self._baseline, self._last_reward = values["baseline"], float(values["last_reward"])
-        if self._imagination is not None:
-            self._imagination.restore(tensors, values)
 
     @property
     def _buffer(self) -> Any:

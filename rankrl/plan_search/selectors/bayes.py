@@ -27,8 +27,8 @@ from rankrl.plan_search.selectors.base import (
 )
 from rankrl.plan_search.selectors.random_plans import check_plans_per_step
 from rankrl.plan_search.selectors.registry import register_selector
+from rankrl.plan_search.selectors.reward_model import RewardModel
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.plan_search.space.reward_model import RewardModel
 from rankrl.plan_search.space.setting import SearchSetting
 
 # How often a plan is sought anew when it has been proposed before.

@@ -142,13 +142,6 @@ def test_the_process_begins_with_how_the_policy_counts_losses(small_problem, pol
     assert make(name, small_problem, path, policy=None)._model._counts is None
 
 
-def test_imagined_episodes_begin_with_it_too(small_problem, policy, path) -> None:
-    agent = make("ddpg", small_problem, path, imagined_episodes=4).agent
-    actions = actions_by_hand(policy, small_problem)
-    counts = agent._imagination.model._counts
-    assert counts / counts[0] == pytest.approx(np.exp(1.5 * (actions - actions[0])), rel=1e-5)
-
-
 def test_options_that_contradict_the_policy_are_refused(small_problem, small_network, path) -> None:
     with pytest.raises(ConfigError, match=r"hidden=\[7\] contradicts .* trained with \[12,6\]"):
         make("ddpg", small_problem, path, hidden=(7,))
