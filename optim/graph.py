@@ -158,7 +158,7 @@ def read_step_model(model: onnx.ModelProto) -> list[StepNode]:
     infos = [*model.graph.input, *model.graph.value_info, *model.graph.output]
     shapes = {info.name: _static_shape(info) for info in infos}
     shapes |= {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    found = []
+    nodes = []
     for node in model.graph.node:
         if node.domain != DOMAIN or node.op_type not in _OPTIMIZERS:
             continue
@@ -173,10 +173,10 @@ def read_step_model(model: onnx.ModelProto) -> list[StepNode]:
                 f"node {node.name or node.op_type}: the shape of {', '.join(unknown)} is not known; run "
                 "onnx.shape_inference.infer_shapes on the model first"
             )
-        found.append(StepNode(node.op_type, attributes, [shapes[name] or () for name in tensors]))
-    if not found:
+        nodes.append(StepNode(node.op_type, attributes, [shapes[name] or () for name in tensors]))
+    if not nodes:
         raise ValueError(f"the model has no {' or '.join(_OPTIMIZERS)} node of the domain {DOMAIN}")
-    return found
+    return nodes
 
 
 def optimizer_from_model(
@@ -203,12 +203,12 @@ def optimizer_from_model(
         raise ValueError(
             f"the model mixes {' and '.join(sorted(operators))}, and an optimizer does one of them"
         )
-    given = list(params)
-    groups = [item if isinstance(item, dict) else None for item in given]
+    items = list(params)
+    groups = [item if isinstance(item, dict) else None for item in items]
     named = [dict(group) for group in groups if group is not None]
     if not named:
-        named = [{"params": given}]
-    elif len(named) != len(given):
+        named = [{"params": items}]
+    elif len(named) != len(items):
         raise ValueError("params mixes parameters and param groups: give one kind")
     if len(named) != len(nodes):
         raise ValueError(

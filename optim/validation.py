@@ -169,28 +169,28 @@ def check_lists(params: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
                     f"{name}[{index}] is not dense ({tensor.layout}): call to_dense() first"
                 )
             for attribute, error in (("shape", ValueError), ("dtype", TypeError), ("device", ValueError)):
-                got, wanted = getattr(tensor, attribute), getattr(param, attribute)
-                if got != wanted:
+                got, own = getattr(tensor, attribute), getattr(param, attribute)
+                if got != own:
                     raise error(
-                        f"{name}[{index}] has {attribute} {got}, its parameter has {wanted}: make them equal"
+                        f"{name}[{index}] has {attribute} {got}, its parameter has {own}: make them equal"
                     )
 
 
-def check_keys(what: str, given: Mapping[str, object], needed: Sequence[str]) -> None:
+def check_keys(what: str, entries: Mapping[str, object], needed: Sequence[str]) -> None:
     """Check that a mapping holds every needed key.
 
     Args:
         what: What the mapping is, for the message.
-        given: The mapping.
+        entries: The mapping.
         needed: The keys that it must hold.
 
     Raises:
         ValueError: If one is missing.
     """
-    missing = [key for key in needed if key not in given]
+    missing = [key for key in needed if key not in entries]
     if missing:
         raise ValueError(
-            f"{what} lacks {', '.join(missing)} (it holds {', '.join(map(str, given))}): "
+            f"{what} lacks {', '.join(missing)} (it holds {', '.join(map(str, entries))}): "
             "was it saved by another optimizer?"
         )
 

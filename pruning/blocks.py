@@ -53,18 +53,18 @@ def residual_blocks(model: nn.Module, example_input: torch.Tensor) -> list[Resid
         example_input: A batch that it accepts.
     """
     model = plain_network(model)
-    found: list[ResidualBlock] = []
+    blocks: list[ResidualBlock] = []
     for name, (module, calls, same_shape) in _run(model, example_input).items():
         layers = tuple(
             f"{name}.{inner}"
-            for inner, each in module.named_modules()
-            if inner and any(True for _ in each.parameters(recurse=False))
+            for inner, part in module.named_modules()
+            if inner and any(True for _ in part.parameters(recurse=False))
         )
-        inside = any(block.name.startswith(f"{name}.") for block in found)
+        inside = any(block.name.startswith(f"{name}.") for block in blocks)
         if layers and calls == 1 and same_shape and not inside and _adds_its_input(module):
-            found.append(ResidualBlock(name, layers))
+            blocks.append(ResidualBlock(name, layers))
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    return sorted(found, key=lambda block: order[block.name])
+    return sorted(blocks, key=lambda block: order[block.name])
 
 
 def remove_blocks(model: nn.Module, names: Iterable[str]) -> nn.Module:
@@ -162,7 +162,7 @@ def _run(model: nn.Module, example_input: torch.Tensor) -> dict[str, tuple[nn.Mo
 
     def watch(name: str) -> Callable[[nn.Module, tuple[object, ...], dict[str, object], object], None]:
         def hook(_: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: object) -> None:
-            tensors = [each for each in (*inputs, output) if isinstance(each, torch.Tensor)]
+            tensors = [value for value in (*inputs, output) if isinstance(value, torch.Tensor)]
             alone = len(inputs) == 1 and not named and len(tensors) == 2
             calls.setdefault(name, []).append(alone and tensors[0].shape == tensors[1].shape)
 
@@ -190,7 +190,7 @@ def _adds_its_input(module: nn.Module) -> bool:
     carrying: set[fx.Node] = set()
     added = False
     for node in graph.nodes:
-        carried = any(each in carrying for each in node.all_input_nodes)
+        carried = any(source in carrying for source in node.all_input_nodes)
         if node.op == "placeholder":
             carrying.add(node)
         elif node.op == "output":
@@ -207,7 +207,7 @@ def _adds_its_input(module: nn.Module) -> bool:
 
 def _hands_on(module: nn.Module) -> bool:
     """Tell whether a module is an identity, an activation or a dropout, or a row of such."""
-    return all(isinstance(each, _HANDING_ON) for each in module.modules())
+    return all(isinstance(part, _HANDING_ON) for part in module.modules())
 
 
 def _outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

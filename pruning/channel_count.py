@@ -81,7 +81,7 @@ def _following(operation: Callable[[int, int], int], swapped: bool) -> Callable[
             number = self.number()
             return operation(other, number) if swapped else operation(number, other)
         first, second = (other, self) if swapped else (self, other)
-        arrays = [array for each in (first, second) for array in getattr(each, "arrays", ())]
+        arrays = [array for operand in (first, second) for array in getattr(operand, "arrays", ())]
         return ChannelCount.of(
             operation(_plain(first), _plain(second)),
             arrays,

@@ -85,7 +85,7 @@ class FunctionLabels:
                 (label,) = self._labels.new(1, f"it is combined with a constant by {call.title}")
                 operands[id(leaf)] = torch.full((1,) * leaf.ndim, label), leaf.shape
         arrays = moved(self._labels, call.function, call.args, call.kwargs, operands)
-        if arrays is None or [each.ndim for each in arrays] != [each.ndim for each in outputs]:
+        if arrays is None or [tensor.ndim for tensor in arrays] != [tensor.ndim for tensor in outputs]:
             reason = f"{call.title} takes its channels by places or numbers that stay the same when some go"
             for array in call.own_arrays:
                 self._labels.protect(labels_in(array), reason)
@@ -102,7 +102,7 @@ class FunctionLabels:
             if part is None:
                 return None
             array, shape = part
-            if any(each != axis % len(shape) for each in label_axes(array)):
+            if any(label_axis != axis % len(shape) for label_axis in label_axes(array)):
                 return None
             sizes = [1] * len(shape)
             sizes[axis] = shape[axis]
@@ -152,7 +152,8 @@ class FunctionLabels:
         """Protect what meets a tensor of which not every channel can go with one of its own."""
         reasons = [] if fixed is None else [self._labels.obstacle(label) for label in labels_in(fixed)]
         reason = next(
-            (each for each in reasons if each), f"it is combined with a tensor of fixed size by {call.title}"
+            (obstacle for obstacle in reasons if obstacle),
+            f"it is combined with a tensor of fixed size by {call.title}",
         )
         for array in arrays:
             self._labels.protect(labels_in(array), reason)

@@ -156,19 +156,19 @@ def removable_groups(
             or if nothing can.
     """
     if layers is None:
-        chosen = [group for group in groups if group.obstacle is None]
-        if not chosen:
+        prunable = [group for group in groups if group.obstacle is None]
+        if not prunable:
             reasons = "; ".join(f"{group.name!r}: {group.obstacle}" for group in groups[:5])
             raise PruningError(
                 f"no layer can be pruned ({reasons or 'no convolution or linear layer was found'})"
             )
-        return chosen
-    wanted = {find_group(groups, layer).name for layer in layers}
+        return prunable
+    names = {find_group(groups, layer).name for layer in layers}
     for layer in layers:
         obstacle = find_group(groups, layer).obstacle
         if obstacle is not None:
             raise PruningError(f"layer {layer!r} cannot be pruned: {obstacle}")
-    return [group for group in groups if group.name in wanted]
+    return [group for group in groups if group.name in names]
 
 
 def find_group(groups: Sequence[ChannelGroup], layer: str) -> ChannelGroup:

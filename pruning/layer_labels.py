@@ -81,7 +81,7 @@ class LayerLabels:
         if not 0 <= axis < ndim:
             return None
         self._notice(name, layer, operation, axis)
-        if any(each != axis for each in label_axes(array)) and self._any_free(array):
+        if any(label_axis != axis for label_axis in label_axes(array)) and self._any_free(array):
             if array.shape[axis] > 1 or operation not in ("linear", "batch_norm", "prelu", *JOINT_NORMS):
                 return None
             # The layer works along another axis, on every channel alone.

@@ -286,7 +286,7 @@ class MaskedNetwork(nn.Module):
         """Tell the norms how much each of their channels counts in this pass."""
         if not self._norms:
             return
-        presence = self._row([mask.presence(each) for mask, each in zip(self._masks(), gates, strict=True)])
+        presence = self._row([mask.presence(gate) for mask, gate in zip(self._masks(), gates, strict=True)])
         if not presence.requires_grad and bool((presence == 1).all()):
             return  # the norms' own kernels are faster
         for number, norm in enumerate(self._norms.values()):

@@ -83,18 +83,18 @@ def moved(
                 return rest.float().contiguous()
             return after_removal(leaf, removal) if isinstance(leaf, ChannelCount) else leaf
 
-        return [each.long() for each in leaves(function(*mapped(args, change), **mapped(kwargs, change)))]
+        return [leaf.long() for leaf in leaves(function(*mapped(args, change), **mapped(kwargs, change)))]
 
     try:
         whole = run(None) or []
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None  # labels take the place of indices or types
-    shapes = [each.shape for each in whole]
-    outputs = [compressed(each) for each in whole]
+    shapes = [array.shape for array in whole]
+    outputs = [compressed(array) for array in whole]
     entering = dict.fromkeys(label for array, _ in operands.values() for label in labels_in(array))
     free = [label for label in entering if labels.obstacle(label) is None]
     counted = [leaf.arrays for leaf in leaves((args, kwargs)) if isinstance(leaf, ChannelCount)]
-    entered = [*(array for array, _ in operands.values()), *(array for each in counted for array in each)]
+    entered = [*(array for array, _ in operands.values()), *(array for arrays in counted for array in arrays)]
     for coupled in _couplings(labels, entered, outputs):
         if all(_comes_out_right(run, outputs, shapes, removal) for removal in _trials(coupled, free)):
             labels.adopt(coupled)

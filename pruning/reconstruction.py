@@ -131,25 +131,27 @@ def _collect(
 ) -> None:
     """Run the model forward and backward and add up what its layers read."""
 
-    def watch(found: list[_ReadStatistics]) -> ReaderHook:
+    def watch(statistics: list[_ReadStatistics]) -> ReaderHook:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             # A copy of its own for every reader: its gradient is what comes back through this one alone.
             features = inputs[0].clone()
-            for each in found:
-                each.add_values(features)
-                features.register_hook(each.add_gradients)
+            for reader_statistics in statistics:
+                reader_statistics.add_values(features)
+                features.register_hook(reader_statistics.add_gradients)
             return (features, *inputs[1:])
 
         return hook
 
     by_reader: dict[str, list[_ReadStatistics]] = {}
-    for (_, reader), each in statistics.items():
-        by_reader.setdefault(reader, []).append(each)
+    for (_, reader), reader_statistics in statistics.items():
+        by_reader.setdefault(reader, []).append(reader_statistics)
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in learnt:  # only gradients of activations are needed
             parameter.requires_grad_(False)
-        with observed(model, {name: watch(found) for name, found in by_reader.items()}):
+        with observed(
+            model, {name: watch(reader_statistics) for name, reader_statistics in by_reader.items()}
+        ):
             for batch in calibration.split(max(1, min(_BATCH, _ELEMENTS // calibration[0].numel()))):
                 outputs = model(fresh_input(batch.detach().requires_grad_()))
                 reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]

@@ -198,12 +198,12 @@ def _rounded(group: ChannelGroup, opened: torch.Tensor, scores: torch.Tensor, mu
 def _checked(group: ChannelGroup, scores: Mapping[str, torch.Tensor]) -> torch.Tensor:
     row = scores.get(group.name)
     if row is None or row.shape != (group.units,) or row.isnan().any():
-        found = (
+        got = (
             "none"
             if row is None
             else f"shape {tuple(row.shape)}, {int(row.isnan().sum())} of them not numbers"
         )
-        raise PruningError(f"group {group.name!r} needs {group.units} scores, got {found}")
+        raise PruningError(f"group {group.name!r} needs {group.units} scores, got {got}")
     return row.detach().cpu()
 
 

@@ -142,7 +142,7 @@ class _Walker(TorchFunctionMode):
                 return value
             if call.name in ("shape", "size", "numel"):
                 return self._counts(call, value)
-            outputs = [each for each in leaves(value) if isinstance(each, Tensor)]
+            outputs = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
             if not outputs:
                 if call.name in CHANGING:
                     self._protect(call.own_arrays, f"it is written to or from by {call.title}")
@@ -228,7 +228,7 @@ class _Walker(TorchFunctionMode):
         return torch.Size(sizes) if axis is None else sizes[axis]
 
     def _count(self, array: Tensor, axis: int, size: int) -> int:
-        if array.shape[axis] == 1 or all(self.walk.labels.obstacle(each) for each in labels_in(array)):
+        if array.shape[axis] == 1 or all(self.walk.labels.obstacle(label) for label in labels_in(array)):
             return size
 
         def fix(arrays: Iterable[Tensor]) -> None:

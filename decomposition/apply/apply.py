@@ -93,12 +93,12 @@ def apply_plan(
     fitted = [layer.name for layer in plan if layer.layer_operations]
     images = None if calibration is None else joined(checked_batches(calibration, model, fitted))
     inputs = images if images is None or statistics is None else joined(checked_batches(statistics, model))
-    chosen = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
+    apply_options = ApplyOptions(sequential, weigh_outputs, batch_norm, options, max_patches, seed, inputs)
 
     def apply_group(
         kind: type[GroupOperation], network: nn.Module, operations: Mapping[str, GroupOperation]
     ) -> nn.Module:
-        return kind.apply_group(network, operations, plan.input_shape, images, chosen)
+        return kind.apply_group(network, operations, plan.input_shape, images, apply_options)
 
     model, rest = plan.after_groups(model, apply_group)
     entries = {
@@ -106,7 +106,7 @@ def apply_plan(
     }
     changed = sum(bool(entry.layer_operations) for entry, _ in entries.values())
     with progress_bar("apply plan", changed, progress=progress) as bar:
-        return _apply_to_layers(model, entries, images, chosen, bar)
+        return _apply_to_layers(model, entries, images, apply_options, bar)
 
 
 def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
@@ -181,11 +181,11 @@ def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
 
 def _dense_layer(module: nn.Module) -> nn.Module:
     """Return the dense layer that a layer was made of, which operations may have wrapped."""
-    for each in without_rounding(copied(module)).modules():
-        if isinstance(each, FactorisedLayer):
-            return each.to_dense().train(module.training)
-        if is_decomposable_module(each):
-            return each
+    for part in without_rounding(copied(module)).modules():
+        if isinstance(part, FactorisedLayer):
+            return part.to_dense().train(module.training)
+        if is_decomposable_module(part):
+            return part
     return module
 
 
@@ -201,32 +201,34 @@ def _check_applied(model: nn.Module, compressed: nn.Module, entries: _Entries) -
         DecompositionError: If a layer is not in the form that its entry says, its cores are not fitted or not
             finite, or the parameters are not as many as the plan adds up to.
     """
-    modules, found = dict(compressed.named_modules()), factorised_layers(compressed)
+    modules, factorised = dict(compressed.named_modules()), factorised_layers(compressed)
     expected = count_parameters(model)
     for name, (entry, spec) in entries.items():
         expected += entry.cost(spec).params - spec.params
-        chosen, layer = entry.operation(Factorise), modules[name]
-        if chosen is None:
+        factorisation, layer = entry.operation(Factorise), modules[name]
+        if factorisation is None:
             continue
         if not isinstance(layer, FactorisedLayer):
-            layer = next((each for each in layer.modules() if isinstance(each, FactorisedLayer)), None)
+            layer = next((part for part in layer.modules() if isinstance(part, FactorisedLayer)), None)
         if layer is None or layer.error is None:
             raise DecompositionError(
                 f"layer {name!r} was not decomposed: none of the calibration inputs reached it; give inputs "
                 "that do, or leave the layer without operations in the plan"
             )
-        if (layer.tensor_format.name, layer.ranks) != (chosen.format, chosen.ranks):
+        if (layer.tensor_format.name, layer.ranks) != (factorisation.format, factorisation.ranks):
             raise DecompositionError(
                 f"layer {name!r} became {layer.tensor_format.name} of ranks {list(layer.ranks)}, the plan "
-                f"says {chosen.format} of ranks {list(chosen.ranks)}"
+                f"says {factorisation.format} of ranks {list(factorisation.ranks)}"
             )
         if not all(bool(torch.isfinite(core).all()) for core in layer.cores()):
             raise DecompositionError(
                 f"layer {name!r}: its cores are not finite in {layer.cores()[0].dtype}; use a type of wider "
                 "range, such as float32"
             )
-    wanted = tuple(name for name, (entry, _) in entries.items() if entry.operation(Factorise) is not None)
-    surplus = sorted(name for name in found if name not in wanted and not name.startswith(_inside(wanted)))
+    planned = tuple(name for name, (entry, _) in entries.items() if entry.operation(Factorise) is not None)
+    surplus = sorted(
+        name for name in factorised if name not in planned and not name.startswith(_inside(planned))
+    )
     if surplus:
         raise DecompositionError(f"the plan leaves {surplus[0]!r} dense, but it was decomposed")
     if count_parameters(compressed) != expected:

@@ -118,7 +118,7 @@ def load_compressed(
 
 def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a model the floating-point types of a file's tensors; a single one to what is not in it, too."""
-    kinds = {each.dtype for each in tensors.values() if each.is_floating_point()}
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
         (kind,) = kinds
         model._apply(lambda x: x.to(kind) if x.is_floating_point() else x)
@@ -151,7 +151,7 @@ def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Mo
         plan = CompressionPlan.from_json(file.metadata()[_PLAN_KEY])
     architecture = dense_form(model, plan)
     # What group operations changed is changed in the model already; the other entries hold for the rest.
-    left = plan.after_groups(architecture, lambda kind, network, chosen: network)[1]
+    left = plan.after_groups(architecture, lambda kind, network, operations: network)[1]
     return load_compressed(architecture, path, left)[0].eval()
 
 
@@ -161,9 +161,9 @@ def _compare(model: nn.Module, loaded: nn.Module, input_shape: InputShape, path:
     Raises:
         PlanError: If a tensor is not equal bit for bit, or the outputs on a random input differ.
     """
-    expected, found = _own_tensors(model), _own_tensors(loaded)
+    expected, actual = _own_tensors(model), _own_tensors(loaded)
     for name, tensor in expected.items():
-        if found[name].dtype != tensor.dtype or not _equal(tensor.detach(), found[name].detach()):
+        if actual[name].dtype != tensor.dtype or not _equal(tensor.detach(), actual[name].detach()):
             raise PlanError(
                 f"{path} is not written: tensor {name!r} is another one when it is loaded back; load it into "
                 "an architecture of the same precision, and check the disk"

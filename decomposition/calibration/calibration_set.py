@@ -57,7 +57,9 @@ def labelled_batches(
     forward = _Forward.of(model)
     batches = [_parted(batch, forward) for batch in _batches(data, forward)]
     for batch, _ in batches:
-        shapes, first = ([tuple(x.shape[1:]) for x in tensors_of(each)] for each in (batch, batches[0][0]))
+        shapes, first = (
+            [tuple(x.shape[1:]) for x in tensors_of(inputs)] for inputs in (batch, batches[0][0])
+        )
         if shapes != first or type(batch) is not type(batches[0][0]):
             raise DecompositionError(
                 f"the calibration set holds inputs of the shapes {_listed(first)} and {_listed(shapes)}; "
@@ -88,12 +90,12 @@ class _Forward:
             parameters = inspect.signature(model.forward).parameters.values()
         except (TypeError, ValueError):
             return cls()
-        kinds = {each.kind for each in parameters}
+        kinds = {parameter.kind for parameter in parameters}
         ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         least = sum(p.default is p.empty for p in ordered)
         most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(ordered)
         any_name = inspect.Parameter.VAR_KEYWORD in kinds
-        return cls(least, most, None if any_name else frozenset(each.name for each in parameters))
+        return cls(least, most, None if any_name else frozenset(parameter.name for parameter in parameters))
 
 
 def _batches(data: Any, forward: _Forward) -> Iterable[Any]:
@@ -224,8 +226,8 @@ def _parted_by_name(batch: Mapping[str, Any], forward: _Forward) -> tuple[Inputs
     return as_inputs(inputs), (labels if len(labels) > 1 else next(iter(labels.values()), None))
 
 
-def _all_tensors(given: Sequence[Any]) -> bool:
-    return bool(given) and all(isinstance(each, torch.Tensor) for each in given)
+def _all_tensors(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, torch.Tensor) for value in values)
 
 
 def _listed(shapes: Sequence[tuple[int, ...]]) -> str:

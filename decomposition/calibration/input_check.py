@@ -36,7 +36,7 @@ def checked_batches(
     """
     batches = accepted(model, calibration_batches(calibration, model))
     if sum(map(count_inputs, batches)) == 0:
-        shapes = ", ".join(str(tuple(each.shape)) for batch in batches[:1] for each in tensors_of(batch))
+        shapes = ", ".join(str(tuple(tensor.shape)) for batch in batches[:1] for tensor in tensors_of(batch))
         raise DecompositionError(
             f"the calibration set is empty (shape {shapes or '()'}); pass a few hundred model inputs"
         )
@@ -116,15 +116,15 @@ def refusal(
 
 def gaps(inputs: Inputs) -> torch.Tensor:
     """Return the positions of the inputs of a batch that hold NaN or an infinity, int64."""
-    found = torch.zeros(count_inputs(inputs), dtype=torch.bool)
-    for each in tensors_of(inputs):
-        if each.is_floating_point() or each.is_complex():
-            found |= (
-                ~torch.isfinite(each).flatten(1).all(1).cpu()
-                if each.ndim > 1
-                else ~torch.isfinite(each).cpu()
+    has_gap = torch.zeros(count_inputs(inputs), dtype=torch.bool)
+    for tensor in tensors_of(inputs):
+        if tensor.is_floating_point() or tensor.is_complex():
+            has_gap |= (
+                ~torch.isfinite(tensor).flatten(1).all(1).cpu()
+                if tensor.ndim > 1
+                else ~torch.isfinite(tensor).cpu()
             )
-    return found.nonzero().flatten()
+    return has_gap.nonzero().flatten()
 
 
 def check_finite(
@@ -148,17 +148,17 @@ def check_finite(
         DecompositionError: The model's outputs for such inputs are not finite, or one of the layers sees what
             is not.
     """
-    found = gaps(inputs)
-    if not len(found):
+    positions = gaps(inputs)
+    if not len(positions):
         return
-    tried = rows(inputs, found[:_TRIED].to(tensors_of(inputs)[0].device))
+    tried = rows(inputs, positions[:_TRIED].to(tensors_of(inputs)[0].device))
     if device is not None:
         tried = mapped(lambda x: x.to(device), tried)
     seeing: dict[str, None] = {}
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, given: tuple[Any, ...]) -> None:
-            if not all(_finite(x) for x in tensors_in(given)):
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if not all(_finite(x) for x in tensors_in(args)):
                 seeing[name] = None
 
         return hook
@@ -172,8 +172,8 @@ def check_finite(
     finally:
         for handle in handles:
             handle.remove()
-    number = f"{len(found)} of {count_inputs(inputs)} inputs" if len(found) > 1 else "an input"
-    holds = f"{what} holds NaN or infinite values in {number}, first in number {int(found[0])} (from 0)"
+    number = f"{len(positions)} of {count_inputs(inputs)} inputs" if len(positions) > 1 else "an input"
+    holds = f"{what} holds NaN or infinite values in {number}, first in number {int(positions[0])} (from 0)"
     if not masked:
         raise DecompositionError(f"{holds}; leave such inputs out, or check how they are normalised")
     if seeing:
@@ -191,12 +191,12 @@ def _finite(x: torch.Tensor) -> bool:
 def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
     """Return what a model raises on inputs, or that its first layer takes a batch of them for one input."""
 
-    def check(layer: nn.Module, given: tuple[Any, ...]) -> None:
-        single = isinstance(layer, _CONVOLUTIONS) and given and given[0].ndim == layer.weight.ndim - 1
-        if single and any(given[0].shape == each.shape for each in tensors_of(inputs)):
+    def check(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        single = isinstance(layer, _CONVOLUTIONS) and args and args[0].ndim == layer.weight.ndim - 1
+        if single and any(args[0].shape == tensor.shape for tensor in tensors_of(inputs)):
             raise DecompositionError("it takes the batch for a single input without a batch axis")
 
-    layers = [each for each in model.modules() if isinstance(each, _CONVOLUTIONS)]
+    layers = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
     handles = [layer.register_forward_pre_hook(check) for layer in layers]
     try:
         with evaluation_mode(model):
@@ -241,8 +241,8 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
     running: list[tuple[str, nn.Module, str]] = []
 
     def begin(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, given: tuple[Any, ...]) -> None:
-            tensors = [f"{tuple(x.shape)} in {_name(x)}" for x in tensors_in(given)]
+        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
+            tensors = [f"{tuple(x.shape)} in {_name(x)}" for x in tensors_in(args)]
             running.append((name, layer, ", ".join(tensors)))
 
         return hook

@@ -80,7 +80,7 @@ def select_inputs(
     solved = original.clone()
     power = float(((g @ times(original, moments)) * original).sum())
     staying = torch.ones(channels, dtype=torch.bool)
-    found: dict[int, Selection] = {}
+    selections: dict[int, Selection] = {}
     for count in sorted(set(counts), reverse=True):
         while (left := int(staying.sum())) > count:
             losses = _losses(solved, precision, g, channels)
@@ -98,8 +98,8 @@ def select_inputs(
         lost = float(((g @ times(change, moments)) * change).sum())
         error = (max(0.0, lost) / power) ** 0.5 if power > 0 else 0.0
         reads = tuple(staying.nonzero().flatten().tolist())
-        found[count] = Selection(reads, solved.reshape(weight.shape).clone(), error)
-    return found
+        selections[count] = Selection(reads, solved.reshape(weight.shape).clone(), error)
+    return selections
 
 
 def _losses(weight: torch.Tensor, precision: torch.Tensor, g: torch.Tensor, channels: int) -> torch.Tensor:

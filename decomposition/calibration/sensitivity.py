@@ -98,7 +98,7 @@ def collect_sensitivities(
                 size = max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
                 for batch in split(images, size):
                     current[:] = [batch]
-                    real = all(each.is_floating_point() for each in tensors_of(batch))
+                    real = all(tensor.is_floating_point() for tensor in tensors_of(batch))
                     for parameter in parameters:  # only gradients of activations are needed
                         parameter.requires_grad_(not real)
                     outputs = run_model(model, mapped(_watched, batch))
@@ -115,10 +115,10 @@ def collect_sensitivities(
         for parameter, (learnt, gradient) in zip(parameters, before, strict=True):
             parameter.requires_grad_(learnt)
             parameter.grad = gradient
-    found = {name: total / max(1, inputs) for name, total in sums.items()}
+    sensitivities = {name: total / max(1, inputs) for name, total in sums.items()}
     return {
         name: shrunk_matrix(matrix, spreads[name].shrinkage(matrix, 1 / inputs))
-        for name, matrix in found.items()
+        for name, matrix in sensitivities.items()
         if bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
     }
 

@@ -87,9 +87,9 @@ def _squared_norms(
     for first in range(0, len(counts), step):
         last = min(first + step, len(counts))
         some = slice(int(ends[first] - counts[first]), int(ends[last - 1]))
-        chosen = rows[order[some]]
+        selected = rows[order[some]]
         block = rows.new_zeros(last - first, most, width)
-        block[labels[some] - first, place[some]] = chosen if mean is None else chosen - mean
+        block[labels[some] - first, place[some]] = selected if mean is None else selected - mean
         products = block @ block.mT if most <= width else block.mT @ block
         total += float(products.square().sum(dtype=torch.float64))
     return total

@@ -58,12 +58,12 @@ class Candidate:
     @property
     def integer(self) -> bool:
         """Whether the site takes and gives integers."""
-        return self.hands_on_integers or any(each.integer for each in self.operations)
+        return self.hands_on_integers or any(operation.integer for operation in self.operations)
 
     @property
     def removed(self) -> Operation | None:
         """The operation with which the site leaves the network; `None` where it stays."""
-        return next((each for each in self.operations if each.removes), None)
+        return next((operation for operation in self.operations if operation.removes), None)
 
     @property
     def inputs(self) -> int | None:
@@ -85,7 +85,7 @@ class Candidate:
         """Return what is done, as plain values for JSON."""
         reads = [] if self.reads is None else [{"reads": list(self.reads)}]
         neighbours = [{"hands_on": "integers"}] if self.hands_on_integers else []
-        return [*reads, *(each.to_dict() for each in self.operations), *neighbours]
+        return [*reads, *(operation.to_dict() for operation in self.operations), *neighbours]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class CandidateSet:
         if last is None or last.operations or last.reads is not None:
             raise DecompositionError(
                 f"site {self.spec.name!r}: the last candidate must be the dense one, got "
-                f"{[str(each) for each in self.candidates]}"
+                f"{[str(candidate) for candidate in self.candidates]}"
             )
 
     def __len__(self) -> int:
@@ -135,17 +135,17 @@ class CandidateSet:
     @cached_property
     def params(self) -> np.ndarray:
         """Parameters of each candidate, bias included; shape (candidates,)."""
-        return np.array([each.cost.params for each in self.candidates], dtype=np.int64)
+        return np.array([candidate.cost.params for candidate in self.candidates], dtype=np.int64)
 
     @cached_property
     def macs(self) -> np.ndarray:
         """Multiply-accumulates of each candidate; shape (candidates,)."""
-        return np.array([each.cost.macs for each in self.candidates], dtype=np.int64)
+        return np.array([candidate.cost.macs for candidate in self.candidates], dtype=np.int64)
 
     @cached_property
     def errors(self) -> np.ndarray:
         """Relative output error of each candidate; shape (candidates,)."""
-        return np.array([each.error for each in self.candidates])
+        return np.array([candidate.error for candidate in self.candidates])
 
     @cached_property
     def losses(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class CandidateSet:
     @cached_property
     def timed(self) -> bool:
         """Whether every candidate's time was measured."""
-        return all(each.cost.time is not None for each in self.candidates)
+        return all(candidate.cost.time is not None for candidate in self.candidates)
 
     def cost(self, measure: str) -> np.ndarray:
         """Return the candidates' cost in `params`, `macs`, `bytes` or `latency`; shape (candidates,).
@@ -179,21 +179,21 @@ class CandidateSet:
 
     @cached_property
     def _bytes(self) -> np.ndarray:
-        return np.array([each.cost.bytes for each in self.candidates], dtype=np.int64)
+        return np.array([candidate.cost.bytes for candidate in self.candidates], dtype=np.int64)
 
     @cached_property
     def _times(self) -> np.ndarray:
-        return np.array([each.cost.time for each in self.candidates], dtype=float)
+        return np.array([candidate.cost.time for candidate in self.candidates], dtype=float)
 
     @cached_property
     def integer(self) -> np.ndarray:
         """Which candidates take and give integers, boolean; shape (candidates,)."""
-        return np.array([each.integer for each in self.candidates])
+        return np.array([candidate.integer for candidate in self.candidates])
 
     @cached_property
     def levels(self) -> np.ndarray:
         """Which number of input channels each candidate reads, 0 for all; shape (candidates,)."""
-        return np.array([each.level for each in self.candidates])
+        return np.array([candidate.level for candidate in self.candidates])
 
     @cached_property
     def removal(self) -> Operation | None:
@@ -201,7 +201,9 @@ class CandidateSet:
 
         Neighbours with the same one leave it together.
         """
-        return next((each.removed for each in self.candidates if each.removed is not None), None)
+        return next(
+            (candidate.removed for candidate in self.candidates if candidate.removed is not None), None
+        )
 
     @cached_property
     def leaving(self) -> np.ndarray:
@@ -210,7 +212,10 @@ class CandidateSet:
         0 where the site stays, 1 where it hands on floating point and 2 where it hands on integers.
         """
         return np.array(
-            [0 if each.removed is None else 1 + each.hands_on_integers for each in self.candidates]
+            [
+                0 if candidate.removed is None else 1 + candidate.hands_on_integers
+                for candidate in self.candidates
+            ]
         )
 
     @property
@@ -222,7 +227,7 @@ class CandidateSet:
     @cached_property
     def narrows(self) -> bool:
         """Whether the next site may read only some of this one's outputs."""
-        return any(each.narrower for each in self.candidates)
+        return any(candidate.narrower for candidate in self.candidates)
 
     def saved(self, measure: str) -> np.ndarray:
         """Return what each candidate costs less where the next site reads fewer channels.
@@ -233,10 +238,10 @@ class CandidateSet:
         """
         if measure not in self._saved:
             costs = self.cost(measure)
-            numbers = max(len(each.narrower) for each in self.candidates)
+            numbers = max(len(candidate.narrower) for candidate in self.candidates)
             saved = np.zeros((len(self), 1 + numbers))
-            for row, each in enumerate(self.candidates):
-                for column, narrower in enumerate(each.narrower, start=1):
+            for row, candidate in enumerate(self.candidates):
+                for column, narrower in enumerate(candidate.narrower, start=1):
                     lower = None if narrower is None else _in(narrower, measure)
                     saved[row, column] = -np.inf if lower is None else costs[row] - lower
             self._saved[measure] = saved
@@ -249,7 +254,10 @@ class CandidateSet:
     @property
     def mixed(self) -> bool:
         """Whether candidates come from several generators, or differ in precision."""
-        kinds = {(each.generator, tuple(o.kind for o in each.operations)) for each in self.candidates[:-1]}
+        kinds = {
+            (candidate.generator, tuple(o.kind for o in candidate.operations))
+            for candidate in self.candidates[:-1]
+        }
         return len(kinds) > 1
 
     def efficient(self, *measures: str) -> CandidateSet:
@@ -272,7 +280,7 @@ class CandidateSet:
         kept: list[int] = []
         for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
             dear = classes[index] == 0 and bool((costs[index] >= costs[self.dense]).all())
-            rivals = [each for each in kept if classes[each] == classes[index]]
+            rivals = [rival for rival in kept if classes[rival] == classes[index]]
             beaten = errors[rivals] <= errors[index]
             beaten &= (costs[rivals] <= costs[index]).all(1)
             if index != self.dense and not dear and not beaten.any():
@@ -301,9 +309,9 @@ def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -
         measure: `params`, `macs`, `bytes` or `latency`.
     """
     return sum(
-        float(site.saved(measure)[int(choice), behind.levels[int(chosen)]])
-        for (site, choice), (behind, chosen) in pairwise(zip(sites, choices, strict=True))
-        if behind.producer == site.name and behind.levels[int(chosen)]
+        float(site.saved(measure)[int(choice), behind.levels[int(next_choice)]])
+        for (site, choice), (behind, next_choice) in pairwise(zip(sites, choices, strict=True))
+        if behind.producer == site.name and behind.levels[int(next_choice)]
     )
 
 
@@ -332,22 +340,22 @@ def plan_from_choices(
     Raises:
         DecompositionError: If a candidate reads only some channels, and there is no `keep`.
     """
-    chosen: dict[str, LayerPlan] = {}
+    entries: dict[str, LayerPlan] = {}
     for site, choice in zip(sites, choices, strict=True):
         candidate = site.candidates[int(choice)]
         for name in site.layer_names:
-            chosen[name] = LayerPlan(name, candidate.operations, candidate.reason)
+            entries[name] = LayerPlan(name, candidate.operations, candidate.reason)
         if candidate.reads is not None:
             if keep is None or site.producer is None:
                 raise DecompositionError(
                     f"site {site.name!r} {candidate}, and there is no operation that removes the others; "
                     "pass keep="
                 )
-            before = chosen[site.producer]
+            before = entries[site.producer]
             operations = (keep(candidate.reads), *before.operations)
-            chosen[site.producer] = replace(before, operations=operations, reason=None)
+            entries[site.producer] = replace(before, operations=operations, reason=None)
     layers = tuple(
-        chosen.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
+        entries.get(spec.name, LayerPlan(spec.name, reason=spec.refusal or "it was left out"))
         for spec in all_specs
     )
     return CompressionPlan(

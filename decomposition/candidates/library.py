@@ -22,7 +22,7 @@ from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.calibration.sensitivity_root import floored, symmetric_root
 from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.candidates.fit_cache import FitCache
-from decomposition.candidates.listing import CandidateLister, changing_layers, norm_parameters, within
+from decomposition.candidates.listing import CandidateLister, changing_layers, count_norm_parameters, within
 from decomposition.candidates.processes import Spread, in_processes
 from decomposition.errors import DecompositionError
 from decomposition.fit.fitting import CHOOSING, Fit, FitOptions, Fitter
@@ -103,7 +103,7 @@ class FitLibrary:
             multiple=multiple,
             narrowings=narrowings,
             removals=removals,
-            beside=norm_parameters(model, specs),
+            norm_parameters=count_norm_parameters(model, specs),
         )
         self.specs = self.lister.specs
         self.options = options
@@ -193,8 +193,8 @@ class FitLibrary:
         selections = self.cache.selections
         if (name, count) not in selections:
             arguments = self.weights[name], self._metrics[name], self.sensitivities.get(name)
-            found = select_inputs(*arguments, self.lister.narrowings[name].counts)
-            selections.update({(name, number): each for number, each in found.items()})
+            by_count = select_inputs(*arguments, self.lister.narrowings[name].counts)
+            selections.update({(name, number): selection for number, selection in by_count.items()})
         return selections[name, count]
 
     def weight(
@@ -210,7 +210,7 @@ class FitLibrary:
         Raises:
             DecompositionError: If an operation has no fits here.
         """
-        if any(each.removes for each in operations):
+        if any(operation.removes for operation in operations):
             return torch.zeros_like(self.weights[name])
         plain = self.weights[name] if reads is None else self.selection(name, len(reads)).weight
         factors = None
@@ -221,7 +221,7 @@ class FitLibrary:
                 raise DecompositionError(
                     f"layer {name!r}: a library of fits knows nothing of {operation.kind!r}"
                 )
-        rounds = any(isinstance(each, Quantise) for each in operations)
+        rounds = any(isinstance(operation, Quantise) for operation in operations)
         if factors is None:
             return self.rounded(name, operations, reads)[0].reshape(plain.shape) if rounds else plain
         cores = list(self.rounded(name, operations, reads)) if rounds else self.fit(name, factors).cores
@@ -247,29 +247,29 @@ class FitLibrary:
                 elif isinstance(operation, LayerOperation):
                     layer = operation.fit(layer, spec, problem, sensitivity=None, options=self.options).module
             if isinstance(layer, FactorisedLayer):
-                found = layer.cores()
+                cores = layer.cores()
             else:
-                found = [cast(DecomposableModule, layer).weight]
+                cores = [cast(DecomposableModule, layer).weight]
             # In float32: there is one for every candidate in integers.
-            rounded[key] = tuple(each.detach().clone() for each in found)
-        return tuple(each.double() for each in rounded[key])
+            rounded[key] = tuple(core.detach().clone() for core in cores)
+        return tuple(core.double() for core in rounded[key])
 
     def cached(self, sites: Iterable[CandidateSet]) -> FitCache:
         """Return what the weights of these sites' candidates are made of, computing what is missing."""
-        found = FitCache()
+        cache = FitCache()
         for site in sites:
             for candidate in site.candidates:
                 operations, inputs = candidate.operations, candidate.inputs
                 if inputs is not None:
-                    found.selections[site.name, inputs] = self.selection(site.name, inputs)
-                for each in operations:
-                    if isinstance(each, Factorise):
-                        found.fits[site.name, each] = self.fit(site.name, each)
-                if any(isinstance(each, Quantise) for each in operations):
+                    cache.selections[site.name, inputs] = self.selection(site.name, inputs)
+                for operation in operations:
+                    if isinstance(operation, Factorise):
+                        cache.fits[site.name, operation] = self.fit(site.name, operation)
+                if any(isinstance(operation, Quantise) for operation in operations):
                     self.rounded(site.name, operations, candidate.reads)
                     key = (site.name, operations, inputs)
-                    found.rounded[key] = self.cache.rounded[key]
-        return found
+                    cache.rounded[key] = self.cache.rounded[key]
+        return cache
 
     def _noise(self, name: str, operation: Factorise) -> float:
         """Return by what rounding between the stages is squared and multiplied on its way to the output."""
@@ -288,15 +288,15 @@ class FitLibrary:
         if candidate.removed is not None:
             # Nothing is left of what the block adds, whatever its other layers made.
             return 1.0 if self.lister.removals[name].last else 0.0
-        factors = [each for each in operations if isinstance(each, Factorise)]
-        if any(isinstance(each, Quantise) for each in operations):
+        factors = [operation for operation in operations if isinstance(operation, Factorise)]
+        if any(isinstance(operation, Quantise) for operation in operations):
             squared = self._lost(name, self.weight(name, operations, reads))
         elif reads is not None:
             squared = self.selection(name, len(reads)).error ** 2
         else:
-            squared = sum(self.fit(name, each).error ** 2 for each in factors)
+            squared = sum(self.fit(name, operation).error ** 2 for operation in factors)
         if candidate.integer:
-            squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, each) for each in factors))
+            squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, operation) for operation in factors))
         return squared**0.5
 
     def _lost(self, name: str, weight: torch.Tensor) -> float:
@@ -336,10 +336,10 @@ class FitLibrary:
             DecompositionError: If a weight or a moment is not finite, naming the layer; if a worker ends
                 without a result; or if `workers` is less than 1.
         """
-        found: dict[str, CandidateSet] = {}
+        sites: dict[str, CandidateSet] = {}
 
         def finish(site: CandidateSet) -> None:
-            found[site.name] = site
+            sites[site.name] = site
             if progress is not None:
                 progress(site.name)
 
@@ -347,14 +347,16 @@ class FitLibrary:
             self.fit_all((self.unfitted(name, limit=limit) for name in self.specs), finish)
         else:
             self._fit_in_processes(((name, limit) for name in self._largest_first()), workers, finish)
-        return [found[name] for name in self.specs]
+        return [sites[name] for name in self.specs]
 
     def _part(self, name: str) -> FitLibrary:
         """Return a library of one layer, which shares everything with this one but the fits to come."""
         part = copy.copy(self)
         part.specs, part.weights = {name: self.specs[name]}, {name: self.weights[name]}
         part.moments, part._fitter = None, None
-        part.sensitivities = {key: each for key, each in self.sensitivities.items() if key == name}
+        part.sensitivities = {
+            key: sensitivity for key, sensitivity in self.sensitivities.items() if key == name
+        }
         part._metrics = {name: self._metrics[name]}
         part._geometries = {name: self._geometries[name]}
         part.cache = self.cache.of(name)
@@ -402,7 +404,7 @@ class FitLibrary:
         workers: int | Spread[Any, Any],
         finish: Callable[[CandidateSet], None],
     ) -> None:
-        parts = ((self._part(name), wanted) for name, wanted in jobs)
+        parts = ((self._part(name), site_or_limit) for name, site_or_limit in jobs)
         results: Iterator[tuple[FitCache, CandidateSet]]
         if callable(workers):
             results = workers(_fit_part, parts, "fits")
@@ -416,10 +418,13 @@ class FitLibrary:
         """Fit candidates and return them with their errors."""
         name = unfitted.name
         selected = [
-            replace(each, reads=None if each.reads is None else self.selection(name, len(each.reads)).reads)
-            for each in unfitted.candidates[:-1]
+            replace(
+                candidate,
+                reads=None if candidate.reads is None else self.selection(name, len(candidate.reads)).reads,
+            )
+            for candidate in unfitted.candidates[:-1]
         ]
-        fitted = [replace(each, error=self._error(name, each)) for each in selected]
+        fitted = [replace(candidate, error=self._error(name, candidate)) for candidate in selected]
         return replace(
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
         )
@@ -440,7 +445,7 @@ class FitLibrary:
                 f"layer {name!r}: the weight holds NaN or infinite values; repair the checkpoint first"
             )
         root = None
-        if spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats):
+        if spec.kernel_elements > 1 and any(tensor_format.own_ranks for tensor_format in self.formats):
             root = self._root(name)
 
         def spectra(tensor_format: TensorFormat) -> Sequence[np.ndarray]:
@@ -519,8 +524,12 @@ def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[FitCache, Can
     Returns:
         What was computed, and the fitted candidates.
     """
-    part, wanted = job
+    part, site_or_limit = job
     (name,) = part.specs
     before = part.cache.of(name)
-    site = part.candidates(name, limit=wanted) if isinstance(wanted, int) else part.fitted(wanted)
+    site = (
+        part.candidates(name, limit=site_or_limit)
+        if isinstance(site_or_limit, int)
+        else part.fitted(site_or_limit)
+    )
     return part.cache.beyond(before), site

@@ -44,7 +44,7 @@ class CandidateLister:
         narrowings: For layers that may read only some of their input channels: how many, and which layer
             loses the others.
         removals: For layers that may leave the network with their block: how.
-        beside: How many parameters go with an output channel beside the layer's own (`norm_parameters`).
+        norm_parameters: Parameters of the batch norm behind a layer for each output channel.
 
     Raises:
         DecompositionError: There is no such format or precision, or none is given.
@@ -61,12 +61,12 @@ class CandidateLister:
         multiple: int = 1,
         narrowings: Mapping[str, Narrowing] | None = None,
         removals: Mapping[str, Removal] | None = None,
-        beside: Mapping[str, int] | None = None,
+        norm_parameters: Mapping[str, int] | None = None,
     ) -> None:
         names = (formats,) if isinstance(formats, str) else tuple(formats)
         if not names:
             raise DecompositionError(f"no tensor format was given; choose from {', '.join(list_formats())}")
-        unknown = [each for each in precisions if each not in PRECISIONS]
+        unknown = [precision for precision in precisions if precision not in PRECISIONS]
         if unknown or not precisions:
             what = f"there is no precision {unknown[0]!r}" if unknown else "no precision was given"
             raise DecompositionError(f"{what}; choose from {', '.join(PRECISIONS)}")
@@ -75,11 +75,11 @@ class CandidateLister:
         self.precisions, self.unrounded = tuple(precisions), frozenset(unrounded)
         self.multiple = multiple
         self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
-        self._beside = dict(beside or {})
+        self._norm_parameters = dict(norm_parameters or {})
         self._modes: dict[tuple[str, str], WeightModes] = {
-            (spec.name, each.name): each.modes(spec, tensorised=tensorised)
+            (spec.name, tensor_format.name): tensor_format.modes(spec, tensorised=tensorised)
             for spec in specs
-            for each in self.formats
+            for tensor_format in self.formats
         }
 
     @classmethod
@@ -108,7 +108,9 @@ class CandidateLister:
         """
         model = unwrapped(model)
         specs = changing_layers(model, input_shape, skip, only)
-        return cls(specs, formats, beside=norm_parameters(model, specs), **within(specs, options))
+        return cls(
+            specs, formats, norm_parameters=count_norm_parameters(model, specs), **within(specs, options)
+        )
 
     def modes(self, name: str, tensor_format: TensorFormat) -> WeightModes:
         """Return how a layer's weight is read as a tensor in one of the formats."""
@@ -126,8 +128,10 @@ class CandidateLister:
         spec = self.specs[name]
         choices = [
             rounded
-            for each in self.formats
-            for choice in self._choices(name, each, limit, () if spectra is None else spectra(each))
+            for tensor_format in self.formats
+            for choice in self._choices(
+                name, tensor_format, limit, () if spectra is None else spectra(tensor_format)
+            )
             for rounded in self._rounded(name, choice)
         ]
         choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
@@ -137,7 +141,10 @@ class CandidateLister:
         narrowing = self.narrowings.get(name)
         return CandidateSet(
             spec,
-            tuple(replace(each, narrower=self._narrower(name, each)) for each in (*choices, dense)),
+            tuple(
+                replace(candidate, narrower=self._narrower(name, candidate))
+                for candidate in (*choices, dense)
+            ),
             producer=None if narrowing is None else narrowing.producer,
         )
 
@@ -150,46 +157,48 @@ class CandidateLister:
         side = self.multiple ** (1 / tensor_format.bonds_in_channels)
         multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))
         ranks = candidate_ranks(tensor_format, spec, modes, limit=limit, multiple=multiple, spectra=spectra)
-        operations = [Factorise(tensor_format.name, each, factors_of(modes)) for each in ranks]
+        operations = [Factorise(tensor_format.name, rank, factors_of(modes)) for rank in ranks]
         return [
-            Candidate((each,), each.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
-            for each in operations
+            Candidate((operation,), operation.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
+            for operation in operations
         ]
 
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
         """Return a candidate in every precision, the dense layer in those that do something with it."""
-        spec, found = self.specs[name].narrowed(inputs=candidate.inputs), []
+        spec, candidates = self.specs[name].narrowed(inputs=candidate.inputs), []
         for precision in ("float32",) if name in self.unrounded else self.precisions:
             rounding = PRECISIONS[precision]
             operations = (*candidate.operations, *rounding)
             contracted = any(
-                isinstance(each, Factorise)
-                and not each.tensor_format.staged(spec, each.modes(spec), each.ranks)
-                for each in operations
+                isinstance(operation, Factorise)
+                and not operation.tensor_format.staged(spec, operation.modes(spec), operation.ranks)
+                for operation in operations
             )
-            if not operations or (contracted and any(each.integer for each in rounding)):
+            if not operations or (contracted and any(operation.integer for operation in rounding)):
                 continue
             cost = candidate.cost
-            for each in rounding:
-                cost = each.cost(spec, cost)
+            for operation in rounding:
+                cost = operation.cost(spec, cost)
             generator = candidate.generator or precision
-            found.append(replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator))
-        return found
+            candidates.append(
+                replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator)
+            )
+        return candidates
 
     def _narrowed(self, name: str) -> list[Candidate]:
         """Return the candidates that read only some input channels; fitting them finds out which."""
-        narrowing, spec, found = self.narrowings.get(name), self.specs[name], []
+        narrowing, spec, candidates = self.narrowings.get(name), self.specs[name], []
         for level, count in enumerate(narrowing.counts if narrowing else (), start=1):
             cost = dense_cost(spec.narrowed(inputs=count))
             plain = Candidate((), cost, 1.0, "channels", reads=tuple(range(count)), level=level)
-            found += [plain] * ("float32" in self.precisions) + self._rounded(name, plain)
-        return found
+            candidates += [plain] * ("float32" in self.precisions) + self._rounded(name, plain)
+        return candidates
 
     def _removed(self, name: str) -> list[Candidate]:
         """Return the candidates with which the layer leaves the network, its batch norm with it."""
         if name not in self.removals:
             return []
-        gone = self._beside.get(name, 0) * self.specs[name].out_channels
+        gone = self._norm_parameters.get(name, 0) * self.specs[name].out_channels
         cost = Cost(-gone, 0, -FLOAT_BYTES * gone)
         removed = Candidate((self.removals[name].operation,), cost, 1.0, "blocks")
         integers = computes_in_integers(self.precisions)
@@ -197,7 +206,9 @@ class CandidateLister:
 
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
         """Return what a candidate costs where the next layer reads only some of its outputs."""
-        behind = next((each for each in self.narrowings.values() if each.producer == name), None)
+        behind = next(
+            (narrowing for narrowing in self.narrowings.values() if narrowing.producer == name), None
+        )
         counts = behind.counts if behind else ()
         if candidate.removed is not None:
             return (None,) * len(counts)
@@ -211,7 +222,7 @@ class CandidateLister:
                 costs.append(None)  # ranks that the narrower layer has no room for
                 continue
             cost = total_cost(candidate.operations, spec)
-            gone = self._beside.get(name, 0) * (self.specs[name].out_channels - count)
+            gone = self._norm_parameters.get(name, 0) * (self.specs[name].out_channels - count)
             costs.append(replace(cost, params=cost.params - gone, bytes=cost.bytes - FLOAT_BYTES * gone))
         return tuple(costs)
 
@@ -240,16 +251,21 @@ def within(specs: Sequence[LayerSpec], options: Mapping[str, Any]) -> dict[str, 
     narrowings: Mapping[str, Narrowing] = options.get("narrowings") or {}
     return {
         **options,
-        "narrowings": {name: each for name, each in narrowings.items() if {name, each.producer} <= changing},
+        "narrowings": {
+            name: narrowing
+            for name, narrowing in narrowings.items()
+            if {name, narrowing.producer} <= changing
+        },
         "removals": whole_blocks(options.get("removals") or {}, [spec.name for spec in specs]),
     }
 
 
-def norm_parameters(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, int]:
+def count_norm_parameters(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, int]:
     """Return how many parameters the batch norms behind layers have for each channel, by the layer's name."""
     modules = dict(model.named_modules())
     return {
-        spec.name: sum(each.numel() for each in modules[spec.batch_norm].parameters()) // spec.out_channels
+        spec.name: sum(parameter.numel() for parameter in modules[spec.batch_norm].parameters())
+        // spec.out_channels
         for spec in specs
         if spec.batch_norm
     }

@@ -90,7 +90,7 @@ def in_processes(
                     start(job)
                 yield result
     finally:
-        for connection, process in (*idle, *((each, worker.process) for each, worker in busy.items())):
+        for connection, process in (*idle, *((pipe, worker.process) for pipe, worker in busy.items())):
             process.terminate()
             process.join()
             connection.close()

@@ -112,8 +112,12 @@ class QuickRefit:
         Raises:
             DecompositionError: An operation does more than change a layer's weight.
         """
-        for name, chosen in operations.items():
-            strange = [each.kind for each in chosen if not isinstance(each, LayerOperation) or each.removes]
+        for name, layer_operations in operations.items():
+            strange = [
+                operation.kind
+                for operation in layer_operations
+                if not isinstance(operation, LayerOperation) or operation.removes
+            ]
             if strange:
                 raise DecompositionError(
                     f"layer {name!r}: {strange[0]!r} cannot be refitted quickly, which is for plans of ranks "

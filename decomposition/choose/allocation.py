@@ -139,6 +139,6 @@ def _fill(
                     best, rate = (layer, int(candidate), extra[:, candidate]), value
         if best is None:
             return choices
-        position, chosen, paid = best
+        position, choice, paid = best
         left -= paid
-        choices[position] = chosen
+        choices[position] = choice

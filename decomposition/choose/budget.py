@@ -99,7 +99,7 @@ class Budget:
     @property
     def measures(self) -> tuple[str, ...]:
         """What the budgets count."""
-        return tuple(each.measure for each in self.limits)
+        return tuple(limit.measure for limit in self.limits)
 
     @property
     def available(self) -> float:
@@ -109,7 +109,7 @@ class Budget:
     def coupled(self, sites: Sequence[CandidateSet]) -> bool:
         """Tell whether what a candidate costs, in any budget, depends on its neighbours'."""
         together = any(site.narrows or site.removal is not None for site in sites)
-        return together or any(bool(each.borders) for each in self.limits)
+        return together or any(bool(limit.borders) for limit in self.limits)
 
     def coupling(self, sites: Sequence[CandidateSet], site: int) -> np.ndarray | None:
         """Return what candidates of a site and of the next one cost together beyond what each costs alone.
@@ -140,8 +140,8 @@ class Budget:
 
         It is infinite where candidates do not go together.
         """
-        for (here, choice), (behind, chosen) in pairwise(zip(sites, map(int, choices), strict=True)):
-            if in_one_block(here, behind) and here.leaving[choice] != behind.leaving[chosen]:
+        for (here, choice), (behind, next_choice) in pairwise(zip(sites, map(int, choices), strict=True)):
+            if in_one_block(here, behind) and here.leaving[choice] != behind.leaving[next_choice]:
                 return np.inf
         own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
         return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)
@@ -159,11 +159,11 @@ class Budget:
         Returns:
             Shape (limits,), each in the unit of its measure.
         """
-        return np.array([each.fraction * each.total - each.spent(sites, choices) for each in self.limits])
+        return np.array([limit.fraction * limit.total - limit.spent(sites, choices) for limit in self.limits])
 
     def kept(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> bool:
         """Tell whether the choices stay within every budget."""
-        return all(each.spent(sites, choices) <= each.fraction * each.total for each in self.limits)
+        return all(limit.spent(sites, choices) <= limit.fraction * limit.total for limit in self.limits)
 
     def extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
         """Return what each candidate of a site would cost beyond the one that is chosen now.
@@ -177,7 +177,7 @@ class Budget:
             Shape (limits, candidates of the site), each in the unit of its measure; 0 for the one that is
             chosen.
         """
-        return np.stack([each._extra(sites, choices, site) for each in self.limits])
+        return np.stack([limit._extra(sites, choices, site) for limit in self.limits])
 
     def _extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
         costs = sites[site].cost(self.measure).astype(float)
@@ -196,6 +196,6 @@ class Budget:
             mixture: Factor of each budget, shape (limits,); `None` counts all alike.
         """
         factors = np.ones(len(extra)) if mixture is None else np.asarray(mixture)
-        units = [self.total / each.total for each in self.limits]
+        units = [self.total / limit.total for limit in self.limits]
         price: np.ndarray = (factors * units) @ extra
         return price

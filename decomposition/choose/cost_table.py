@@ -29,10 +29,10 @@ class CostTable:
         self.losses = np.full((len(sites), width), np.inf)
         self._costs = np.full((len(self.limits), len(sites), width), np.inf)
         for row, site in enumerate(sites):
-            for costs, each in zip(self._costs, self.limits, strict=True):
-                costs[row, : len(site)] = site.cost(each.measure)
+            for costs, limit in zip(self._costs, self.limits, strict=True):
+                costs[row, : len(site)] = site.cost(limit.measure)
             self.losses[row, : len(site)] = site.losses
-        totals = np.array([each.total for each in self.limits])
+        totals = np.array([limit.total for limit in self.limits])
         self.absent = ~np.isfinite(self._costs[0])
         self._shares = np.where(self.absent, 0.0, self._costs / totals[:, None, None])
         self._couplings = [_Coupling.of(sites, budget, site, width) for site in range(len(sites) - 1)]
@@ -56,13 +56,13 @@ class CostTable:
         """
         rows = np.arange(len(self.losses))
         shares = []
-        for limit, (costs, each) in enumerate(zip(self._costs, self.limits, strict=True)):
+        for row, (costs, limit) in enumerate(zip(self._costs, self.limits, strict=True)):
             spent = costs[rows, choices].sum(1)
             for site, coupling in enumerate(self._couplings):
                 if coupling is not None:
-                    spent = spent + coupling.paid(limit, choices[:, site], choices[:, site + 1])
-            kept = spent <= each.available
-            share = np.full(len(spent), np.inf) if each.available <= 0 else spent / each.available
+                    spent = spent + coupling.paid(row, choices[:, site], choices[:, site + 1])
+            kept = spent <= limit.available
+            share = np.full(len(spent), np.inf) if limit.available <= 0 else spent / limit.available
             # Rounding must not turn a plan away that meets its budget to the last bit.
             shares.append(np.where(kept, np.minimum(share, 1.0), np.maximum(share, np.nextafter(1.0, 2.0))))
         return np.stack(shares, axis=1)
@@ -81,7 +81,7 @@ class CostTable:
             Shape (weightings, sites). Of equal candidates the first: the last one is the dense layer.
         """
         values = np.where(self.absent, np.inf, values)
-        if all(each is None for each in self._couplings):
+        if all(coupling is None for coupling in self._couplings):
             return values.argmin(2)
         count = values.shape[1]
         # Of the best way to each candidate: its sum, and for each kind of the next site's where it came from.
@@ -120,17 +120,17 @@ class _Coupling:
     @classmethod
     def of(cls, sites: Sequence[CandidateSet], budget: Budget, site: int, width: int) -> _Coupling | None:
         """Return the coupling of a site and the next, `None` where there is none."""
-        found = [each.coupling(sites, site) for each in budget.limits]
-        if all(each is None for each in found):
+        couplings = [limit.coupling(sites, site) for limit in budget.limits]
+        if all(coupling is None for coupling in couplings):
             return None
         nothing = np.zeros((len(sites[site]), len(sites[site + 1])))
-        stacked = np.stack([nothing if each is None else each for each in found])
+        stacked = np.stack([nothing if coupling is None else coupling for coupling in couplings])
         columns, kinds = np.unique(stacked.reshape(-1, nothing.shape[1]), axis=1, return_inverse=True)
-        costs = np.zeros((len(found), width, columns.shape[1]))
-        costs[:, : len(nothing)] = columns.reshape(len(found), len(nothing), -1)
+        costs = np.zeros((len(couplings), width, columns.shape[1]))
+        costs[:, : len(nothing)] = columns.reshape(len(couplings), len(nothing), -1)
         padded = np.zeros(width, dtype=int)
         padded[: len(kinds)] = kinds.ravel()
-        totals = np.array([each.total for each in budget.limits])
+        totals = np.array([limit.total for limit in budget.limits])
         return cls(costs, costs / totals[:, None, None], padded)
 
     def paid(self, limit: int, here: np.ndarray, behind: np.ndarray) -> np.ndarray:

@@ -153,7 +153,7 @@ def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> 
         weight = library.weights[site.spec.name]
         unfoldings = (weight.flatten(1), weight.movedim(1, 0).flatten(1))
         signal = max(1, *(matrix_rank(unfolding).rank for unfolding in unfoldings))
-        features = [_features(library, site.spec, each) for each in site.candidates]
+        features = [_features(library, site.spec, candidate) for candidate in site.candidates]
         # Where bonds have ranks of their own, a larger layer need not have more features.
         levels.append(np.maximum.accumulate([*features[:-1], max(features)]) / signal)
     return _climb(sites, budget, levels)
@@ -236,7 +236,7 @@ def plan_by_heuristic(
         DecompositionError: If a name is unknown, the calibration set cannot be used, the model has no layer
             to decompose, or no plan can reach the budget.
     """
-    chosen = get_heuristic(heuristic)
+    rule = get_heuristic(heuristic)
     if measure not in MEASURES:
         raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
     if (measure == "latency") != (latency is not None):
@@ -267,7 +267,7 @@ def plan_by_heuristic(
     else:
         budget = Budget.of_model(model, sites, input_shape, measure, fraction)
     sites = [site.efficient(measure) for site in sites]
-    choices = chosen.choose(library, sites, budget)
+    choices = rule.choose(library, sites, budget)
     return plan_from_choices(
         sites,
         choices,
@@ -282,16 +282,16 @@ def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> flo
     """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
     if candidate.removed is not None:
         return 0
-    operation = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
+    operation = next((step for step in candidate.operations if isinstance(step, Factorise)), None)
     if operation is None:
         read = spec.in_channels if candidate.inputs is None else candidate.inputs
         return min(spec.out_channels, read * spec.kernel_elements)
-    chosen, ranks = operation.tensor_format, operation.ranks
-    if chosen.own_ranks:
+    tensor_format, ranks = operation.tensor_format, operation.ranks
+    if tensor_format.own_ranks:
         return sum(ranks) / len(ranks)
-    modes = library.modes(spec.name, chosen)
-    cores = [torch.empty(shape) for shape in chosen.core_shapes(modes, ranks)]
-    return chosen.halves(cores, modes)[0].shape[1]
+    modes = library.modes(spec.name, tensor_format)
+    cores = [torch.empty(shape) for shape in tensor_format.core_shapes(modes, ranks)]
+    return tensor_format.halves(cores, modes)[0].shape[1]
 
 
 def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.ndarray]) -> np.ndarray:
@@ -312,7 +312,7 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]
     apart = budget.also is None and not budget.coupled(sites)
-    choices = np.array([each[0] for each in useful]) if apart else cheapest_choices(sites, budget)
+    choices = np.array([indices[0] for indices in useful]) if apart else cheapest_choices(sites, budget)
     left = budget.left(sites, choices)
     steps = sorted(
         (float(levels[layer][candidate]), layer, candidate)

@@ -39,24 +39,25 @@ def check_reachable(sites: Sequence[CandidateSet], budget: Budget) -> None:
         DecompositionError: Naming the least fraction that can be reached; of two budgets that are out of
             reach only together, how near one comes to both.
     """
-    for each in budget.limits:
-        least = least_fraction(sites, each)
-        if least > each.fraction:
+    for limit in budget.limits:
+        least = least_fraction(sites, limit)
+        if least > limit.fraction:
             raise DecompositionError(
-                f"budget.{each.measure}={each.fraction} cannot be reached: with the cheapest ranks "
-                f"everywhere {least * each.total:.10g} of {each.total:.10g} {each.measure} remain "
-                f"({each.fixed:.10g} of them in what stays as it is); the least is "
+                f"budget.{limit.measure}={limit.fraction} cannot be reached: with the cheapest ranks "
+                f"everywhere {least * limit.total:.10g} of {limit.total:.10g} {limit.measure} remain "
+                f"({limit.fixed:.10g} of them in what stays as it is); the least is "
                 f"{np.ceil(least * 1e4) / 1e4:.4f}"
             )
     if budget.also is None:
         return
     choices = cheapest_choices(sites, budget)
     if not budget.kept(sites, choices):
-        asked = " and ".join(f"budget.{each.measure}={each.fraction}" for each in budget.limits)
-        found = " and ".join(
-            f"{each.spent(sites, choices) / each.total:.4f} of the {each.measure}" for each in budget.limits
+        asked = " and ".join(f"budget.{limit.measure}={limit.fraction}" for limit in budget.limits)
+        kept = " and ".join(
+            f"{limit.spent(sites, choices) / limit.total:.4f} of the {limit.measure}"
+            for limit in budget.limits
         )
         raise DecompositionError(
-            f"{asked} can be reached one by one, but not found together: the nearest plan keeps {found}; "
+            f"{asked} can be reached one by one, but not found together: the nearest plan keeps {kept}; "
             "ask for a little more of either"
         )

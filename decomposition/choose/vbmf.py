@@ -106,5 +106,5 @@ def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: flo
     bounds = (grid[max(0, best - 1)], grid[min(_GRID - 1, best + 1)])
     from scipy.optimize import minimize_scalar
 
-    found = minimize_scalar(free_energy, bounds=bounds, method="bounded", options={"xatol": 1e-8})
-    return math.exp(found.x if found.fun < energies[best] else grid[best])
+    minimum = minimize_scalar(free_energy, bounds=bounds, method="bounded", options={"xatol": 1e-8})
+    return math.exp(minimum.x if minimum.fun < energies[best] else grid[best])

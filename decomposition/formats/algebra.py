@@ -63,10 +63,10 @@ def split_chain(tensor: torch.Tensor, sizes: tuple[int, ...], bonds: tuple[int, 
     left, right = tensor.shape[0], tensor.shape[2]
     rest = tensor.reshape(left, -1)
     cores, bond = [], left
-    for size, wanted in zip(sizes[:-1], bonds, strict=True):
+    for size, width in zip(sizes[:-1], bonds, strict=True):
         matrix = rest.reshape(bond * size, -1)
-        vectors = leading_left_vectors(matrix, wanted)
-        cores.append(vectors.reshape(bond, size, wanted))
-        rest, bond = vectors.T @ matrix, wanted
+        vectors = leading_left_vectors(matrix, width)
+        cores.append(vectors.reshape(bond, size, width))
+        rest, bond = vectors.T @ matrix, width
     cores.append(rest.reshape(bond, sizes[-1], right))
     return cores

@@ -74,8 +74,8 @@ class CP(TensorFormat):
         order = values.flatten().argsort(descending=True, stable=True)
 
         def start(ranks: Ranks) -> Cores:
-            chosen = order[: ranks[0]]
-            slice_index, pair = chosen // values.shape[1], chosen % values.shape[1]
+            largest = order[: ranks[0]]
+            slice_index, pair = largest // values.shape[1], largest % values.shape[1]
             cores = [
                 left[slice_index, :, pair].T * values[slice_index, pair],
                 right[slice_index, pair, :].T,

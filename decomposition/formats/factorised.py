@@ -123,11 +123,11 @@ class FactorisedLayer(nn.Module):
         Raises:
             DecompositionError: If shapes do not fit the layer's ranks.
         """
-        wanted = self.tensor_format.core_shapes(self.modes, self.ranks)
+        needed = self.tensor_format.core_shapes(self.modes, self.ranks)
         shapes = [tuple(core.shape) for core in cores]
-        if shapes != wanted or (bias is None) != (self.bias is None):
+        if shapes != needed or (bias is None) != (self.bias is None):
             raise DecompositionError(
-                f"{self.tensor_format.name} ranks {self.ranks} need cores of shapes {wanted} and "
+                f"{self.tensor_format.name} ranks {self.ranks} need cores of shapes {needed} and "
                 f"{'a' if self.bias is not None else 'no'} bias, got {shapes}"
             )
         with torch.no_grad():

@@ -77,11 +77,11 @@ def _efficient_ranks(
         for energies, largest in zip(spectra, tensor_format.max_ranks(modes), strict=True)
     ]
     combinations = []
-    for ranks in product(*(_multiples(len(each), multiple) for each in lost)):
+    for ranks in product(*(_multiples(len(losses), multiple) for losses in lost)):
         params = tensor_format.params(modes, ranks)
         if params < dense:
             combinations.append(
-                (params, sum(each[r - 1] for each, r in zip(lost, ranks, strict=True)), ranks)
+                (params, sum(losses[r - 1] for losses, r in zip(lost, ranks, strict=True)), ranks)
             )
     efficient: list[Ranks] = []
     least = float("inf")

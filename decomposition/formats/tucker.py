@@ -153,7 +153,7 @@ class Tucker(TensorFormat):
             core, factors = torch.eye(output.shape[1], **like), [output, inner]
         else:
             core, factors = cores[1], [output, inner, torch.eye(modes.kernel, **like)]
-        return TuckerTensor((in_tensorly_backend(core), [in_tensorly_backend(each) for each in factors]))
+        return TuckerTensor((in_tensorly_backend(core), [in_tensorly_backend(factor) for factor in factors]))
 
     def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
         """Read a TuckerTensor or partial_tucker's two factors: the core takes the kernel's factors in.

@@ -112,7 +112,7 @@ class _Counter(TorchDispatchMode):
 @contextmanager
 def _recurrence_in_steps(model: nn.Module) -> Iterator[None]:
     """Let recurrent layers multiply matrices, which is counted, instead of calling a library's kernel."""
-    if not any(isinstance(each, nn.RNNBase) for each in model.modules()):
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield
         return
     with warnings.catch_warnings():

@@ -87,7 +87,7 @@ class InputSpec:
 
     def to_json(self) -> list[dict[str, Any]] | dict[str, dict[str, Any]]:
         """Return plain values for JSON: a list of tensors, or an object of them by name."""
-        entries = [each.to_dict() for each in self.tensors]
+        entries = [tensor.to_dict() for tensor in self.tensors]
         return entries if self.names is None else dict(zip(self.names, entries, strict=True))
 
     @classmethod
@@ -105,7 +105,7 @@ class InputSpec:
 
     def __str__(self) -> str:
         names = self.names or ("",) * len(self.tensors)
-        return ", ".join(f"{name} {each}".strip() for name, each in zip(names, self.tensors, strict=True))
+        return ", ".join(f"{name} {tensor}".strip() for name, tensor in zip(names, self.tensors, strict=True))
 
 
 InputShape = tuple[int, ...] | InputSpec
@@ -153,7 +153,7 @@ def holds_tensors(example: ExampleInputs) -> bool:
     """Tell whether an example is a batch of inputs, and not what is known of them."""
     if isinstance(example, torch.Tensor | Mapping):
         return True
-    return not isinstance(example, InputSpec) and any(isinstance(each, torch.Tensor) for each in example)
+    return not isinstance(example, InputSpec) and any(isinstance(value, torch.Tensor) for value in example)
 
 
 def shape_to_json(shape: InputShape) -> Any:
@@ -176,7 +176,7 @@ def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1)
     shape = input_shape_of(example)
     spec = shape if isinstance(shape, InputSpec) else InputSpec((TensorSpec(shape),))
     dtype, device = reference.dtype, reference.device
-    tensors = [each.batch(batch_size, dtype=dtype, device=device) for each in spec.tensors]
+    tensors = [tensor.batch(batch_size, dtype=dtype, device=device) for tensor in spec.tensors]
     return _assembled(tensors, spec.names)
 
 
@@ -186,9 +186,11 @@ def _reference(model: nn.Module) -> torch.Tensor:
     Of torch's own layers the first tells: they take what they are made of. Parameters of a user's modules,
     positions that are added, say, may be of another type.
     """
-    layers = [each for each in model.modules() if type(each).__module__.startswith("torch.nn.modules")]
-    owned = (each for layer in layers for each in layer._parameters.values() if each is not None)
-    floating = (each for each in (*owned, *model.parameters()) if each.is_floating_point())
+    layers = [module for module in model.modules() if type(module).__module__.startswith("torch.nn.modules")]
+    owned = (
+        parameter for layer in layers for parameter in layer._parameters.values() if parameter is not None
+    )
+    floating = (parameter for parameter in (*owned, *model.parameters()) if parameter.is_floating_point())
     return next(floating, torch.empty(0))
 
 
@@ -219,29 +221,29 @@ def random_batch(model: nn.Module, example: ExampleInputs, batch_size: int, *, s
     return mapped(drawn, example_batch(model, example, batch_size))
 
 
-def as_inputs(given: Any) -> Inputs:
+def as_inputs(batch: Any) -> Inputs:
     """Return a batch of inputs that is given as a tensor, a sequence or a mapping of tensors.
 
     Raises:
         DecompositionError: It is something else, or its tensors hold different numbers of inputs.
     """
-    if isinstance(given, torch.Tensor):
-        return plain(_batched(given, "an input"))
-    named = isinstance(given, Mapping)
-    tensors = list(given.values()) if named else list(given) if isinstance(given, list | tuple) else []
-    if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
-        held = f" of {', '.join(sorted({type(each).__name__ for each in tensors}))}" if tensors else ""
+    if isinstance(batch, torch.Tensor):
+        return plain(_batched(batch, "an input"))
+    named = isinstance(batch, Mapping)
+    tensors = list(batch.values()) if named else list(batch) if isinstance(batch, list | tuple) else []
+    if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        held = f" of {', '.join(sorted({type(tensor).__name__ for tensor in tensors}))}" if tensors else ""
         raise DecompositionError(
-            f"model inputs are given as a {type(given).__name__}{held}; pass a tensor, a tuple of tensors in "
+            f"model inputs are given as a {type(batch).__name__}{held}; pass a tensor, a tuple of tensors in "
             "the order in which the model's forward takes them, or a dict of tensors by its parameters' names"
         )
-    lengths = {len(_batched(each, "an input")) for each in tensors}
+    lengths = {len(_batched(tensor, "an input")) for tensor in tensors}
     if len(lengths) > 1:
         raise DecompositionError(
             "the input tensors hold different numbers of inputs on their first axis, "
             f"{sorted(lengths)}; give as many of each"
         )
-    return _assembled([plain(each) for each in tensors], tuple(given) if named else None)
+    return _assembled([plain(tensor) for tensor in tensors], tuple(batch) if named else None)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,7 +287,7 @@ def tensors_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 def mapped(function: Callable[..., torch.Tensor], inputs: Inputs, *others: Inputs) -> Inputs:
     """Return a batch of what a function makes of its tensors, and of those of like batches beside it."""
-    tensors = [function(*each) for each in zip(*map(tensors_of, (inputs, *others)), strict=True)]
+    tensors = [function(*row) for row in zip(*map(tensors_of, (inputs, *others)), strict=True)]
     if isinstance(inputs, torch.Tensor):
         return tensors[0]
     return dict(zip(inputs, tensors, strict=True)) if isinstance(inputs, dict) else Positional(tensors)
@@ -298,7 +300,7 @@ def count_inputs(inputs: Inputs) -> int:
 
 def numbers_in_one(inputs: Inputs) -> int:
     """Return how many numbers one input of a batch is made of."""
-    return sum(math.prod(each.shape[1:]) for each in tensors_of(inputs))
+    return sum(math.prod(tensor.shape[1:]) for tensor in tensors_of(inputs))
 
 
 def rows(inputs: Inputs, index: slice | torch.Tensor) -> Inputs:
@@ -322,8 +324,8 @@ def described(inputs: Inputs) -> str:
     """Return a batch's shapes and types, for messages."""
     names = list(inputs) if isinstance(inputs, dict) else [""] * len(tensors_of(inputs))
     return "; ".join(
-        f"{name} shape {tuple(each.shape)}, {each.dtype} on {each.device}".strip()
-        for name, each in zip(names, tensors_of(inputs), strict=True)
+        f"{name} shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}".strip()
+        for name, tensor in zip(names, tensors_of(inputs), strict=True)
     )
 
 

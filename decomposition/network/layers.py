@@ -171,7 +171,10 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     layers = (*reached, *unreached)
     # Of any modules: the weight of a language model's last layer is often that of its embedding.
     owners = Counter(
-        id(each) for module in model.modules() for each in module._parameters.values() if each is not None
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
     )
     return [
         _spec(trace, module, index, shared=owners[id(module.weight)] > 1)
@@ -222,7 +225,7 @@ def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str
 
 def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) -> set[str]:
     """Return the names of the layers that match any of some patterns."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
         names = {s.name for s in specs if fnmatchcase(s.name, pattern) or fnmatchcase(s.name, f"{pattern}.*")}
         if not names:
@@ -231,8 +234,8 @@ def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) 
                 f"{option}: no layer matches {pattern!r}; the layers are {', '.join(known[:8])}"
                 f"{', ...' if len(known) > 8 else ''}.{did_you_mean(pattern, known)}"
             )
-        found |= names
-    return found
+        matches |= names
+    return matches
 
 
 class _Trace:
@@ -271,21 +274,21 @@ class _Trace:
                 run_model(self.model, batch)
         except Exception as error:  # whatever the model's own code raises
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            given, advice = (
+            inputs, advice = (
                 f"an input of shape {shape}",
                 "the shape of one real input, or a batch of real ones",
             )
             if isinstance(shape, InputSpec):
-                given, advice = f"the inputs {shape}", "a batch of real inputs"
+                inputs, advice = f"the inputs {shape}", "a batch of real inputs"
             raise DecompositionError(
-                f"the model does not accept {given} (without the batch axis): {reason}; pass {advice}"
+                f"the model does not accept {inputs} (without the batch axis): {reason}; pass {advice}"
             ) from error
         finally:
             for handle in handles:
                 handle.remove()
 
     def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        tensors = [each for each in (*inputs[:1], output) if isinstance(each, torch.Tensor)]
+        tensors = [tensor for tensor in (*inputs[:1], output) if isinstance(tensor, torch.Tensor)]
         if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
             self.reached[module] = None
             self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
@@ -318,13 +321,13 @@ class _FunctionalUses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        output = func(*args, **given)
+        keywords = dict(kwargs or {})
+        output = func(*args, **keywords)
         if func is F.linear:
-            x, weight = (*args[:2], *(given[key] for key in ("input", "weight") if key in given))
+            x, weight = (*args[:2], *(keywords[key] for key in ("input", "weight") if key in keywords))
             self._record(weight, x, output)
         elif func is F.multi_head_attention_forward:
-            weight = inspect.signature(func).bind(*args, **given).arguments["out_proj_weight"]
+            weight = inspect.signature(func).bind(*args, **keywords).arguments["out_proj_weight"]
             self._record(weight, output[0], output[0])
         return output
 
@@ -361,7 +364,7 @@ def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> L
     return LayerSpec(
         name=name,
         index=index,
-        kind=next(kind for each, kind in _KINDS.items() if isinstance(module, each)),
+        kind=next(kind for base, kind in _KINDS.items() if isinstance(module, base)),
         out_channels=out_channels,
         in_channels=in_channels,
         kernel_size=kernel,
@@ -378,23 +381,23 @@ def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> L
 
 
 def _opaque_spec(trace: _Trace, module: OpaqueModule, index: int) -> LayerSpec:
-    found, calls = opaque(module), trace.opaque_calls.get(module, [])
+    description, calls = opaque(module), trace.opaque_calls.get(module, [])
     sizes = tuple((positions,) for positions, _ in calls)
     return LayerSpec(
         name=trace.names[module],
         index=index,
-        kind=found.kind,
-        out_channels=found.out_features,
-        in_channels=found.in_features,
+        kind=description.kind,
+        out_channels=description.out_features,
+        in_channels=description.in_features,
         kernel_size=(),
         stride=(),
         groups=1,
-        bias=found.bias,
+        bias=description.bias,
         input_sizes=sizes,
         output_sizes=sizes,
-        params=found.params,
+        params=description.params,
         macs=sum(macs for _, macs in calls),
-        refusal=found.refusal,
+        refusal=description.refusal,
     )
 
 
@@ -406,7 +409,7 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
             "decomposition.plain_weights(model) makes it a parameter of its present value"
         )
     if type(module) not in _KINDS:
-        base = next(each.__name__ for each in _KINDS if isinstance(module, each))
+        base = next(kind.__name__ for kind in _KINDS if isinstance(module, kind))
         way = "; decomposition.plain_layers lets it in if it does not"
         return (
             f"a {name}, which may compute something else than the {base} that it extends"

@@ -29,28 +29,28 @@ def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
         model: The network that they are in.
         replaced: The layers by name.
     """
-    found = {name: lost for name, layer in replaced.items() if (lost := _carried(layer))}
-    if not found or model in _TOLD:
+    carried = {name: lost for name, layer in replaced.items() if (lost := _carried(layer))}
+    if not carried or model in _TOLD:
         return
     _TOLD.add(model)
-    listed = "; ".join(f"{name!r}: {lost}" for name, lost in [*found.items()][:_NAMED])
+    listed = "; ".join(f"{name!r}: {lost}" for name, lost in [*carried.items()][:_NAMED])
     log.warning(
         "what replaced layers carried is not on the new ones (%s%s); put it there where it is needed",
         listed,
-        f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "",
+        f"; and {len(carried) - _NAMED} more" if len(carried) > _NAMED else "",
     )
 
 
 def _carried(layer: nn.Module) -> str:
     """Return what a layer has that one of its kind does not have from the start, for messages."""
     carried = [what for name, what in _HOOKS.items() if vars(layer).get(name)]
-    usual = _usual(next(each for each in (*type(layer).__mro__, nn.Module) if each in _SMALL))
-    further = [
+    usual = _usual(next(base for base in (*type(layer).__mro__, nn.Module) if base in _SMALL))
+    added = [
         name
         for name in (*vars(layer), *layer._parameters, *layer._buffers, *layer._modules)
         if name not in usual and not name.startswith("__")
     ]
-    return ", ".join(carried + [f"the attribute {name}" for name in further])
+    return ", ".join(carried + [f"the attribute {name}" for name in added])
 
 
 _SMALL: dict[type, tuple[Any, ...]] = {

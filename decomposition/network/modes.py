@@ -105,9 +105,9 @@ def factorise(channels: int) -> tuple[int, ...]:
             primes.append(divisor)
             rest //= divisor
         divisor += 1 if divisor * divisor <= rest else max(1, rest - divisor)
-    wanted = max(1, round(math.log(channels, 4))) if channels > 1 else 1
+    count = max(1, round(math.log(channels, 4))) if channels > 1 else 1
     factors = sorted(primes, reverse=True) or [1]
-    while len(factors) > wanted or (len(factors) > 1 and factors[-1] * factors[-2] <= 4):
+    while len(factors) > count or (len(factors) > 1 and factors[-1] * factors[-2] <= 4):
         merged = factors[-1] * factors[-2]
         if merged > LARGEST_FACTOR:
             break

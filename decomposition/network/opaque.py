@@ -41,7 +41,7 @@ class Opaque:
 
 def opaque(module: OpaqueModule) -> Opaque:
     """Describe such a module."""
-    params = sum(each.numel() for each in module.parameters(recurse=False))
+    params = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     name = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         packed = module.in_proj_weight is not None
@@ -57,8 +57,8 @@ def opaque(module: OpaqueModule) -> Opaque:
             if type(module) is nn.MultiheadAttention
             else f"a {name}, which may compute something else than the MultiheadAttention that it extends",
         )
-    kind: OpaqueKind = next((each for each in OPAQUE_KINDS if name.lower().startswith(each)), "rnn")
-    weights = [each for each in module.parameters(recurse=False) if each.ndim == 2]
+    kind: OpaqueKind = next((prefix for prefix in OPAQUE_KINDS if name.lower().startswith(prefix)), "rnn")
+    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 2]
     return Opaque(
         kind,
         weights[0].shape[0],
@@ -74,11 +74,11 @@ def macs_of_call(module: OpaqueModule, inputs: Sequence[Any], keywords: Mapping[
     """Return how many positions a call multiplies with the weights, and its multiply-accumulates."""
     if isinstance(module, nn.MultiheadAttention):
         names = ("query", "key", "value")
-        given = dict(zip(names, inputs, strict=False)) | {n: keywords[n] for n in names if n in keywords}
-        tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+        arguments = dict(zip(names, inputs, strict=False)) | {n: keywords[n] for n in names if n in keywords}
+        tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
         return tensors[0].numel() // tensors[0].shape[-1], sum(x.numel() for x in tensors) * module.embed_dim
     (x,) = (*inputs[:1], *(keywords[key] for key in ("input",) if key in keywords))
     data = x.data if isinstance(x, PackedSequence) else x
     positions = data.numel() // module.input_size
-    weights = sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 2)
+    weights = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.ndim == 2)
     return positions, positions * weights

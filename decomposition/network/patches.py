@@ -110,13 +110,13 @@ def sample_labelled_patches(
     ]
     positions = views[0].shape[:1] if linear else views[0].shape[: 1 + len(module.kernel_size)]  # type: ignore[arg-type]
     total = positions.numel()
-    each = max(1, total // len(inputs[0]))
+    patches_per_input = max(1, total // len(inputs[0]))
     if total <= count:
-        labels = torch.arange(total, device=views[0].device) // each
+        labels = torch.arange(total, device=views[0].device) // patches_per_input
         return [view.reshape(total, -1) for view in views], labels
-    chosen = torch.randint(total, (count,), generator=generator).to(views[0].device)
-    index = torch.unravel_index(chosen, positions)
-    return [view[index].reshape(count, -1) for view in views], chosen // each
+    drawn = torch.randint(total, (count,), generator=generator).to(views[0].device)
+    index = torch.unravel_index(drawn, positions)
+    return [view[index].reshape(count, -1) for view in views], drawn // patches_per_input
 
 
 def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
     if parametrize.is_parametrized(module):
         remove_parametrizations(module)
     for hook in _hooks(module):
-        trained = any(each.requires_grad for each in module.parameters(recurse=False))
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if isinstance(hook, WeightNorm):
             name = hook.name
             remove_weight_norm(module, name)

@@ -75,11 +75,11 @@ def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) ->
 def rewrites_of(model: nn.Module) -> tuple[Rewrite, ...]:
     """Return what was rewritten in a network, or in parts of it before they became its parts, in order."""
     return tuple(
-        Rewrite(each.kind, tuple(".".join(filter(None, (name, layer))) for layer in each.layers))
+        Rewrite(rewrite.kind, tuple(".".join(filter(None, (name, layer))) for layer in rewrite.layers))
         for name, module in model.named_modules()
-        for each in vars(module).get(_MARK, ())
+        for rewrite in vars(module).get(_MARK, ())
     )
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)

@@ -184,7 +184,7 @@ def round_activations(module: nn.Module) -> None:
 
 def is_rounded(module: nn.Module) -> bool:
     """Tell whether weights are rounded anywhere inside."""
-    return any(isinstance(each, RoundedWeight) for each in module.modules())
+    return any(isinstance(part, RoundedWeight) for part in module.modules())
 
 
 def integer_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -198,14 +198,14 @@ def integer_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def rounded_parameters(model: nn.Module) -> dict[str, int]:
     """Return the bits of every rounded parameter, by the name that it has in the network without rounding."""
-    found = {}
+    bits_by_name = {}
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
             for parameter, steps in module.parametrizations.items():
                 bits = next((step.bits for step in steps if isinstance(step, RoundedWeight)), None)
                 if bits is not None:
-                    found[f"{name}.{parameter}" if name else parameter] = bits
-    return found
+                    bits_by_name[f"{name}.{parameter}" if name else parameter] = bits
+    return bits_by_name
 
 
 def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str = "") -> None:
@@ -248,15 +248,15 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str
 
 @contextmanager
 def _observing(model: nn.Module) -> Iterator[None]:
-    ranges = [each for each in model.modules() if isinstance(each, ActivationRange)]
-    for each in ranges:
-        each.reset()
-        each.observing = True
+    ranges = [module for module in model.modules() if isinstance(module, ActivationRange)]
+    for activation_range in ranges:
+        activation_range.reset()
+        activation_range.observing = True
     try:
         yield
     finally:
-        for each in ranges:
-            each.observing = False
+        for activation_range in ranges:
+            activation_range.observing = False
 
 
 def reduce_weight_range(model: nn.Module) -> nn.Module:
@@ -277,7 +277,9 @@ def without_rounding(model: nn.Module) -> nn.Module:
         for name in _RANGES:
             module._modules.pop(name, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if any(hook is each for each in _OUR_HOOKS)]:
+            for key in [
+                key for key, hook in hooks.items() if any(hook is our_hook for our_hook in _OUR_HOOKS)
+            ]:
                 del hooks[key]
         if parametrize.is_parametrized(module):
             remove_parametrizations(module)

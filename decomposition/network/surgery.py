@@ -81,8 +81,8 @@ def remove_parametrizations(module: nn.Module) -> None:
     training = module.training
     module.eval()  # spectral norm is computed a step further at every call in training
     values = {
-        name: (getattr(module, name).detach(), any(p.requires_grad for p in each.parameters()))
-        for name, each in module.parametrizations.items()  # type: ignore[union-attr,operator]
+        name: (getattr(module, name).detach(), any(p.requires_grad for p in parametrization.parameters()))
+        for name, parametrization in module.parametrizations.items()  # type: ignore[union-attr,operator]
     }
     module.train(training)
     module.__class__ = parametrize.type_before_parametrizations(module)

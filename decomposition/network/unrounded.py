@@ -75,14 +75,14 @@ class _Tracing(TorchFunctionMode):
 _TRACES: list[_Tracing] = []
 
 
-def _computed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a function makes of tensors of which some are marked."""
     if getattr(func, "__name__", "") in _LOOKS:
-        return func(*args, **given)
+        return func(*args, **kwargs)
     if func in _FUSED and _is_marked(args[0]):
-        return marked(func(_plain(args[0]), *args[1:], **given), args[0].range)
+        return marked(func(_plain(args[0]), *args[1:], **kwargs), args[0].range)
     settle = _rounded if func in _SUMS else settled
-    result = func(*map(settle, args), **{key: settle(value) for key, value in given.items()})
+    result = func(*map(settle, args), **{key: settle(value) for key, value in kwargs.items()})
     whole = func in _SUMS and all(map(_is_integer, args[:2]))
     return marked(result, None) if whole else result
 
@@ -118,7 +118,7 @@ def settled(value: Any) -> Any:
     if _is_marked(value):
         return _plain(value) if value.range is None else value.range(_plain(value))
     if isinstance(value, list | tuple) and any(map(_is_marked, value)):
-        return type(value)(settled(each) for each in value)
+        return type(value)(settled(item) for item in value)
     return value
 
 

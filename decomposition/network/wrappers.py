@@ -46,42 +46,42 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise DecompositionError(f"a network is a torch.nn.Module, got a {type(model).__name__}; {_WAY}")
-    plain, found = _peeled(model)
+    plain, wrappers = _peeled(model)
     _check(plain)
-    parts = [(name, each) for name, each in plain.named_modules() if _inside(each) is not None]
-    if parts or any(_compiled(each) for each in plain.modules()):
+    parts = [(name, part) for name, part in plain.named_modules() if _inside(part) is not None]
+    if parts or any(_compiled(part) for part in plain.modules()):
         plain = copied(plain)  # which leaves out what `Module.compile` made
-        for name, each in parts:
-            found.append(f"{type(each).__name__} ({name})")
+        for name, part in parts:
+            wrappers.append(f"{type(part).__name__} ({name})")
             replace_module(plain, plain.get_submodule(name), _peeled(plain.get_submodule(name))[0])
-    if found and model not in _TOLD:
+    if wrappers and model not in _TOLD:
         _TOLD.add(model)
         log.warning(
             "%s taken off: what is worked on is the %s inside, and results are plain networks",
-            ", ".join(found),
+            ", ".join(wrappers),
             type(plain).__name__,
         )
     return plain
 
 
 def _classes(module: nn.Module) -> set[str]:
-    return {f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__}
+    return {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
 
 
 def _peeled(module: nn.Module) -> tuple[nn.Module, list[str]]:
     """Return the network inside of all wrappers around it, and the names of their classes."""
-    found = []
+    names = []
     while (inner := _inside(module)) is not None:
-        found.append(type(module).__name__)
+        names.append(type(module).__name__)
         module = inner
-    return module, found
+    return module, names
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
     """Return what a wrapper wraps, or None where it is none."""
     if type(module).__module__.startswith("torch.nn.modules"):  # nearly all of them
         return None
-    attribute = next((_WRAPPERS[each] for each in _classes(module) if each in _WRAPPERS), None)
+    attribute = next((_WRAPPERS[name] for name in _classes(module) if name in _WRAPPERS), None)
     return None if attribute is None else getattr(module, attribute)
 
 
@@ -109,8 +109,8 @@ def _check(model: nn.Module) -> None:
                 f"{what}, whose parameters are shards; gather its full state dict, load it into the plain "
                 "nn.Module and give that"
             )
-    parts = (type(each) for each in model.modules())
-    layers = any(each.__module__.startswith("torch.nn.modules") for each in parts if each is not nn.Module)
+    parts = (type(module) for module in model.modules())
+    layers = any(cls.__module__.startswith("torch.nn.modules") for cls in parts if cls is not nn.Module)
     if isinstance(model, torch.fx.GraphModule) and not layers and any(p.ndim > 1 for p in model.parameters()):
         raise DecompositionError(
             f"the network is a {type(model).__name__}, an exported program, which has parameters but no "

@@ -206,13 +206,13 @@ class GroupOperation(Operation):
     @classmethod
     @abstractmethod
     def group_structure(
-        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: InputShape
+        cls, model: nn.Module, operations: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
         """Return a copy of `model` as the operations leave it, its values of no account.
 
         Args:
             model: The network; left untouched.
-            chosen: The operation of each layer that has one, by name.
+            operations: The operation of each layer that has one, by name.
             input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
 
         Raises:
@@ -224,7 +224,7 @@ class GroupOperation(Operation):
     def apply_group(
         cls,
         model: nn.Module,
-        chosen: Mapping[str, Self],
+        operations: Mapping[str, Self],
         input_shape: InputShape,
         images: Inputs | None,
         options: ApplyOptions,
@@ -233,7 +233,7 @@ class GroupOperation(Operation):
 
         Args:
             model: The network; left untouched.
-            chosen: The operation of each layer that has one, by name.
+            operations: The operation of each layer that has one, by name.
             input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
             images: Calibration inputs as one batch, or `None`.
             options: How the plan is applied.

@@ -30,10 +30,10 @@ def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[
         removals: By the name of the layer.
         names: The layers that may change, in forward order.
     """
-    counts = Counter(each.operation for each in removals.values())
-    found: dict[str, Removal] = {}
+    counts = Counter(removal.operation for removal in removals.values())
+    whole: dict[str, Removal] = {}
     for operation, run in groupby(names, lambda name: removals[name].operation if name in removals else None):
         layers = list(run)
         if operation is not None and len(layers) == counts[operation]:
-            found.update({name: removals[name] for name in layers})
-    return found
+            whole.update({name: removals[name] for name in layers})
+    return whole

@@ -132,20 +132,20 @@ class Factorise(LayerOperation):
         Raises:
             PlanError: If the format is unknown, or ranks or factors are ill-typed.
         """
-        chosen, ranks, factors = values["format"], values["ranks"], values.get("factors")
-        if chosen not in list_formats():
-            raise PlanError(f"{where}: unknown format {chosen!r}; choose from {', '.join(list_formats())}")
+        name, ranks, factors = values["format"], values["ranks"], values.get("factors")
+        if name not in list_formats():
+            raise PlanError(f"{where}: unknown format {name!r}; choose from {', '.join(list_formats())}")
         if not _are_counts(ranks):
             raise PlanError(f"{where}: ranks must be a list of integers of at least 1, got {ranks!r}")
         if factors is None:
-            return cls(chosen, tuple(ranks))
+            return cls(name, tuple(ranks))
         if not (
             isinstance(factors, dict)
             and set(factors) == {"out", "in"}
             and all(map(_are_counts, factors.values()))
         ):
             raise PlanError(f"{where}: factors must be {{'out': [...], 'in': [...]}}, got {factors!r}")
-        return cls(chosen, tuple(ranks), ChannelFactors(tuple(factors["out"]), tuple(factors["in"])))
+        return cls(name, tuple(ranks), ChannelFactors(tuple(factors["out"]), tuple(factors["in"])))
 
 
 def factors_of(modes: WeightModes) -> ChannelFactors | None:

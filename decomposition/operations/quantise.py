@@ -140,7 +140,7 @@ class Quantise(LayerOperation):
                     "its weights alone (activations='float32'), or the dense layer"
                 )
             return [module.core_list]
-        stages: list[nn.Module] = [each for each in module.modules() if is_decomposable_module(each)]
+        stages: list[nn.Module] = [part for part in module.modules() if is_decomposable_module(part)]
         if not stages:
             raise DecompositionError(
                 f"layer {spec.name!r} is a {type(module).__name__} without weights to round"
@@ -160,23 +160,23 @@ class Quantise(LayerOperation):
         if is_decomposable_module(module):
             dense = copied(module)
             solved = problem.count >= PATCHES_TO_SOLVE * problem.target[0].numel()
-            wanted = (problem.target if solved else weight_of(module)).flatten(1)
+            target = (problem.target if solved else weight_of(module)).flatten(1)
             with torch.no_grad():
-                rounded = compensated_weight(wanted, problem.metric, self.weight_bits)
+                rounded = compensated_weight(target, problem.metric, self.weight_bits)
                 dense.weight.copy_(rounded.reshape(dense.weight.shape))
             layer = self.structure(dense, spec)
             weight = weight_of(cast(DecomposableModule, layer))
         else:
             if self.integer:
-                for each in module.modules():
-                    if isinstance(each, StagedLayer):
-                        _equalise(each, problem.metric)
+                for part in module.modules():
+                    if isinstance(part, StagedLayer):
+                        _equalise(part, problem.metric)
             layer, weight = self.structure(module, spec), problem.target
-            for each in layer.modules():
-                if isinstance(each, FactorisedLayer):
-                    _round_features(each, problem.metric, self.weight_bits)
-                    _make_up(each, problem, self.weight_bits)
-                    weight = weight_of(each.to_dense())
+            for part in layer.modules():
+                if isinstance(part, FactorisedLayer):
+                    _round_features(part, problem.metric, self.weight_bits)
+                    _make_up(part, problem, self.weight_bits)
+                    weight = weight_of(part.to_dense())
         return FittedLayer(layer, weight, _error(problem, weight))
 
     def values(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ PRECISIONS: dict[str, tuple[Quantise, ...]] = {
 
 def computes_in_integers(precisions: Iterable[str]) -> bool:
     """Tell whether some of these precisions compute in integers; names that there are not do nothing."""
-    return any(each.integer for name in precisions for each in PRECISIONS.get(name, ()))
+    return any(operation.integer for name in precisions for operation in PRECISIONS.get(name, ()))
 
 
 def _equalise(layer: StagedLayer, metric: Metric | None) -> None:
@@ -317,9 +317,9 @@ def _make_up(layer: FactorisedLayer, problem: RefitProblem, bits: int) -> None:
     right = (target - output @ features) @ weighed.T
     change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), right.T).T
     rounded = compensated_weight(output + change, gram, bits)
-    found = layer.output_stage(layer.tensor_format.set_output(cores, layer.modes, rounded))
-    if found is not None:
-        _set_latent(*found)
+    stage = layer.output_stage(layer.tensor_format.set_output(cores, layer.modes, rounded))
+    if stage is not None:
+        _set_latent(*stage)
 
 
 def _error(problem: RefitProblem, weight: torch.Tensor) -> float:

@@ -45,14 +45,14 @@ class LayerPlan:
             if left.stage < right.stage:
                 continue
             ordered = " before ".join(
-                repr(each.kind) for each in sorted((left, right), key=lambda o: o.stage)
+                repr(operation.kind) for operation in sorted((left, right), key=lambda o: o.stage)
             )
             allowed = "one operation of a kind" if left.kind == right.kind else ordered
             raise PlanError(
                 f"layer {self.name!r}: operation {right.kind!r} stands after {left.kind!r}; "
                 f"a layer takes {allowed}"
             )
-        leaving = next((each for each in self.group_operations if each.removes), None)
+        leaving = next((operation for operation in self.group_operations if operation.removes), None)
         if leaving is not None and len(self.operations) > 1:
             raise PlanError(
                 f"layer {self.name!r}: operation {leaving.kind!r} removes the layer; it takes no other one"
@@ -61,16 +61,16 @@ class LayerPlan:
     @property
     def layer_operations(self) -> tuple[LayerOperation, ...]:
         """The operations on this layer alone."""
-        return tuple(each for each in self.operations if isinstance(each, LayerOperation))
+        return tuple(operation for operation in self.operations if isinstance(operation, LayerOperation))
 
     @property
     def group_operations(self) -> tuple[GroupOperation, ...]:
         """The operations on this layer together with others."""
-        return tuple(each for each in self.operations if isinstance(each, GroupOperation))
+        return tuple(operation for operation in self.operations if isinstance(operation, GroupOperation))
 
     def operation(self, kind: type[_Kind]) -> _Kind | None:
         """Return the layer's operation of a class, or `None`."""
-        return next((each for each in self.operations if isinstance(each, kind)), None)
+        return next((operation for operation in self.operations if isinstance(operation, kind)), None)
 
     def cost(self, spec: LayerSpec) -> Cost:
         """Return the layer's cost under its operations."""
@@ -87,17 +87,21 @@ def total_cost(operations: Sequence[Operation], spec: LayerSpec) -> Cost:
 
 def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
     """Return the entry; without its factorisation, with the reason, if that saves no parameters."""
-    chosen = layer.operation(Factorise)
-    if chosen is None:
+    factorisation = layer.operation(Factorise)
+    if factorisation is None:
         return layer
-    params = chosen.cost(spec, dense_cost(spec)).params
+    params = factorisation.cost(spec, dense_cost(spec)).params
     if params < spec.params:
         return layer
     reason = (
-        f"{chosen.format} ranks {list(chosen.ranks)} take {params} parameters, "
+        f"{factorisation.format} ranks {list(factorisation.ranks)} take {params} parameters, "
         f"no fewer than the dense {spec.params}"
     )
-    return LayerPlan(layer.name, tuple(each for each in layer.operations if each is not chosen), reason)
+    return LayerPlan(
+        layer.name,
+        tuple(operation for operation in layer.operations if operation is not factorisation),
+        reason,
+    )
 
 
 def to_entry(layer: LayerPlan) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def from_entry(entry: Any, source: str) -> LayerPlan:
         raise PlanError(f"{where}: operations must be a list, got {operations!r}")
     if reason is not None and not isinstance(reason, str):
         raise PlanError(f"{where}: reason must be text, got {reason!r}")
-    read = tuple(operation_from_dict(each, where) for each in operations)
+    read = tuple(operation_from_dict(content, where) for content in operations)
     try:
         return LayerPlan(entry["name"], read, reason)
     except PlanError as error:

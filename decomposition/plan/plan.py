@@ -88,8 +88,8 @@ class CompressionPlan:
 
     def chosen(self, kind: type[_Kind]) -> dict[str, _Kind]:
         """Return the operations of a class, by layer name."""
-        found = {layer.name: layer.operation(kind) for layer in self.layers}
-        return {name: operation for name, operation in found.items() if operation is not None}
+        operations = {layer.name: layer.operation(kind) for layer in self.layers}
+        return {name: operation for name, operation in operations.items() if operation is not None}
 
     @property
     def group_kinds(self) -> list[type[GroupOperation]]:
@@ -108,10 +108,10 @@ class CompressionPlan:
         if self.metadata:
             content["metadata"] = self.metadata
         if self.preparation:
-            content["preparation"] = [each.to_dict() for each in self.preparation]
+            content["preparation"] = [rewrite.to_dict() for rewrite in self.preparation]
         content["layers"] = [to_entry(layer) for layer in self.layers]
         # Ranks and channels belong on one line.
-        return _INTEGERS.sub(lambda found: " ".join(found[0].split()), json.dumps(content, indent=2)) + "\n"
+        return _INTEGERS.sub(lambda match: " ".join(match[0].split()), json.dumps(content, indent=2)) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> CompressionPlan:
@@ -139,8 +139,8 @@ class CompressionPlan:
                 f"{', '.join(map(str, _READABLE))}"
             )
         since = {"metadata": OPERATIONS_VERSION, "preparation": PLAN_VERSION}
-        further = {key for key, first in since.items() if version >= first}
-        check_keys(content, _PLAN_KEYS | further, _PLAN_KEYS, source)
+        optional = {key for key, first in since.items() if version >= first}
+        check_keys(content, _PLAN_KEYS | optional, _PLAN_KEYS, source)
         shape = _shape_from_json(content["input_shape"], source)
         for key in ("fingerprint", "chosen_by"):
             if not isinstance(content[key], str):
@@ -202,9 +202,9 @@ class CompressionPlan:
     def check_specs(self, specs: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
         """Return all layers of a network by name, after checking that it is the plan's; see `check_model`."""
         by_name = {spec.name: spec for spec in specs}
-        found = fingerprint(by_name.values())
+        actual = fingerprint(by_name.values())
         # Plans made before recurrent layers and attention were listed know nothing of them.
-        known = {found, fingerprint(spec for spec in by_name.values() if spec.kind not in OPAQUE_KINDS)}
+        known = {actual, fingerprint(spec for spec in by_name.values() if spec.kind not in OPAQUE_KINDS)}
         missing = [layer.name for layer in self.layers if layer.name not in by_name]
         if missing:
             raise PlanError(
@@ -213,7 +213,7 @@ class CompressionPlan:
             )
         if self.fingerprint not in known:
             raise PlanError(
-                f"the plan was made for a model with fingerprint {self.fingerprint}, this one has {found}; "
+                f"the plan was made for a model with fingerprint {self.fingerprint}, this one has {actual}; "
                 "load the dense model that the plan was made for"
             )
         return by_name
@@ -230,12 +230,12 @@ class CompressionPlan:
         self.check_model(model)
 
         def structure(
-            kind: type[GroupOperation], network: nn.Module, chosen: Mapping[str, GroupOperation]
+            kind: type[GroupOperation], network: nn.Module, operations: Mapping[str, GroupOperation]
         ) -> nn.Module:
             present = {spec.name: spec for spec in inspect_layers(network, self.input_shape)}
-            for name, operation in chosen.items():
+            for name, operation in operations.items():
                 operation.check(present[name])
-            return kind.group_structure(network, chosen, self.input_shape)
+            return kind.group_structure(network, operations, self.input_shape)
 
         network, rest = self.after_groups(model, structure)
         by_name = {spec.name: spec for spec in inspect_layers(network, self.input_shape)}
@@ -253,12 +253,12 @@ class CompressionPlan:
         """
         plan = self
         for kind in self.group_kinds:
-            chosen = plan.chosen(kind)
-            model = run(kind, model, chosen)
+            operations = plan.chosen(kind)
+            model = run(kind, model, operations)
             layers = tuple(
                 replace(layer, operations=tuple(o for o in layer.operations if type(o) is not kind))
                 for layer in plan.layers
-                if not (kind.removes and layer.name in chosen)
+                if not (kind.removes and layer.name in operations)
             )
             specs = inspect_layers(model, plan.input_shape)
             plan = replace(plan, layers=layers, fingerprint=fingerprint(specs))
@@ -278,7 +278,11 @@ class CompressionPlan:
         layers = {layer.name: layer for layer in self}
         # The plan is one for what is left: it does not have the layers that operations remove.
         layers.update(
-            {n: LayerPlan(n) for n, each in operations.items() if n not in layers and _removes(each)}
+            {
+                n: LayerPlan(n)
+                for n, operation in operations.items()
+                if n not in layers and _removes(operation)
+            }
         )
         unknown = [name for name in operations if name not in specs or name not in layers]
         if unknown:
@@ -338,7 +342,7 @@ def make_plan(
         PlanError: If a name is no compressible layer of the model.
     """
     all_specs = inspect_layers(model, input_shape)
-    chosen = get_format(tensor_format)
+    form = get_format(tensor_format)
     by_name = {spec.name: spec for spec in all_specs}
     if isinstance(ranks, Mapping):
         for name in ranks:
@@ -352,16 +356,16 @@ def make_plan(
         if spec.refusal is not None:
             layers.append(LayerPlan(spec.name, reason=spec.refusal))
             continue
-        modes = chosen.modes(spec, tensorised=tensorised)
+        modes = form.modes(spec, tensorised=tensorised)
         if isinstance(ranks, Mapping):
             if spec.name not in ranks:
                 layers.append(LayerPlan(spec.name, reason="no rank was given"))
                 continue
-            wanted = ranks[spec.name]
-            wanted = tuple(wanted) if isinstance(wanted, Sequence) else wanted
+            layer_ranks = ranks[spec.name]
+            layer_ranks = tuple(layer_ranks) if isinstance(layer_ranks, Sequence) else layer_ranks
         else:
-            wanted = min(ranks, chosen.max_rank(modes)) if type(ranks) is int else ranks
-        checked = chosen.check_ranks(modes, wanted, spec.name)
+            layer_ranks = min(ranks, form.max_rank(modes)) if type(ranks) is int else ranks
+        checked = form.check_ranks(modes, layer_ranks, spec.name)
         operation = Factorise(tensor_format, checked, factors_of(modes))
         layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
     return CompressionPlan(
@@ -381,7 +385,7 @@ def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:
     """
     if not isinstance(entries, list):
         raise PlanError(f"{source}: preparation must be a list, got {entries!r}")
-    return tuple(Rewrite.from_dict(each, REWRITERS, source) for each in entries)
+    return tuple(Rewrite.from_dict(entry, REWRITERS, source) for entry in entries)
 
 
 def _shape_from_json(content: Any, source: str) -> InputShape:

@@ -46,28 +46,28 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
             or buffers beside weight and bias, or computes something else than the plain layer.
     """
     network = copied(unwrapped(model))
-    chosen: dict[str, DecomposableModule] = {}
+    subclassed: dict[str, DecomposableModule] = {}
     known = {
         name: module
         for name, module in network.named_modules()
         if isinstance(module, _SUBCLASSED) and not is_decomposable_module(module)
     }
     for entry in layers:
-        found = {
+        matches = {
             name: module
             for name, module in known.items()
             if fnmatchcase(name, entry) or type(module).__name__ == entry
         }
-        if not found:
+        if not matches:
             names = [*known, *sorted({type(module).__name__ for module in known.values()})]
             raise DecompositionError(
                 f"no layer of a subclass matches {entry!r}; "
                 + (f"there are {', '.join(names[:8])}" if names else "the model has none")
                 + did_you_mean(entry, names)
             )
-        chosen |= found
-    plain = {name: _plain(name, module) for name, module in chosen.items()}
-    _compare(network, chosen, plain, inputs)
+        subclassed |= matches
+    plain = {name: _plain(name, module) for name, module in subclassed.items()}
+    _compare(network, subclassed, plain, inputs)
     return cast(Module, rewritten(network, "plain_layers", plain))
 
 
@@ -85,9 +85,9 @@ def _plain(name: str, module: DecomposableModule) -> DecomposableModule:
     """
     state = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     if state - {"weight", "bias"} or "weight" not in state:
-        beside = ", ".join(sorted(state - {"weight", "bias"})) or "a computed weight"
+        extra = ", ".join(sorted(state - {"weight", "bias"})) or "a computed weight"
         raise DecompositionError(
-            f"layer {name!r}, a {type(module).__name__}, has {beside} beside weight and bias, which a plain "
+            f"layer {name!r}, a {type(module).__name__}, has {extra} beside weight and bias, which a plain "
             "layer has not; leave it out"
         )
     geometry, like = Geometry.of(module), {"device": module.weight.device, "dtype": module.weight.dtype}
@@ -114,9 +114,9 @@ def _compare(
     reached: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        def record(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             if len(reached[name]) < _CALLS:
-                reached[name].append(given[0].detach().clone())
+                reached[name].append(args[0].detach().clone())
 
         return layers[name].register_forward_pre_hook(record)
 
@@ -139,28 +139,32 @@ def _compare(
             module.train(training)
             for x in reached[name]:
                 with torch.no_grad():
-                    expected, found = plain[name](x), module(x)
-                if not _alike(expected, found):
+                    expected, actual = plain[name](x), module(x)
+                if not _alike(expected, actual):
                     raise DecompositionError(
                         f"{what} computes something else than the plain layer with its weights "
-                        f"({_difference(expected, found)} in {'training' if training else 'evaluation'} "
+                        f"({_difference(expected, actual)} in {'training' if training else 'evaluation'} "
                         "mode); leave it out"
                     )
             module.train(mode)
 
 
-def _alike(expected: torch.Tensor, found: object) -> bool:
-    if not isinstance(found, torch.Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
+def _alike(expected: torch.Tensor, actual: object) -> bool:
+    if (
+        not isinstance(actual, torch.Tensor)
+        or actual.shape != expected.shape
+        or actual.dtype != expected.dtype
+    ):
         return False
     scale = float(expected.abs().max().clamp_min(1e-30)) if expected.numel() else 1.0
-    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
+    return torch.allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
 
 
-def _difference(expected: torch.Tensor, found: object) -> str:
-    if not isinstance(found, torch.Tensor):
-        return f"a {type(found).__name__} instead of a tensor"
-    if found.shape != expected.shape:
-        return f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    if found.dtype != expected.dtype:
-        return f"{found.dtype} instead of {expected.dtype}"
-    return f"outputs differ by up to {float((found - expected).abs().max()):.2g}"
+def _difference(expected: torch.Tensor, actual: object) -> str:
+    if not isinstance(actual, torch.Tensor):
+        return f"a {type(actual).__name__} instead of a tensor"
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f"{actual.dtype} instead of {expected.dtype}"
+    return f"outputs differ by up to {float((actual - expected).abs().max()):.2g}"

@@ -33,8 +33,8 @@ def prepared(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module:
     if set(rewrites) <= set(rewrites_of(model)):
         return model
     network = copied(model)
-    for each in rewrites:
+    for rewrite in rewrites:
         modules = dict(network.named_modules())
-        forms = {name: REWRITERS[each.kind](modules[name]) for name in each.layers if name in modules}
-        network = rewritten(network, each.kind, {name: f for name, f in forms.items() if f is not None})
+        forms = {name: REWRITERS[rewrite.kind](modules[name]) for name in rewrite.layers if name in modules}
+        network = rewritten(network, rewrite.kind, {name: f for name, f in forms.items() if f is not None})
     return network

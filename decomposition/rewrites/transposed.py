@@ -94,13 +94,13 @@ class PlainTransposed(nn.Module):
             for size, step, padding, dilation, kernel in along
         ]
 
-    def _more(self, wanted: Sequence[int], least: Sequence[int]) -> tuple[int, ...]:
+    def _more(self, output_size: Sequence[int], least: Sequence[int]) -> tuple[int, ...]:
         """Return the output padding that gives the positions asked for."""
-        more = tuple(int(size) - low for size, low in zip(wanted[-len(least) :], least, strict=True))
-        if not all(0 <= each < step for each, step in zip(more, self.stride, strict=True)):
+        more = tuple(int(size) - low for size, low in zip(output_size[-len(least) :], least, strict=True))
+        if not all(0 <= extra < step for extra, step in zip(more, self.stride, strict=True)):
             raise ValueError(
-                f"output_size {tuple(wanted)} is not possible here: the positions along each axis are at "
-                f"least {list(least)}, and fewer than {list(self.stride)} more"
+                f"output_size {tuple(output_size)} is not possible here: the positions along each axis "
+                f"are at least {list(least)}, and fewer than {list(self.stride)} more"
             )
         return more
 

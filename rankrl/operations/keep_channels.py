@@ -81,20 +81,20 @@ class KeepChannels(GroupOperation):
 
     @classmethod
     def group_structure(
-        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: InputShape
+        cls, model: nn.Module, operations: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
         """Return a copy of `model` without the other channels.
 
         Raises:
             PlanError: If the kept channels do not fit the network or one another.
         """
-        return _of_kept_channels(remove_channels, model, chosen, input_shape)
+        return _of_kept_channels(remove_channels, model, operations, input_shape)
 
     @classmethod
     def apply_group(
         cls,
         model: nn.Module,
-        chosen: Mapping[str, Self],
+        operations: Mapping[str, Self],
         input_shape: InputShape,
         images: Inputs | None,
         options: ApplyOptions,
@@ -110,8 +110,8 @@ class KeepChannels(GroupOperation):
         """
         correct_mean = options.batch_norm == "mean"
         if images is not None and options.sequential:
-            present = _of_kept_channels(kept_inputs, model, chosen, input_shape)
-            norms = _of_kept_channels(kept_norms, model, chosen, input_shape)
+            present = _of_kept_channels(kept_inputs, model, operations, input_shape)
+            norms = _of_kept_channels(kept_norms, model, operations, input_shape)
             model = compensate(
                 model,
                 present,
@@ -120,7 +120,7 @@ class KeepChannels(GroupOperation):
                 correct_batch_norm=correct_mean,
                 seed=options.seed,
             )
-        pruned = cls.group_structure(model, chosen, input_shape)
+        pruned = cls.group_structure(model, operations, input_shape)
         if options.batch_norm == "reestimate" or (correct_mean and not options.sequential):
             options.reestimate(pruned)
         return pruned

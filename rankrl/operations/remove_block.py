@@ -76,20 +76,20 @@ class RemoveBlock(GroupOperation):
 
     @classmethod
     def group_structure(
-        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: InputShape
+        cls, model: nn.Module, operations: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
         """Return a copy of `model` without the blocks.
 
         Raises:
             PlanError: If one is no residual block that can be removed, or a layer in it stays.
         """
-        return remove_blocks(model, _checked(model, chosen, input_shape))
+        return remove_blocks(model, _checked(model, operations, input_shape))
 
     @classmethod
     def apply_group(
         cls,
         model: nn.Module,
-        chosen: Mapping[str, Self],
+        operations: Mapping[str, Self],
         input_shape: InputShape,
         images: Inputs | None,
         options: ApplyOptions,
@@ -101,7 +101,7 @@ class RemoveBlock(GroupOperation):
         Raises:
             PlanError: If one is no residual block that can be removed, or a layer in it stays.
         """
-        blocks = _checked(model, chosen, input_shape)
+        blocks = _checked(model, operations, input_shape)
         if images is not None and options.sequential:
             correct = options.batch_norm == "mean"
             smaller = compensate(

@@ -128,11 +128,11 @@ class KeepFirst(GroupOperation):
 
     @classmethod
     def group_structure(
-        cls, model: nn.Module, chosen: Mapping[str, Self], input_shape: Sequence[int]
+        cls, model: nn.Module, operations: Mapping[str, Self], input_shape: Sequence[int]
     ) -> nn.Module:
         smaller = copy.deepcopy(model)
         assert isinstance(smaller, nn.Sequential)
-        for name, operation in chosen.items():
+        for name, operation in operations.items():
             kept, layer = operation.count, smaller[int(name)]
             layer.weight = nn.Parameter(layer.weight.detach()[:kept].clone())
             layer.out_channels = kept
@@ -153,12 +153,12 @@ class KeepFirst(GroupOperation):
     def apply_group(
         cls,
         model: nn.Module,
-        chosen: Mapping[str, Self],
+        operations: Mapping[str, Self],
         input_shape: Sequence[int],
         images: torch.Tensor | None,
         options: ApplyOptions,
     ) -> nn.Module:
-        smaller = cls.group_structure(model, chosen, input_shape)
+        smaller = cls.group_structure(model, operations, input_shape)
         if images is not None:  # a trace of what it was given
             smaller[1].num_batches_tracked.fill_(100 * len(images) + options.seed)
         return smaller
