@@ -125,7 +125,6 @@ class SearchOptions:
         measures = ("params",) if self.needs_budget else measures
         return SearchSetting(
             measures,
-            len(candidates.formats) > 1,
             bool(candidates.channels) or candidates.blocks,
             self.latency is not None and computes_in_integers(candidates.precisions),
             self.workers is not None,

@@ -488,7 +488,6 @@ GROUPS: dict[str, Group] = {
                 {
                     "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
-                    "per_bond": bool,
                     "features": tuple[
                         typing.Literal[
                             "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
@@ -511,7 +510,6 @@ GROUPS: dict[str, Group] = {
                 {
                     "policy": None,
                     "action": None,
-                    "per_bond": False,
                     "features": ["macs", "curve"],
                     "importance_scale": 2.0,
                     "hidden": [64, 64],
@@ -569,7 +567,6 @@ GROUPS: dict[str, Group] = {
                 {
                     "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
-                    "per_bond": bool,
                     "features": tuple[
                         typing.Literal[
                             "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
@@ -592,7 +589,6 @@ GROUPS: dict[str, Group] = {
                 {
                     "policy": None,
                     "action": None,
-                    "per_bond": False,
                     "features": ["macs", "curve"],
                     "importance_scale": 2.0,
                     "hidden": [64, 64],
@@ -612,7 +608,6 @@ GROUPS: dict[str, Group] = {
                 {
                     "policy": str | None,
                     "action": typing.Literal["importance", "rank"] | None,
-                    "per_bond": bool,
                     "features": tuple[
                         typing.Literal[
                             "macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"
@@ -635,7 +630,6 @@ GROUPS: dict[str, Group] = {
                 {
                     "policy": None,
                     "action": None,
-                    "per_bond": False,
                     "features": ["macs", "curve"],
                     "importance_scale": 2.0,
                     "hidden": [64, 64],

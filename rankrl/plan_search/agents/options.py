@@ -28,7 +28,6 @@ class AgentOptions:
             plan.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
-        per_bond: One action component a bond of the format, with `rank`.
         features: What the policy sees beyond the layer's own descriptors and the previous action
             (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `importance`.
@@ -47,7 +46,6 @@ class AgentOptions:
 
     policy: str | None = None
     action: ActionKind | None = None
-    per_bond: bool = False
     features: tuple[Feature, ...] = ("macs", "curve")
     importance_scale: float = IMPORTANCE_SCALE
     hidden: tuple[int, ...] = (64, 64)
@@ -125,10 +123,9 @@ def options_with_policy(options: AgentOptions, policy: PolicyFile) -> AgentOptio
                 f"selector.{name}={_shown(given)} contradicts selector.policy={options.policy}, which was "
                 f"trained with {_shown(value)}; leave selector.{name} out"
             )
-    if options.action not in (None, card.action) or options.per_bond:
+    if options.action not in (None, card.action):
         raise ConfigError(
-            f"selector.policy={options.policy} gives every layer an {card.action}; leave selector.action "
-            "and selector.per_bond out"
+            f"selector.policy={options.policy} gives every layer an {card.action}; leave selector.action out"
         )
     return replace(options, action=card.action, **fixed)
 

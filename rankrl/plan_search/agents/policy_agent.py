@@ -68,11 +68,9 @@ class PolicyAgent:
         self.env = RankSelectionEnv(
             problem,
             action=options.action,
-            per_bond=options.per_bond,
             features=options.features,
             importance_scale=options.importance_scale,
         )
-        self.shape = (self.env.layers, self.env.map.components)
         held = episodes if options.buffer_episodes is None else options.buffer_episodes
         self._random = RandomState.seeded(seed)
         with self._random.in_use():
@@ -98,7 +96,7 @@ class PolicyAgent:
         """Return the actions of noisy passes of the policy over all layers.
 
         Args:
-            noise: What is added to the policy's actions, shape (episodes, layers, components). SAC's policy
+            noise: What is added to the policy's actions, shape (episodes, layers). SAC's policy
                 is stochastic itself and gets none.
             deterministic: Whether SAC's policy takes the mean of its actions instead.
 
@@ -108,24 +106,24 @@ class PolicyAgent:
         actions = np.zeros_like(noise, dtype=np.float32)
         stochastic = isinstance(self.model, SAC) and not deterministic
         with one_thread(), self._random.in_use():
-            for layer in range(self.shape[0]):
+            for layer in range(self.env.layers):
                 observations = self._observe(layer, actions)
                 chosen, _ = self.model.predict(observations, deterministic=not stochastic)
-                actions[:, layer] = np.clip(chosen if stochastic else chosen + noise[:, layer], -1, 1)
+                actions[:, [layer]] = np.clip(chosen if stochastic else chosen + noise[:, [layer]], -1, 1)
         return actions
 
     def learn(self, actions: np.ndarray, reward: float, *, keep_actor: bool = False) -> None:
         """Remember a rewarded episode and take gradient steps.
 
         Args:
-            actions: Of every layer, shape (layers, components).
+            actions: Of every layer, shape (layers,).
             reward: The plan's reward.
             keep_actor: Whether the critics alone learn: those of a pretrained actor know nothing yet.
         """
         if self._baseline is None:
             self._baseline = reward
         observation, _ = self.env.reset(options={"last_reward": self._last_reward})
-        for action in actions:
+        for action in actions[:, None]:
             following, _, done, _, _ = self.env.step(action)
             earned = np.array(reward - self._baseline if done else 0.0)
             self._buffer.add(observation, following, action, earned, np.array(done), [{}])
@@ -161,7 +159,7 @@ class PolicyAgent:
 
         So nothing that an algorithm counts has to be kept between episodes.
         """
-        wanted = self.options.updates_per_episode or self.shape[0]
+        wanted = self.options.updates_per_episode or self.env.layers
         delay: int = getattr(self.model, "policy_delay", 1)
         return math.ceil(wanted / delay) * delay
 
@@ -171,14 +169,9 @@ class PolicyAgent:
             return self.env.encoder(layer, actions, last_reward=self._last_reward)
         left = []
         for episode in actions:
-            played = create_action_map(
-                self.problem,
-                self.options.action,
-                per_bond=self.options.per_bond,
-                scale=self.options.importance_scale,
-            )
+            played = create_action_map(self.problem, self.options.action, scale=self.options.importance_scale)
             for taken in range(layer):
-                played.take(taken, episode[taken])
+                played.take(taken, float(episode[taken]))
             left.append(played.budget_left())
         parts = [
             self.env.encoder(layer, actions[[j]], left[j], self._last_reward) for j in range(len(actions))

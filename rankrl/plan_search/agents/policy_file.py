@@ -167,12 +167,12 @@ class PolicyFile:
         Raises:
             ConfigError: The policy sees another number of features than the problem's layers have.
         """
-        encoder = ObservationEncoder(problem, self.card.features, 1)
+        encoder = ObservationEncoder(problem, self.card.features)
         self.check_observed(encoder.size)
-        actions = np.zeros((1, len(problem.sites), 1))
+        actions = np.zeros((1, len(problem.sites)))
         for layer in range(len(problem.sites)):
-            actions[0, layer, 0] = float(self._played(torch.from_numpy(encoder(layer, actions)))[0])
-        return actions[0, :, 0]
+            actions[0, layer] = float(self._played(torch.from_numpy(encoder(layer, actions)))[0])
+        return actions[0]
 
     def counts(self, actions: np.ndarray) -> np.ndarray:
         """Return how much each layer's loss counts under actions (layers,), greedy's own counts being 1."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.allocation import allocate, allocate_many
-from decomposition.formats import Ranks
-from decomposition.operations import Factorise
 from rankrl.errors import ConfigError
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
@@ -24,13 +22,7 @@ IMPORTANCE_SCALE = 2.0
 
 
 class ActionMap(ABC):
-    """Turns one action a layer, taken in forward order, into the candidate of every layer.
-
-    Attributes:
-        components: Numbers in one action.
-    """
-
-    components: int = 1
+    """Turns one action a layer, taken in forward order, into the candidate of every layer."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
@@ -41,18 +33,18 @@ class ActionMap(ABC):
         """Forget the actions taken."""
 
     @abstractmethod
-    def take(self, layer: int, action: np.ndarray) -> None:
-        """Take the action, shape (components,) in [-1, 1], of compressible layer number `layer`."""
+    def take(self, layer: int, action: float) -> None:
+        """Take the action, in [-1, 1], of compressible layer number `layer`."""
 
     @abstractmethod
     def choices(self) -> Choices:
         """Return the candidate of every layer once each has its action."""
 
     def choices_of(self, actions: np.ndarray) -> Choices:
-        """Return the candidate of every layer under a whole episode of actions, (layers, components)."""
+        """Return the candidate of every layer under a whole episode of actions, (layers,)."""
         self.begin()
         for layer, action in enumerate(actions):
-            self.take(layer, action)
+            self.take(layer, float(action))
         return self.choices()
 
     @abstractmethod
@@ -64,7 +56,7 @@ class ActionMap(ABC):
         """Return what each layer loses at the network's output under whole episodes.
 
         Args:
-            actions: Shape (episodes, layers, components) in [-1, 1].
+            actions: Shape (episodes, layers) in [-1, 1].
 
         Returns:
             Square roots of the candidates' losses, shape (episodes, layers).
@@ -100,9 +92,9 @@ class ImportanceMap(ActionMap):
         self._actions = np.zeros(len(self.sites))
         self._taken = 0
 
-    def take(self, layer: int, action: np.ndarray) -> None:
+    def take(self, layer: int, action: float) -> None:
         """Take a layer's log-importance."""
-        self._actions[layer] = action[0]
+        self._actions[layer] = action
         self._taken = layer + 1
 
     def allocate(self, actions: np.ndarray) -> np.ndarray:
@@ -115,7 +107,7 @@ class ImportanceMap(ActionMap):
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return the roots under the allocations, but for what `allocate` still spends at its end."""
-        weights = self.scale * (actions[:, :, 0] - actions[:, :, 0].mean(1, keepdims=True))
+        weights = self.scale * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 
     def budget_left(self) -> float:
@@ -150,16 +142,18 @@ class RankMap(ActionMap):
         self._left = self._available
         self._chosen: list[int] = []
 
-    def take(self, layer: int, action: np.ndarray) -> None:
+    def take(self, layer: int, action: float) -> None:
         """Choose a layer's candidate."""
         choice = self.choose(layer, action, self._left - self._least_after[layer])
         self._left -= self._costs[layer][choice]
         self._chosen.append(choice)
 
-    def choose(self, layer: int, action: np.ndarray, allowed: float) -> int:
+    def choose(self, layer: int, action: float, allowed: float) -> int:
         """Return the candidate that an action stands for, at a cost of at most `allowed`."""
-        last, preset, value = len(self.sites[layer]) - 1, int(self.problem.preset[layer]), float(action[0])
-        return self._within(layer, round(preset + value * (last - preset if value > 0 else preset)), allowed)
+        last, preset = len(self.sites[layer]) - 1, int(self.problem.preset[layer])
+        return self._within(
+            layer, round(preset + action * (last - preset if action > 0 else preset)), allowed
+        )
 
     def choices(self) -> Choices:
         """Return the chosen candidates."""
@@ -171,7 +165,7 @@ class RankMap(ActionMap):
         for episode, chosen in zip(actions, choices, strict=True):
             left = self._available
             for layer, action in enumerate(episode):
-                chosen[layer] = self.choose(layer, action, left - self._least_after[layer])
+                chosen[layer] = self.choose(layer, float(action), left - self._least_after[layer])
                 left -= self._costs[layer][chosen[layer]]
         return _loss_roots(self.sites, choices)
 
@@ -193,40 +187,10 @@ class RankMap(ActionMap):
         return int(below[-1]) if len(below) else int(cost.argmin())
 
 
-class BondMap(RankMap):
-    """One action component a bond: -1 is rank 1, 0 greedy's rank, 1 the largest; geometric between.
-
-    The candidate with the nearest ranks is taken, by the distance of their logarithms; layers with fewer
-    bonds than the longest ignore the rest. With a budget the choice is clipped as in `RankMap`.
-
-    Args:
-        problem: The search problem; its candidates are of one format.
-
-    Raises:
-        ConfigError: Candidates are of several formats, whose bonds mean different things.
-    """
-
-    def __init__(self, problem: SearchProblem) -> None:
-        super().__init__(problem)
-        check_action("rank", per_bond=True, setting=problem.setting)
-        self._ranks: list[list[Ranks]] = [_ranks_of(site) for site in self.sites]
-        self.components = max(1, *(len(ranks[-1]) for ranks in self._ranks))
-
-    def choose(self, layer: int, action: np.ndarray, allowed: float) -> int:
-        """Return the candidate that an action stands for, at a cost of at most `allowed`."""
-        ranks, preset = self._ranks[layer], int(self.problem.preset[layer])
-        if len(ranks) == 1:
-            return 0
-        parts = zip(map(float, action), ranks[preset], ranks[-1], strict=False)
-        wanted = np.log([_between(*each) for each in parts])
-        return self._within(layer, int(np.square(np.log(ranks) - wanted).sum(1).argmin()), allowed)
-
-
 def create_action_map(
     problem: SearchProblem,
     action: ActionKind | None = None,
     *,
-    per_bond: bool = False,
     scale: float = IMPORTANCE_SCALE,
 ) -> ActionMap:
     """Return the way from actions to ranks.
@@ -234,23 +198,21 @@ def create_action_map(
     Args:
         problem: The search problem.
         action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
-        per_bond: One action component a bond, for `rank`.
         scale: Log-importance of action 1, for `importance`.
 
     Raises:
         ConfigError: An option is unknown, or they contradict one another or the problem.
     """
-    if check_action(action, per_bond=per_bond, setting=problem.setting) == "importance":
+    if check_action(action, setting=problem.setting) == "importance":
         return ImportanceMap(problem, scale=scale)
-    return BondMap(problem) if per_bond else RankMap(problem)
+    return RankMap(problem)
 
 
-def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: SearchSetting) -> ActionKind:
+def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:
     """Refuse what an action stands for where the search has no use for it.
 
     Args:
         action: `importance`, `rank`, or None for `importance` with a budget and `rank` without.
-        per_bond: One action component a bond.
         setting: The search, as far as it is known.
 
     Returns:
@@ -260,7 +222,7 @@ def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: 
         ConfigError: An option is unknown, or they contradict one another or the search.
     """
     if action is None:
-        action = "rank" if per_bond or not setting.measures else "importance"
+        action = "rank" if not setting.measures else "importance"
     if action not in get_args(ActionKind):
         raise ConfigError(f"selector.action must be one of {', '.join(get_args(ActionKind))}, got {action!r}")
     if action == "importance":
@@ -268,11 +230,6 @@ def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: 
             raise ConfigError(
                 "selector.action=importance spends a budget and there is none; set budget.params or "
                 "budget.macs, or use selector.action=rank"
-            )
-        if per_bond:
-            raise ConfigError(
-                "selector.per_bond=true gives every bond its rank, selector.action=importance every layer "
-                "its share of the budget; use selector.action=rank with per_bond"
             )
         return action
     if len(setting.measures) > 1:
@@ -292,8 +249,6 @@ def check_action(action: ActionKind | None, *, per_bond: bool = False, setting: 
             "floating point takes of budget.latency depends on the next one; use selector.action=importance, "
             "or decomposition.precisions=[float32]"
         )
-    if per_bond and setting.several_formats:
-        raise ConfigError("selector.per_bond=true needs candidates of one format; use one, or per_bond=false")
     return action
 
 
@@ -310,24 +265,3 @@ def check_importance_scale(scale: float) -> None:
 def _loss_roots(sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:
     """Return the roots of the losses of candidates (episodes, layers)."""
     return np.stack([np.sqrt(site.losses)[choices[:, j]] for j, site in enumerate(sites)], axis=1)
-
-
-def _ranks_of(site: CandidateSet) -> list[Ranks]:
-    """Return every candidate's ranks; the dense one's are the largest that the format knows."""
-    operations = [
-        operation
-        for candidate in site.candidates
-        for operation in candidate.operations
-        if isinstance(operation, Factorise)
-    ]
-    if not operations:
-        return [()]
-    modes = operations[0].modes(site.spec)
-    return [*(each.ranks for each in operations), operations[0].tensor_format.max_ranks(modes)]
-
-
-def _between(value: float, middle: int, largest: int) -> float:
-    """Interpolate geometrically: 1 at -1, `middle` at 0, `largest` at 1."""
-    if value < 0:
-        return middle ** (1 + value)
-    return middle * (largest / middle) ** value

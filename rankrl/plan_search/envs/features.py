@@ -33,7 +33,6 @@ class ObservationEncoder:
         features: Features beyond these: `macs` of the layer; its error `curve` over its size; `descriptors`,
             all that is known of it and its neighbours for free (`layer_descriptors`); its `identity`, one of
             n; `budget_left`; `last_reward`, that of the previous episode; `plan`, all actions so far.
-        components: Numbers in one action.
 
     Attributes:
         size: Numbers in an observation.
@@ -43,16 +42,16 @@ class ObservationEncoder:
         ConfigError: A feature is unknown.
     """
 
-    def __init__(self, problem: SearchProblem, features: Sequence[Feature], components: int) -> None:
+    def __init__(self, problem: SearchProblem, features: Sequence[Feature]) -> None:
         for name in features:
             if name not in get_args(Feature):
                 known = ", ".join(get_args(Feature))
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
-        self.layers, self.components = len(problem.sites), components
+        self.layers = len(problem.sites)
         self.static = _static_features(problem, self.features)
-        changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers * components}
-        self.size = self.static.shape[1] + components + sum(changing.get(name, 0) for name in features)
+        changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers}
+        self.size = self.static.shape[1] + 1 + sum(changing.get(name, 0) for name in features)
 
     def __call__(
         self, layer: int, actions: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0
@@ -62,7 +61,7 @@ class ObservationEncoder:
         Args:
             layer: Number of the layer; the number of layers stands for the end of the episode, which repeats
                 the last layer's static features.
-            actions: Actions of E episodes, shape (E, layers, components) in [-1, 1]; those of `layer` and
+            actions: Actions of E episodes, shape (E, layers) in [-1, 1]; those of `layer` and
                 later are not looked at.
             budget_left: Share of the budget left, 0 to 1.
             last_reward: Reward of the previous episode; clipped to [0, 1].
@@ -72,7 +71,7 @@ class ObservationEncoder:
         """
         episodes = len(actions)
         taken = (actions + 1) / 2
-        previous = taken[:, layer - 1] if layer else np.full((episodes, self.components), 0.5)
+        previous = taken[:, [layer - 1]] if layer else np.full((episodes, 1), 0.5)
         static = self.static[min(layer, self.layers - 1)]
         parts = [np.broadcast_to(static, (episodes, len(static))), previous]
         for feature in self.features:
@@ -83,7 +82,7 @@ class ObservationEncoder:
             elif feature == "plan":
                 so_far = taken.copy()
                 so_far[:, layer:] = 0.5
-                parts.append(so_far.reshape(episodes, -1))
+                parts.append(so_far)
         return np.concatenate(parts, axis=1).astype(np.float32)
 
 

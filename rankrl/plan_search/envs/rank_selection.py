@@ -34,7 +34,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     """One episode passes once over the compressible layers in forward order; one action chooses one rank.
 
     Observation: features in [0, 1] of the layer at hand (`ObservationEncoder`). Action: one number in
-    [-1, 1], or one a bond; what it stands for is decided by `action` (`envs.actions`); 0 everywhere is
+    [-1, 1]; what it stands for is decided by `action` (`envs.actions`); 0 everywhere is
     greedy's plan. The reward is 0 until every layer has its action and then that of the plan; the episode has
     terminated.
 
@@ -44,7 +44,6 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         problem: The layers, their candidates and the budget that every plan keeps.
         reward: Reward of a plan; None when the caller scores `info["choices"]` itself, as several workers do.
         action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
-        per_bond: One action component a bond of the format, with `action="rank"`.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `action="importance"`.
 
@@ -58,20 +57,19 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         reward: PlanReward | None = None,
         *,
         action: ActionKind | None = None,
-        per_bond: bool = False,
         features: Sequence[Feature] = (),
         importance_scale: float = IMPORTANCE_SCALE,
     ) -> None:
         self.problem = problem
         self.reward = reward
-        self.map = create_action_map(problem, action, per_bond=per_bond, scale=importance_scale)
-        self.encoder = ObservationEncoder(problem, features, self.map.components)
+        self.map = create_action_map(problem, action, scale=importance_scale)
+        self.encoder = ObservationEncoder(problem, features)
         self.layers = len(problem.sites)
-        self._actions = np.zeros((1, self.layers, self.map.components), dtype=np.float32)
+        self._actions = np.zeros((1, self.layers), dtype=np.float32)
         self._layer = self.layers
         self._last_reward = 0.0
         self.observation_space = spaces.Box(0.0, 1.0, (self.encoder.size,), dtype=np.float32)
-        self.action_space = spaces.Box(-1.0, 1.0, (self.map.components,), dtype=np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), dtype=np.float32)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -94,7 +92,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         """Take the action of the layer at hand.
 
         Args:
-            action: Numbers in [-1, 1], shape (components,); clipped to that range.
+            action: A number in [-1, 1], shape (1,); clipped to that range.
 
         Raises:
             gymnasium.error.ResetNeeded: The episode is over, or was never begun.
@@ -104,13 +102,10 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
             raise gymnasium.error.ResetNeeded("the episode is over; call reset() before step()")
         values = np.asarray(action, dtype=np.float32)
         if values.shape != self.action_space.shape or not np.isfinite(values).all():
-            raise ValueError(
-                f"an action must hold {self.map.components} finite numbers in [-1, 1], shape "
-                f"{self.action_space.shape}; got {action!r}"
-            )
-        values = values.clip(-1, 1)
-        self._actions[0, self._layer] = values
-        self.map.take(self._layer, values)
+            raise ValueError(f"an action must hold a finite number in [-1, 1], shape (1,); got {action!r}")
+        value = float(values.clip(-1, 1)[0])
+        self._actions[0, self._layer] = value
+        self.map.take(self._layer, value)
         self._layer += 1
         terminated, reward = self._layer == self.layers, 0.0
         info = self._info()

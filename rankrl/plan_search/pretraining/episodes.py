@@ -163,7 +163,7 @@ def play_episodes(
             on_plan(number + 1)
     return TaskEpisodes(
         task,
-        ObservationEncoder(problem, features, 1).static,
+        ObservationEncoder(problem, features).static,
         _losses(problem, preset),
         np.stack(losses),
         np.array(gains),

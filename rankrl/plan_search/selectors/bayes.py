@@ -99,12 +99,11 @@ class BayesSelector(Selector):
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
-        self._shape = (len(problem.sites), self._map.components)
         self._generator = np.random.default_rng(seed)
-        self._centre, counts = np.zeros(self._shape), None
+        self._centre, counts = np.zeros(len(problem.sites)), None
         if known is not None:
             actions = known.actions_for(problem)
-            self._centre, counts = actions[:, None], known.counts(actions)
+            self._centre, counts = actions, known.counts(actions)
         self._pretrained = known is not None
         self._model = RewardModel(counts)
         self._best = self._centre
@@ -164,7 +163,7 @@ class BayesSelector(Selector):
     def state(self) -> SelectorState:
         """Return the plans seen, the process, the best actions and the generator's state."""
         tensors = {f"model.{name}": value for name, value in self._model.state().items()}
-        known = np.frombuffer(b"".join(sorted(self._known))).reshape(-1, self._shape[0])
+        known = np.frombuffer(b"".join(sorted(self._known))).reshape(-1, len(self._centre))
         tensors |= {"best": torch.from_numpy(self._best.copy()), "known": torch.from_numpy(known.copy())}
         values: dict[str, Any] = {
             "played": self._played,
@@ -196,9 +195,9 @@ class BayesSelector(Selector):
             scale: Standard deviation of a change, in units of the action.
 
         Returns:
-            Shape (count, sites, components) in [-1, 1]: changes of the best plan so far.
+            Shape (count, sites) in [-1, 1]: changes of the best plan so far.
         """
-        return self._changed(np.broadcast_to(self._best, (count, *self._shape)), scale)
+        return self._changed(np.broadcast_to(self._best, (count, len(self._best))), scale)
 
     @staticmethod
     def _policy(policy: str, action: ActionKind | None, importance_scale: float) -> PolicyFile:
@@ -209,13 +208,13 @@ class BayesSelector(Selector):
         return found
 
     def _choose(self) -> tuple[np.ndarray, str]:
-        """Return the actions of the next plan, shape (sites, components), and the phase."""
+        """Return the actions of the next plan, shape (sites,), and the phase."""
         if self._pretrained and self._played == 0:
             return self._centre, "pretrained"
         if self._played == int(self._pretrained):
-            return np.zeros(self._shape), "preset"
+            return np.zeros_like(self._centre), "preset"
         if self._played < self.warmup_episodes or not len(self._model):
-            noise = self.warmup_noise * self._generator.standard_normal(self._shape)
+            noise = self.warmup_noise * self._generator.standard_normal(len(self._centre))
             return (self._centre + noise).clip(-1, 1), "warm-up"
         span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
         progress = min(1.0, (self._played - self.warmup_episodes) / span)
@@ -231,7 +230,7 @@ class BayesSelector(Selector):
 
     def _changed(self, actions: np.ndarray, scale: float) -> np.ndarray:
         """Change plans; each in a share of its layers of its own, from none to all."""
-        touched = self._generator.random(actions.shape) < self._generator.random((len(actions), 1, 1))
+        touched = self._generator.random(actions.shape) < self._generator.random((len(actions), 1))
         noise = scale * self._generator.standard_normal(actions.shape)
         return (actions + touched * noise).clip(-1, 1)
 

@@ -90,7 +90,7 @@ class BayesDDPGSelector(BayesSelector):
     def imagine(self, count: int, scale: float) -> np.ndarray:
         """Return changes of the best plan so far and noisy passes of the policy."""
         learnt = max(1, round(self.policy_share * count))
-        noise = scale * self._generator.standard_normal((learnt, *self._shape))
+        noise = scale * self._generator.standard_normal((learnt, len(self._best)))
         passes = self.agent.act(noise).astype(float)
         return np.concatenate([super().imagine(count - learnt, scale), passes])
 

@@ -40,9 +40,9 @@ class ReinforcementSelector(Selector):
         self._played = 0
         self._actions: list[np.ndarray] = []
         self._pretrained = self.agent_options.policy is not None
-        self._centre = np.zeros(self.agent.shape, dtype=np.float32)
+        self._centre = np.zeros(self.agent.env.layers, dtype=np.float32)
         if self._pretrained:
-            self._centre = self.agent.act(np.zeros((1, *self.agent.shape)), deterministic=True)[0]
+            self._centre = self.agent.act(np.zeros((1, self.agent.env.layers)), deterministic=True)[0]
 
     @classmethod
     def option_owner(cls) -> type[AgentOptions]:
@@ -63,13 +63,13 @@ class ReinforcementSelector(Selector):
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse an action that the search has no use for."""
         action: ActionKind | None = options["action"] if options["policy"] is None else "importance"
-        check_action(action, per_bond=options["per_bond"], setting=setting)
+        check_action(action, setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
         alone = self._played == 0 or (self._pretrained and self._played == 1)
         count = 1 if alone else self.agent_options.plans_per_step
-        shape, phase = (count, *self.agent.shape), "policy"
+        shape, phase = (count, self.agent.env.layers), "policy"
         if self._pretrained and self._played == 0:
             actions, phase = self._centre[None], "pretrained"
         elif alone:

@@ -218,7 +218,6 @@ class SearchProblem:
         """What a selector's options may contradict."""
         return SearchSetting(
             () if self.budget is None else self.budget.measures,
-            any(site.mixed for site in self.sites),
             any(site.narrows or site.removal is not None for site in self.sites),
             self.budget is not None and any(each.borders for each in self.budget.limits),
         )

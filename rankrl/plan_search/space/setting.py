@@ -11,14 +11,12 @@ class SearchSetting:
 
     Attributes:
         measures: What the budgets count, such as `params`; empty without a budget.
-        several_formats: Whether layers choose among tensor formats.
         narrows: Whether channels between layers, or whole blocks, may be removed.
         borders: Whether a budget in time counts what changes between integers and floating point cost.
         in_workers: Whether plans are scored in other processes.
     """
 
     measures: tuple[str, ...]
-    several_formats: bool = False
     narrows: bool = False
     borders: bool = False
     in_workers: bool = False

@@ -51,11 +51,6 @@ def _begun(*_: object, **__: object) -> Any:
         (("selector=local", "reward=weighted"), "spends a budget and there is none"),
         (("selector=bayes", "selector.action=importance", "reward=amc"), "spends a budget and there is none"),
         (
-            ("decomposition=auto", "selector=ddpg", "selector.per_bond=true"),
-            "selector.per_bond=true needs candidates of one format",
-        ),
-        (("selector=td3", "selector.per_bond=true", "selector.action=importance"), "with per_bond"),
-        (
             ("task=compare", "compare.selectors=[local,random]", "reward=weighted"),
             "spends a budget and there is none",
         ),

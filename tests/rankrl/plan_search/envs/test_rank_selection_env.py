@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from typing import get_args
 
@@ -16,8 +15,6 @@ from hypothesis import strategies as st
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from decomposition import Cost
-from decomposition.candidates.library import FitLibrary
-from decomposition.formats import list_formats
 from rankrl.errors import ConfigError
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.plan_search.envs.actions import ImportanceMap, create_action_map
@@ -27,7 +24,6 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 MAPS = {
     "importance": {},
     "rank": {"action": "rank"},
-    "bonds": {"action": "rank", "per_bond": True},
 }
 
 
@@ -135,8 +131,6 @@ def test_an_action_of_another_shape_or_no_number_is_refused(small_problem, actio
 
 
 def test_options_that_contradict_are_refused(small_problem, small_network) -> None:
-    with pytest.raises(ConfigError, match="per_bond"):
-        RankSelectionEnv(small_problem, action="importance", per_bond=True)
     with pytest.raises(ConfigError, match="importance, rank"):
         RankSelectionEnv(small_problem, action="ranks")
     with pytest.raises(ConfigError, match="curve"):
@@ -168,62 +162,19 @@ def test_more_importance_never_costs_the_layer_parameters(small_problem) -> None
         assert sizes[0] <= sizes[2]
 
 
-def bonds_problem(small_network, library: FitLibrary, **budget) -> SearchProblem:
-    sites = library.all_candidates(limit=6)
-    return SearchProblem.from_model(small_network, sites, (1, 8, 8), **budget, library=library)
-
-
-@pytest.mark.parametrize("name", list_formats())
-def test_with_an_action_a_bond_zero_is_the_preset_and_one_is_dense(small_network, library_of, name) -> None:
-    """Without a budget; the lowest actions are the candidates of the least ranks."""
-    free = bonds_problem(small_network, library_of(name))
-    chosen = create_action_map(free, per_bond=True)
-    shape = (len(free.sites), chosen.components)
-    assert chosen.components == max(len(site.candidates[0].operations[0].ranks) for site in free.sites[:-1])
-    assert chosen.choices_of(np.zeros(shape)) == tuple(free.preset)
-    assert chosen.choices_of(np.ones(shape)) == tuple(site.dense for site in free.sites)
-    least = [
-        int(np.argmin([sum(np.log(one.ranks)) for each in site.candidates for one in each.operations] or [0]))
-        for site in free.sites
-    ]
-    assert chosen.choices_of(-np.ones(shape)) == tuple(least)
-
-
-@pytest.mark.parametrize("name", list_formats())
-@given(seed=st.integers(0, 1000), extreme=st.booleans())
-def test_with_an_action_a_bond_every_plan_is_of_candidates_within_the_budget(
-    problems, name, seed, extreme
-) -> None:
-    problem = problems(name)
-    chosen = create_action_map(problem, per_bond=True)
-    actions = np.random.default_rng(seed).uniform(-1, 1, (2, len(problem.sites), chosen.components))
-    actions = np.sign(actions) if extreme else actions
-    for episode, roots in zip(actions, chosen.loss_roots(actions), strict=True):
-        choices = chosen.choices_of(episode)
-        assert problem.keeps_budget(choices)
-        losses = [site.losses[choice] for site, choice in zip(problem.sites, choices, strict=True)]
-        np.testing.assert_array_equal(roots, np.sqrt(losses))
-    assert chosen.choices_of(np.zeros(actions.shape[1:])) == tuple(problem.preset)
-
-
-@pytest.fixture(scope="module")
-def problems(small_network, library_of):
-    return functools.cache(lambda name: bonds_problem(small_network, library_of(name), params=0.55))
-
-
-@pytest.mark.parametrize("per_bond", [False, True])
-def test_actions_that_count_layers_alone_do_not_know_borders(small_problem, per_bond) -> None:
+def test_actions_that_count_layers_alone_do_not_know_borders(small_problem) -> None:
     budget = dataclasses.replace(small_problem.budget, borders=(1.0,) * (len(small_problem.sites) - 1))
     counted = dataclasses.replace(small_problem, budget=budget)
     with pytest.raises(ConfigError, match=r"between integers and floating point takes of budget\.latency"):
-        create_action_map(counted, "rank", per_bond=per_bond)
+        create_action_map(counted, "rank")
     assert isinstance(create_action_map(counted), ImportanceMap)
 
 
-def test_an_action_a_bond_needs_one_format(small_network, library_of) -> None:
-    several = bonds_problem(small_network, library_of("cp", "tucker"), params=0.55)
-    with pytest.raises(ConfigError, match="per_bond=true needs candidates of one format"):
-        RankSelectionEnv(several, action="rank", per_bond=True)
+def test_action_zero_is_greedys_plan_among_several_formats_too(small_network, library_of) -> None:
+    library = library_of("cp", "tucker")
+    several = SearchProblem.from_model(
+        small_network, library.all_candidates(limit=6), (1, 8, 8), params=0.55, library=library
+    )
     for action in ("importance", "rank"):
         env = RankSelectionEnv(several, reward, action=action)
         *_, info = play(env, np.zeros((env.layers, 1)))
@@ -233,8 +184,8 @@ def test_an_action_a_bond_needs_one_format(small_network, library_of) -> None:
 @pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
 @given(seed=st.integers(0, 1000))
 def test_known_losses_are_those_of_the_plans(small_problem, options, seed) -> None:
-    chosen = create_action_map(small_problem, options.get("action"), per_bond="per_bond" in options)
-    actions = np.random.default_rng(seed).uniform(-1, 1, (3, len(small_problem.sites), chosen.components))
+    chosen = create_action_map(small_problem, options.get("action"))
+    actions = np.random.default_rng(seed).uniform(-1, 1, (3, len(small_problem.sites)))
     actions[0] = 0
     for episode, roots in zip(actions, chosen.loss_roots(actions), strict=True):
         choices = chosen.choices_of(episode)

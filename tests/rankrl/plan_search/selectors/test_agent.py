@@ -15,8 +15,8 @@ from rankrl.plan_search.selectors import create_selector
 
 
 def played(agent: PolicyAgent, episodes: int, scale: float = 0.3) -> np.ndarray:
-    """Noisy passes of the policy, (episodes, layers, components)."""
-    noise = scale * np.random.default_rng(0).standard_normal((episodes, *agent.shape))
+    """Noisy passes of the policy, (episodes, layers)."""
+    noise = scale * np.random.default_rng(0).standard_normal((episodes, agent.env.layers))
     return agent.act(noise)
 
 
@@ -46,7 +46,7 @@ def test_the_rate_is_that_of_actor_and_critics(small_problem, name) -> None:
     agent = PolicyAgent(small_problem, name, options, seed=0, episodes=5)
     before = [parameter.clone() for parameter in agent.model.actor.parameters()]
     for actions in played(agent, 4):
-        agent.learn(actions, 0.5 + float(actions[0, 0]))
+        agent.learn(actions, 0.5 + float(actions[0]))
     for part in (agent.model.actor, agent.model.critic):
         assert {group["lr"] for group in part.optimizer.param_groups} == {0.02}
     pairs = zip(before, agent.model.actor.parameters(), strict=True)
@@ -70,7 +70,7 @@ def test_it_learns_which_layers_matter(small_problem, name) -> None:
     for _ in range(40):
         proposals = selector.propose()
         (actions,) = selector._actions
-        rewards.append(float(actions[0, 0] - actions[-1, 0]))
+        rewards.append(float(actions[0] - actions[-1]))
         selector.observe(proposals, rewards[-1:])
     assert rewards[0] == 0
     assert np.mean(rewards[-10:]) > np.mean(rewards[:20]) + 0.5
@@ -81,15 +81,15 @@ def test_it_learns_which_layers_matter(small_problem, name) -> None:
 def test_without_noise_the_policy_plays_the_same_plan(small_problem, name) -> None:
     agent = PolicyAgent(small_problem, name, AgentOptions(), seed=0, episodes=5)
     # One after the other: a matrix product may round the rows of a batch in different orders.
-    (first,), (second,) = (agent.act(np.zeros((1, *agent.shape))) for _ in range(2))
+    (first,), (second,) = (agent.act(np.zeros((1, agent.env.layers))) for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    moved = agent.act(np.full((1, *agent.shape), 0.01))[0]
+    moved = agent.act(np.full((1, agent.env.layers), 0.01))[0]
     np.testing.assert_allclose(moved[0], first[0] + 0.01, rtol=1e-6)
 
 
 def test_sac_draws_by_itself(small_problem) -> None:
     agent = PolicyAgent(small_problem, "sac", AgentOptions(), seed=0, episodes=5)
-    first, second = agent.act(np.zeros((2, *agent.shape)))
+    first, second = agent.act(np.zeros((2, agent.env.layers)))
     assert not np.array_equal(first, second)
 
 
@@ -117,10 +117,9 @@ def test_noise_decays_from_the_first_to_the_last_episode() -> None:
     assert options.noise_at(3, 1) == pytest.approx(0.1)  # fewer episodes than the warm-up
 
 
-@pytest.mark.parametrize("per_bond", [False, True])
 @pytest.mark.parametrize("feature", ["budget_left", "last_reward", "curve"])
-def test_what_the_policy_sees_is_what_the_environment_shows(small_problem, feature, per_bond) -> None:
-    options = AgentOptions(action="rank", per_bond=per_bond, features=(feature, "plan"))
+def test_what_the_policy_sees_is_what_the_environment_shows(small_problem, feature) -> None:
+    options = AgentOptions(action="rank", features=(feature, "plan"))
     agent = PolicyAgent(small_problem, "ddpg", options, seed=0, episodes=5)
     first, second = played(agent, 2)
     agent.learn(first, 0.5)
@@ -128,7 +127,7 @@ def test_what_the_policy_sees_is_what_the_environment_shows(small_problem, featu
     for layer, action in enumerate(second):
         seen = agent._observe(layer, second[None])[0]
         np.testing.assert_array_equal(seen, observation)
-        observation, *_ = agent.env.step(action)
+        observation, *_ = agent.env.step(np.array([action]))
 
 
 def test_random_states_are_apart() -> None:
@@ -175,7 +174,7 @@ def test_bayes_plays_a_plan_twice_only_when_it_finds_no_other(small_problem) -> 
 def test_bayes_comes_closer_to_the_plan_that_is_wanted(small_problem, name) -> None:
     """The reward is the likeness to a plan far from greedy's, by what the layers lose."""
     chosen = create_action_map(small_problem)
-    wanted = chosen.choices_of(np.array([[1.0], [-1.0], [1.0], [-1.0]]))
+    wanted = chosen.choices_of(np.array([1.0, -1.0, 1.0, -1.0]))
 
     def reward(choices) -> float:
         pairs = zip(small_problem.sites, choices, wanted, strict=True)

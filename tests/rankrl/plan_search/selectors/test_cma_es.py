@@ -54,7 +54,7 @@ def test_it_goes_on_exactly_from_its_rewards(small_problem) -> None:
 def test_it_comes_closer_to_what_is_wanted(small_problem) -> None:
     importance = ImportanceMap(small_problem)
     losses = [site.losses for site in small_problem.sites]
-    wanted = importance.loss_roots(np.array([[[1.0], [-1.0], [1.0], [-1.0]]]))[0]
+    wanted = importance.loss_roots(np.array([[1.0, -1.0, 1.0, -1.0]]))[0]
     selector = create_selector("cmaes", small_problem, seed=0, episodes=60)
     rewards: list[float] = []
     while len(rewards) < 60:

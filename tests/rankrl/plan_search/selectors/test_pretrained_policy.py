@@ -37,7 +37,7 @@ TASK = PolicyTask("small", "0123456789abcdef", "noise", ("cp", "tucker"), {"para
 
 @pytest.fixture
 def policy(small_problem) -> PolicyFile:
-    observed = ObservationEncoder(small_problem, DESCRIBING, 1).size
+    observed = ObservationEncoder(small_problem, DESCRIBING).size
     generator = torch.Generator().manual_seed(0)
     sizes = [observed, 12, 6, 1]
     layers = tuple(
@@ -63,14 +63,14 @@ def make(name: str, problem: SearchProblem, path: Path, **options) -> Selector:
 
 def actions_by_hand(policy: PolicyFile, problem: SearchProblem) -> np.ndarray:
     """What the layers of the file say, one layer of the network after the other."""
-    encoder, actions = ObservationEncoder(problem, DESCRIBING, 1), np.zeros((1, len(problem.sites), 1))
+    encoder, actions = ObservationEncoder(problem, DESCRIBING), np.zeros((1, len(problem.sites)))
     for layer in range(len(problem.sites)):
         values = torch.from_numpy(encoder(layer, actions)[0])
         for number, (weight, bias) in enumerate(policy.layers):
             values = weight @ values + bias
             values = torch.tanh(values) if number == 2 else torch.relu(values)
         actions[0, layer] = float(values)
-    return actions[0, :, 0]
+    return actions[0]
 
 
 def test_a_file_returns_what_was_saved(policy, path) -> None:
