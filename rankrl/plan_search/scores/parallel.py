@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decomposition.cache import Cache
 from decomposition.calibration.moments import InputMoments
 from decomposition.candidates.library import FitLibrary
 from decomposition.fit.fitting import Fit
@@ -54,7 +55,7 @@ class GivenFits(FitLibrary):
             }
         self.sensitivities = library.sensitivities
         self.cache = library.cached(problem.sites)
-        self._folder = None
+        self._disk = Cache(None)
 
     def _compute(self, name: str, operation: Factorise) -> Fit:
         raise KeyError((name, operation))
