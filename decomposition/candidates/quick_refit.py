@@ -39,6 +39,7 @@ from decomposition.operations.base import FittedLayer
 
 QUICK = FitOptions(iterations=10, tolerance=1e-4, patience=5)
 MAX_PATCHES = 8_192
+"""Patches that a layer is fitted on at most; so many outputs of every layer are kept."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,7 @@ class QuickRefit:
         network: The dense network, changed in place.
         library: Fits of its layers' candidates.
         inputs: Calibration inputs, one batch, on the network's device.
-        correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
-        max_patches: Patches that a layer is fitted on at most; so many outputs of every layer are kept.
         options: How much work each fit may do.
-        seed: Seed of the patches' positions.
 
     Raises:
         DecompositionError: There are no inputs.
@@ -85,21 +83,18 @@ class QuickRefit:
         library: FitLibrary,
         inputs: Inputs,
         *,
-        correct_batch_norm: bool = True,
-        max_patches: int = MAX_PATCHES,
         options: FitOptions = QUICK,
-        seed: int = 0,
     ) -> None:
         if count_inputs(inputs) == 0:
             raise DecompositionError("a network cannot be refitted to no inputs; pass some")
         self.network, self._library, self._inputs = network, library, inputs
-        self._correct, self._max_patches, self._options = correct_batch_norm, max_patches, options
+        self._options = options
         self._modules = dict(network.named_modules())
         self._dense: dict[str, _Dense] = {}
-        self._norms = tracked_batch_norms(network) if correct_batch_norm else []
+        self._norms = tracked_batch_norms(network)
         self._means = [_running_mean(norm).clone() for norm in self._norms]
         self._arrived: list[torch.Tensor | None] = [None] * len(self._norms)
-        self._seeds = {name: seed + place for place, name in enumerate(library.specs)}
+        self._seeds = {name: place for place, name in enumerate(library.specs)}
         self._pass(self._observe, self._remember_mean)
 
     def take(self, operations: Mapping[str, Sequence[Operation]]) -> None:
@@ -163,7 +158,7 @@ class QuickRefit:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return patches of a layer's input, always at the same positions, and which input each is from."""
         generator = torch.Generator().manual_seed(self._seeds[name])
-        (patches,), labels = sample_labelled_patches(layer, [x], self._max_patches, generator)
+        (patches,), labels = sample_labelled_patches(layer, [x], MAX_PATCHES, generator)
         inputs = count_inputs(self._inputs)
         return patches.float(), labels_or_single(labels_of_batch(labels, len(x), inputs), inputs)
 
@@ -189,7 +184,9 @@ class QuickRefit:
         dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
         patches, _ = self._patches(name, dense.layer, x)
         mean = patches.mean(0).double().cpu()
-        matrix, metric = self._problem(dense, patches, mean, centred=absorbs_mean(spec, self._correct))
+        matrix, metric = self._problem(
+            dense, patches, mean, centred=absorbs_mean(spec, correct_batch_norm=True)
+        )
         target = matrix.reshape(weight_of(dense.layer).shape)
         weight = target if len(patches) >= PATCHES_TO_SOLVE * matrix.shape[1] else weight_of(dense.layer)
         fitted = FittedLayer(dense.layer, weight, 0.0)

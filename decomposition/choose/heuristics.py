@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from decomposition.choose.latency import LatencyTable
 from decomposition.choose.reachable import cheapest_choices, check_reachable
 from decomposition.choose.vbmf import matrix_rank
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import CHOOSING, FitOptions
 from decomposition.network.inputs import ExampleInputs
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.rewriting import rewrites_of
@@ -44,8 +43,9 @@ class Heuristic:
     Attributes:
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
-        choose: `choose(library, sites, budget)` returns the index of a candidate for every site and raises
-            `DecompositionError` if no plan can reach the budget.
+        choose: `choose(library, sites, budget)` takes the fits that candidates come from, the candidates of
+            every site and the budget. It returns the index of a candidate for every site, shape (sites,),
+            within the budget, and raises `DecompositionError` if no plan can reach it.
     """
 
     name: str
@@ -90,17 +90,6 @@ def uniform(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) 
 
     Equal ranks, or equal fractions of the largest rank, would starve a ring's small layers: a ring's
     parameters grow with the square of its rank.
-
-    Args:
-        library: The fits that the candidates come from.
-        sites: The candidates of every site.
-        budget: The budget; it always holds for the result.
-
-    Returns:
-        Index of the chosen candidate of every site, shape (sites,).
-
-    Raises:
-        DecompositionError: If no plan can reach the budget.
     """
     costs = [site.cost(budget.measure).astype(float) for site in sites]
     return _climb(sites, budget, [cost / cost[-1] for cost in costs])
@@ -112,17 +101,6 @@ def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -
 
     The share that a candidate retains is 1 - error^2 of its fit: the classical spectral energy where the fit
     is a truncated SVD, and that of the layer's real outputs where the library knows the data.
-
-    Args:
-        library: The fits that the candidates come from.
-        sites: The candidates of every site.
-        budget: The budget; it always holds for the result.
-
-    Returns:
-        Index of the chosen candidate of every site, shape (sites,).
-
-    Raises:
-        DecompositionError: If no plan can reach the budget.
     """
     # A candidate is needed from the share on that the one before it cannot retain.
     levels = [np.array([0.0, *np.maximum.accumulate(1 - site.errors[:-1] ** 2)]) for site in sites]
@@ -136,17 +114,6 @@ def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> 
     A layer's VBMF rank is the larger one of its weight's output and input unfoldings (as Kim et al., ICLR
     2016, choose Tucker ranks), at least 1. A candidate's rank is the number of features between the two
     halves of the format, which bounds the rank of the output unfolding; in a ring it is a product of bonds.
-
-    Args:
-        library: The fits that the candidates come from.
-        sites: The candidates of every site.
-        budget: The budget; it always holds for the result.
-
-    Returns:
-        Index of the chosen candidate of every site, shape (sites,).
-
-    Raises:
-        DecompositionError: If no plan can reach the budget.
     """
     levels = []
     for site in sites:
@@ -161,19 +128,7 @@ def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> 
 
 @register_heuristic("greedy", "the least loss at the network's output (Lagrangian allocation)")
 def greedy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
-    """Minimise the sum of what the layers' errors cost the network's output within the budget (`allocate`).
-
-    Args:
-        library: The fits that the candidates come from.
-        sites: The candidates of every site.
-        budget: The budget; it always holds for the result.
-
-    Returns:
-        Index of the chosen candidate of every site, shape (sites,).
-
-    Raises:
-        DecompositionError: If no plan can reach the budget.
-    """
+    """Minimise the sum of what the layers' errors cost the network's output within the budget."""
     return allocate(sites, budget)
 
 
@@ -187,17 +142,10 @@ def plan_by_heuristic(
     measure: str = "params",
     latency: Callable[[Sequence[CandidateSet]], LatencyTable] | None = None,
     calibration: CalibrationInputs | None = None,
-    weigh_outputs: bool = True,
-    precisions: Sequence[str] = ("float32",),
-    skip: Sequence[str] = (),
-    only: Sequence[str] = (),
-    tensorised: bool = False,
     candidates: int = 16,
-    multiple: int = 1,
-    options: FitOptions = CHOOSING,
-    folder: Path | None = None,
     progress: Progress = None,
     workers: int | None = None,
+    **library_options: Any,
 ) -> CompressionPlan:
     """Choose ranks for a whole model under a budget: calibrate, fit all candidates, apply the heuristic.
 
@@ -215,19 +163,11 @@ def plan_by_heuristic(
         calibration: A few hundred real, preprocessed model inputs: one batch of them (a tensor, a tuple or a
             dict of tensors), or batches, such as a data loader, whose labels are left away; `None` fits to
             the weights alone.
-        weigh_outputs: With calibration: weigh channels and layers by what the network's output makes of them.
-        precisions: What layers may compute with or be stored in (`PRECISIONS`).
-        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of names
-            (`layer1`, `*.downsample.*`).
-        only: Layers that alone may change, named likewise; empty for all.
-        tensorised: Split channel counts into small factors (tensor ring and tensor train).
         candidates: Ranks to fit a layer at most.
-        multiple: They are multiples of it; 8 suits budgets in time.
-        options: How much work each fit may do.
-        folder: Where fits are cached for the next call; `None` keeps them in memory.
         progress: Where progress goes: `None` draws a bar on a terminal, `False` shows nothing; a function is
             called with "fit layers", the number of layers that are done and the number of all.
         workers: Processes that fit layers side by side (`FitLibrary.all_candidates`); `None` takes none.
+        **library_options: Those of `FitLibrary.calibrated`: `precisions`, `skip`, `only`, `folder`, ...
 
     Returns:
         The plan, for `apply_plan`.
@@ -244,20 +184,7 @@ def plan_by_heuristic(
             f"measure={measure!r} {'needs' if measure == 'latency' else 'cannot use'} latency=, the function "
             "that measures the candidates; give it with measure='latency' only"
         )
-    library = FitLibrary.calibrated(
-        model,
-        input_shape,
-        tensor_format,
-        calibration,
-        weigh_outputs=weigh_outputs,
-        skip=skip,
-        only=only,
-        precisions=precisions,
-        tensorised=tensorised,
-        multiple=multiple,
-        options=options,
-        folder=folder,
-    )
+    library = FitLibrary.calibrated(model, input_shape, tensor_format, calibration, **library_options)
     with progress_bar("fit layers", len(library.specs), progress=progress) as bar:
         sites = library.all_candidates(limit=candidates, progress=lambda _: bar.advance(), workers=workers)
     if latency is not None:

@@ -194,15 +194,15 @@ def _reference(model: nn.Module) -> torch.Tensor:
     return next(floating, torch.empty(0))
 
 
-def example_tensor(model: nn.Module, example: ExampleInputs, batch_size: int = 2) -> torch.Tensor:
-    """Return an `example_batch` of a model with one input, to trace its channels with.
+def example_tensor(model: nn.Module, example: ExampleInputs) -> torch.Tensor:
+    """Return an `example_batch` of two inputs of a model with one, to trace its channels with.
 
-    An axis of one example could be mistaken for one that is broadcast.
+    The batch axis of a single example could be mistaken for one that is broadcast.
 
     Raises:
         DecompositionError: The model has several.
     """
-    batch = example_batch(model, example, batch_size)
+    batch = example_batch(model, example, batch_size=2)
     if not isinstance(batch, torch.Tensor):
         raise DecompositionError(
             f"channels can be removed from networks with one input alone, this one takes "
@@ -211,9 +211,9 @@ def example_tensor(model: nn.Module, example: ExampleInputs, batch_size: int = 2
     return batch
 
 
-def random_batch(model: nn.Module, example: ExampleInputs, batch_size: int, *, seed: int = 0) -> Inputs:
-    """Return an `example_batch` of which what is floating-point is drawn from a normal distribution."""
-    generator = torch.Generator().manual_seed(seed)
+def random_batch(model: nn.Module, example: ExampleInputs, batch_size: int) -> Inputs:
+    """Return an `example_batch` whose floating-point tensors are drawn from a normal distribution."""
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(x: torch.Tensor) -> torch.Tensor:
         return torch.randn(x.shape, generator=generator).to(x) if x.is_floating_point() else x

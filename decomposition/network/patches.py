@@ -70,10 +70,10 @@ def patch_view(module: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def sample_patches(
+def sample_labelled_patches(
     module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
-) -> list[torch.Tensor]:
-    """Draw the same random patches from several inputs of one layer.
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw the same random patches from several inputs of one layer, and tell where they are from.
 
     Args:
         module: The layer.
@@ -82,24 +82,8 @@ def sample_patches(
         generator: Source of the positions (on the CPU).
 
     Returns:
-        For each input a matrix (patches, in * kernel) in the column order of `weight.flatten(1)`.
-    """
-    return sample_labelled_patches(module, inputs, count, generator)[0]
-
-
-def sample_labelled_patches(
-    module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Draw the same random patches from several inputs of one layer, and tell where they are from.
-
-    Args:
-        module: The layer.
-        inputs: As for `sample_patches`.
-        count: As for `sample_patches`.
-        generator: As for `sample_patches`.
-
-    Returns:
-        What `sample_patches` returns, and each patch's index on the first axis of the inputs, (patches,).
+        For each input a matrix (patches, in * kernel) in the column order of `weight.flatten(1)`, and each
+        patch's index on the first axis of the inputs, (patches,).
     """
     linear = isinstance(module, nn.Linear)
     views = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.network.patches import padded_input, sample_patches
+from decomposition.network.patches import padded_input, sample_labelled_patches
 
 PADDING_MODES = ["zeros", "reflect", "replicate", "circular"]
 EVERY = 10**9
@@ -47,7 +47,7 @@ def test_patches_times_weight_are_the_convolution(
     x = torch.randn(batch, module.in_channels, *(8, 9)[:spatial], dtype=torch.float64, generator=generator())
     if channels_last and spatial == 2:
         x = x.to(memory_format=torch.channels_last)
-    (patches,) = sample_patches(module, [x], EVERY, generator())
+    (patches,), _ = sample_labelled_patches(module, [x], EVERY, generator())
     assert module.bias is not None
     expected = module(x).movedim(1, -1).reshape(-1, module.out_channels)
     torch.testing.assert_close(patches @ module.weight.flatten(1).T + module.bias, expected)
@@ -57,14 +57,14 @@ def test_patches_times_weight_are_the_convolution(
 def test_a_linear_layers_patches_are_its_input_vectors(positions: list[int]) -> None:
     module = nn.Linear(5, 3)
     x = torch.randn(2, *positions, 5, generator=generator())
-    (patches,) = sample_patches(module, [x], EVERY, generator())
+    (patches,), _ = sample_labelled_patches(module, [x], EVERY, generator())
     torch.testing.assert_close(patches, x.reshape(-1, 5))
 
 
 def test_drawn_patches_belong_together() -> None:
     module = nn.Conv2d(3, 4, 3, padding=1, stride=2)
     x = torch.randn(4, 3, 9, 9, generator=generator())
-    first, second = sample_patches(module, [x, 2 * x], 50, generator())
+    (first, second), _ = sample_labelled_patches(module, [x, 2 * x], 50, generator())
     assert first.shape == (50, 27)
     torch.testing.assert_close(second, 2 * first)
 
@@ -72,8 +72,8 @@ def test_drawn_patches_belong_together() -> None:
 def test_drawn_patches_are_patches_of_the_input() -> None:
     module = nn.Conv2d(2, 4, 3)
     x = torch.randn(2, 2, 6, 6, generator=generator())
-    (every,) = sample_patches(module, [x], EVERY, generator())
-    (drawn,) = sample_patches(module, [x], 7, generator())
+    (every,), _ = sample_labelled_patches(module, [x], EVERY, generator())
+    (drawn,), _ = sample_labelled_patches(module, [x], 7, generator())
     known = {tuple(patch.tolist()) for patch in every}
     assert all(tuple(patch.tolist()) in known for patch in drawn)
 
@@ -81,7 +81,7 @@ def test_drawn_patches_are_patches_of_the_input() -> None:
 def test_the_same_generator_draws_the_same_patches() -> None:
     module = nn.Linear(3, 3)
     x = torch.randn(100, 3, generator=generator())
-    assert torch.equal(*[sample_patches(module, [x], 10, generator())[0] for _ in range(2)])
+    assert torch.equal(*[sample_labelled_patches(module, [x], 10, generator())[0][0] for _ in range(2)])
 
 
 def test_an_unpadded_input_is_not_copied() -> None:
