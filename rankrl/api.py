@@ -73,7 +73,8 @@ def search(
     Args:
         model: The dense network: any module. It may take several tensors and return anything that the score
             understands. It is left untouched.
-        score: Function from a network to a number, higher is better. It must not read test data.
+        score: Function from a network to a number, higher is better. It must not read test data. With an
+            attribute `identity`, a string, that alone tells whether it is still the one that `folder` knows.
         calibration: Model inputs, a few hundred to a few thousand: one batch (a tensor, a tuple of tensors
             that the forward takes in order, or a dict of those it takes by name), or batches of such, alone
             or in pairs with labels, as a data loader yields them.

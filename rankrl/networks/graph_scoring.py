@@ -24,7 +24,8 @@ from rankrl.onnx.graph.site import Site
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.evaluator import Evaluator
 from rankrl.plan_search.scores.remembering import RememberingEvaluator
-from rankrl.plan_search.scores.score_evaluator import checked_score, score_digest
+from rankrl.plan_search.scores.score_evaluator import checked_score
+from rankrl.plan_search.scores.score_identity import score_identity
 from rankrl.plan_search.scores.scoring_network import CACHE_BYTES
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
@@ -191,7 +192,7 @@ class OnnxScoring:
         """Hash of all that scores depend on beside the plan."""
         digest = hashlib.sha256(self.network.model.SerializeToString())
         if self.score is not None:
-            digest.update(score_digest(self.score).encode())
+            digest.update(score_identity(self.score).encode())
         else:
             digest.update(self.term.encode())
             add_to_digest(digest, self.feeds)

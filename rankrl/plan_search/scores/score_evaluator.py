@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from functools import cached_property
@@ -18,11 +17,9 @@ from decomposition.network.surgery import copied
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.scores.remembering import RememberingEvaluator
-from rankrl.plan_search.scores.score_fingerprint import ScoreFingerprint
+from rankrl.plan_search.scores.score_identity import score_identity
 from rankrl.plan_search.scores.scoring_network import ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-
-log = logging.getLogger(__name__)
 
 Score = Callable[[nn.Module], float]
 
@@ -53,25 +50,13 @@ class ScoreEvaluator(RememberingEvaluator):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the function's code and what it reaches, for telling whether two searches score alike."""
-        return score_digest(self.score)
+        """The function's identity, for telling whether two searches score alike."""
+        return score_identity(self.score)
 
     def value(self, choices: Choices) -> float:
         """Return the score of the network under a plan; see `evaluate` for the errors."""
         self.network.write(choices)
         return scored(self.score, self.network.model, f"the plan with candidates {list(choices)}")
-
-
-def score_digest(score: Callable[..., Any]) -> str:
-    """Return the hash of a user's function; warn where it holds what cannot be looked into."""
-    found = ScoreFingerprint.of(score)
-    if found.opaque:
-        log.warning(
-            "the score holds what cannot be looked into and counts by its name alone: %s. A search that "
-            "goes on in its folder does not notice an edit of that",
-            ", ".join(found.opaque),
-        )
-    return found.digest
 
 
 def check_score(score: Score, model: nn.Module) -> None:

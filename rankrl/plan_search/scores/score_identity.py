@@ -1,0 +1,209 @@
+"""A score's identity: whether rewards that were kept are still those of the user's score."""
+
+from __future__ import annotations
+
+import ast
+import copyreg
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OURS = {"rankrl", "decomposition", "pruning", "optim"}
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+def score_identity(score: Callable[..., Any]) -> str:
+    """Return 16 hexadecimal digits that are equal for equal scores, in other processes too.
+
+    A score with an attribute `identity`, a string, is identified by that alone. Another one is identified by
+    its source, without comments, docstrings and formatting, and by the values that the source names or the
+    object holds: functions and classes of the user's files count by their own sources, tensors, arrays and
+    networks by their content, other objects by what pickle would store of them, and what is installed by its
+    name. What cannot be read counts by its type's name, with a warning.
+    """
+    identity = getattr(score, "identity", None)
+    if isinstance(identity, str):
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
+    reader = _Reader()
+    reader.add(score)
+    if reader.opaque:
+        log.warning(
+            "the score holds what cannot be read and counts by its type alone: %s. A search that goes on in "
+            "its folder does not notice an edit of that; give the score an attribute `identity`, a string "
+            "that you change with it",
+            ", ".join(sorted(reader.opaque)),
+        )
+    return str(reader.content.hexdigest()[:16])
+
+
+class _Reader:
+    """Hashes what a score is.
+
+    Attributes:
+        content: The hash.
+        opaque: Names of the types of what cannot be read.
+    """
+
+    def __init__(self) -> None:
+        self.content = hashlib.sha256()
+        self.opaque: set[str] = set()
+        self._objects: dict[int, tuple[int, Any]] = {}
+
+    def add(self, value: Any) -> None:
+        """Take in a value; an object that was met before counts by when that was."""
+        if isinstance(value, _PLAIN):
+            self._note(type(value).__name__, value)
+        elif id(value) in self._objects:
+            self._note("again", self._objects[id(value)][0])
+        else:
+            self._objects[id(value)] = len(self._objects), value  # kept, or another could get its address
+            try:
+                self._add_object(value)
+            except Exception:  # reading attributes of objects of others may raise anything
+                self._note("opaque", _name(value))
+                self.opaque.add(_name(value))
+
+    def _note(self, *words: object) -> None:
+        for word in words:
+            data = word if isinstance(word, bytes) else repr(word).encode()
+            self.content.update(b"%d:" % len(data) + data)
+
+    def _add_object(self, value: Any) -> None:
+        self._note(type(value).__name__)
+        if isinstance(value, types.ModuleType):
+            self._note(value.__name__)
+        elif isinstance(value, type | types.FunctionType):
+            self._add_source(value)
+        elif isinstance(value, torch.Tensor):
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            self._note(value.dtype, value.shape, content.numpy().tobytes())
+        elif isinstance(value, nn.Module):
+            self._add_network(value)
+        elif hasattr(value, "__array__"):
+            array = np.asarray(value)
+            self._note(array.dtype, array.shape)
+            self.add(array.tolist() if array.dtype.hasobject else array.tobytes())
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            self._add_items(value)
+        elif hasattr(value, "__wrapped__"):  # of functools.lru_cache
+            self.add(value.__wrapped__)
+        else:
+            self._add_stored(value)
+
+    def _add_items(self, values: Any) -> None:
+        self._note(len(values))
+        if isinstance(values, set | frozenset):
+            values = sorted(values, key=repr)
+        for item in values.items() if isinstance(values, dict) else values:
+            self.add(item)
+
+    def _add_network(self, network: nn.Module) -> None:
+        for name, module in network.named_modules():
+            own = {key: held for key, held in vars(module).items() if key[0] != "_" and key != "training"}
+            self.add((name, type(module), own))
+        self.add(dict(network.state_dict()))
+
+    def _add_stored(self, value: Any) -> None:
+        reduce = copyreg.dispatch_table.get(type(value))
+        stored: Any = reduce(value) if reduce else value.__reduce_ex__(4)
+        if isinstance(stored, tuple):  # function, arguments, state, items of a list, items of a dict
+            stored = [*stored[:3], *(list(items or ()) for items in stored[3:5])]
+        self.add(stored)
+
+    def _add_source(self, value: Any) -> None:
+        if not _is_users(value):
+            self._note(_name(value))
+            self.add(vars(value).get("__wrapped__"))  # by torch.no_grad and the like
+            return
+        node = _node_of(value)
+        self._note(ast.unparse(node))
+        scope = _scope_of(value)
+        for name in sorted(_names_in(node)):
+            self.add((name, _resolved(name, scope)))
+        if isinstance(value, types.FunctionType):
+            self.add((value.__defaults__, value.__kwdefaults__, vars(value)))
+
+
+def _name(value: Any) -> str:
+    named = value if isinstance(value, type | types.FunctionType) else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _is_users(value: Any) -> bool:
+    """Return whether a function or class is in a file of the user's: not Python's, ours or installed."""
+    try:
+        file = Path(inspect.getfile(value))
+    except TypeError:  # made in C
+        return False
+    ours = str(value.__module__).partition(".")[0] in _OURS
+    installed = _PACKAGES & set(file.parts) or Path(os.__file__).parent in file.parents
+    return not (ours or installed or file.name.startswith("<frozen"))
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(source: str) -> ast.AST:
+    return _WithoutDocstrings().visit(ast.parse(source))
+
+
+def _node_of(value: Any) -> ast.AST:
+    """Return the definition of a function or class in its file.
+
+    Raises:
+        OSError: If there is no such source.
+    """
+    lines, before = inspect.findsource(value)
+    name = value.__name__ if isinstance(value, type) else value.__code__.co_name
+    for node in ast.walk(_parsed("".join(lines))):
+        if isinstance(node, ast.Lambda):
+            body = (node.body.lineno, node.body.end_lineno, node.body.col_offset, node.body.end_col_offset)
+            if name == "<lambda>" and body in value.__code__.co_positions():
+                return node
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min(each.lineno for each in (node, *node.decorator_list))
+            if (node.name, first) == (name, before + 1):
+                return node
+    raise OSError(f"there is no source of {_name(value)}")
+
+
+def _scope_of(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, type):
+        return vars(sys.modules[value.__module__])
+    closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    return {**value.__globals__, **{name: cell.cell_contents for name, cell in closed}}
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    """Return the names that a definition uses and does not assign, with attributes: `x`, `x.y`."""
+    nodes = list(ast.walk(node))
+    own = {each.arg for each in nodes if isinstance(each, ast.arg)}
+    own |= {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    used = {ast.unparse(each) for each in nodes if isinstance(each, ast.Name | ast.Attribute)}
+    return {each for each in used if each.replace(".", "").isidentifier() and each.split(".")[0] not in own}
+
+
+def _resolved(name: str, scope: Mapping[str, Any]) -> Any:
+    """Return what a name stands for; attributes are looked up in modules alone."""
+    first, *rest = name.split(".")
+    value = scope.get(first)
+    for attribute in rest:
+        value = getattr(value, attribute, None) if isinstance(value, types.ModuleType) else None
+    return value
