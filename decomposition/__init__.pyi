@@ -1,5 +1,6 @@
-from .apply.apply import apply_plan, build_structure, contracted, factorised_layers
+from .apply.apply import apply_plan, build_structure
 from .apply.exchange import apply_fits, from_tensorly
+from .apply.forms import contracted, factorised_layers
 from .apply.saving import load_compressed, save_compressed
 from .calibration.batch_norm import reestimate_batch_norm
 from .calibration.moments import InputMoments, collect_moments

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from decomposition.apply.applied_check import Entries, check_applied
+from decomposition.apply.forms import factorised_layers
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
@@ -14,21 +16,17 @@ from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.errors import DecompositionError
 from decomposition.fit.fitting import FitOptions
 from decomposition.fit.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
-from decomposition.formats.factorised import ContractedLayer, FactorisedLayer
-from decomposition.network.cost import count_parameters
 from decomposition.network.inputs import Inputs, joined, split
 from decomposition.network.layers import (
     BatchNorm,
     DecomposableModule,
     LayerSpec,
-    is_decomposable_module,
     weight_of,
 )
 from decomposition.network.left_behind import tell_of_lost
-from decomposition.network.rounding import calibrate_ranges, integer_layers, without_rounding
+from decomposition.network.rounding import calibrate_ranges, integer_layers
 from decomposition.network.surgery import copied, replace_module
 from decomposition.network.unrounded import round_when_exported
-from decomposition.network.wrappers import unwrapped
 from decomposition.operations import (
     ApplyOptions,
     BatchNormCorrection,
@@ -39,8 +37,6 @@ from decomposition.operations import (
 from decomposition.operations.base import FINAL
 from decomposition.plan.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.progress import Progress, ProgressBar, progress_bar
-
-_Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
 
 def apply_plan(
@@ -139,114 +135,9 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
     return structure
 
 
-def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Module:
-    """Return a copy of a compressed model whose layers contract their cores to the dense weight.
-
-    It computes the same from the same cores; layers that round between their stages stay as they are. On
-    hardware that dislikes many small operations, or behind a runtime that contracts constants once when it
-    loads a file, it can be the faster form.
-
-    Args:
-        model: The compressed model; it is not changed.
-        only: Names of the layers to contract; None contracts all.
-    """
-    network = copied(unwrapped(model))
-    for name, layer in factorised_layers(network).items():
-        if layer.rounds_between or (only is not None and name not in only):
-            continue
-        dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
-        form = ContractedLayer(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
-        form = form.to_empty(device=layer.cores()[0].device)
-        cores = [core.detach() for core in layer.cores()]
-        form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)
-        form.freeze_like(layer.cores()[0], layer.bias)
-        replace_module(network, layer, form.train(layer.training))
-    return network
-
-
-def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
-    """Return a copy of a compressed model with dense layers of the contracted weights in place again.
-
-    Args:
-        model: The compressed model.
-        plan: Its plan; what group operations changed stays changed.
-    """
-    network = copied(unwrapped(model))
-    modules = dict(network.named_modules())
-    for layer in plan:
-        if layer.layer_operations and layer.name in modules:
-            replace_module(network, modules[layer.name], _dense_layer(modules[layer.name]))
-    return network
-
-
-def _dense_layer(module: nn.Module) -> nn.Module:
-    """Return the dense layer that a layer was made of, which operations may have wrapped."""
-    for part in without_rounding(copied(module)).modules():
-        if isinstance(part, FactorisedLayer):
-            return part.to_dense().train(module.training)
-        if is_decomposable_module(part):
-            return part
-    return module
-
-
-def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
-    """Return the factorised layers of a compressed model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, FactorisedLayer)}
-
-
-def _check_applied(model: nn.Module, compressed: nn.Module, entries: _Entries) -> None:
-    """Refuse a result that is not what the plan says, whatever went wrong on the way.
-
-    Raises:
-        DecompositionError: If a layer is not in the form that its entry says, its cores are not fitted or not
-            finite, or the parameters are not as many as the plan adds up to.
-    """
-    modules, factorised = dict(compressed.named_modules()), factorised_layers(compressed)
-    expected = count_parameters(model)
-    for name, (entry, spec) in entries.items():
-        expected += entry.cost(spec).params - spec.params
-        factorisation, layer = entry.operation(Factorise), modules[name]
-        if factorisation is None:
-            continue
-        if not isinstance(layer, FactorisedLayer):
-            layer = next((part for part in layer.modules() if isinstance(part, FactorisedLayer)), None)
-        if layer is None or layer.error is None:
-            raise DecompositionError(
-                f"layer {name!r} was not decomposed: none of the calibration inputs reached it; give inputs "
-                "that do, or leave the layer without operations in the plan"
-            )
-        if (layer.tensor_format.name, layer.ranks) != (factorisation.format, factorisation.ranks):
-            raise DecompositionError(
-                f"layer {name!r} became {layer.tensor_format.name} of ranks {list(layer.ranks)}, the plan "
-                f"says {factorisation.format} of ranks {list(factorisation.ranks)}"
-            )
-        if not all(bool(torch.isfinite(core).all()) for core in layer.cores()):
-            raise DecompositionError(
-                f"layer {name!r}: its cores are not finite in {layer.cores()[0].dtype}; use a type of wider "
-                "range, such as float32"
-            )
-    planned = tuple(name for name, (entry, _) in entries.items() if entry.operation(Factorise) is not None)
-    surplus = sorted(
-        name for name in factorised if name not in planned and not name.startswith(_inside(planned))
-    )
-    if surplus:
-        raise DecompositionError(f"the plan leaves {surplus[0]!r} dense, but it was decomposed")
-    if count_parameters(compressed) != expected:
-        raise DecompositionError(
-            f"the compressed model has {count_parameters(compressed):,} parameters, the plan adds up to "
-            f"{expected:,}; parameters that layers share (a bias, say) cannot be kept shared: give every "
-            "layer its own"
-        )
-
-
-def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what the names of modules inside these layers begin with: operations may wrap a layer."""
-    return tuple(f"{name}." for name in names)
-
-
 def _apply_to_layers(
     model: nn.Module,
-    entries: _Entries,
+    entries: Entries,
     images: Inputs | None,
     options: ApplyOptions,
     bar: ProgressBar,
@@ -276,13 +167,13 @@ def _apply_to_layers(
         round_when_exported(compressed)
     if images is not None:
         calibrate_ranges(compressed, split(images, 256))
-    _check_applied(model, compressed, entries)
+    check_applied(model, compressed, entries)
     return compressed
 
 
 def _apply_sequentially(
     model: nn.Module,
-    entries: _Entries,
+    entries: Entries,
     images: Inputs,
     sensitivities: dict[str, torch.Tensor],
     options: ApplyOptions,
@@ -325,7 +216,7 @@ def _apply_sequentially(
 
 def _apply_apart(
     model: nn.Module,
-    entries: _Entries,
+    entries: Entries,
     images: Inputs | None,
     sensitivities: dict[str, torch.Tensor],
     options: ApplyOptions,

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from decomposition.apply.apply import build_structure, factorised_layers
+from decomposition.apply.apply import build_structure
+from decomposition.apply.forms import factorised_layers
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.fit.fitting import Fit
 from decomposition.formats import get_format

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from decomposition.apply.apply import build_structure, dense_form
+from decomposition.apply.apply import build_structure
+from decomposition.apply.forms import dense_form
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.network.cost import evaluation_mode

@@ -27,6 +27,7 @@ from decomposition.candidates.processes import Spread, in_processes
 from decomposition.errors import DecompositionError
 from decomposition.fit.fitting import CHOOSING, Fit, FitOptions, Fitter
 from decomposition.fit.lockstep import RefitProblem
+from decomposition.fit.rounded_stages import amplification
 from decomposition.formats import TensorFormat
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.geometry import Geometry
@@ -42,7 +43,7 @@ from decomposition.operations import (
     Quantise,
 )
 from decomposition.operations.block_removal import Removal
-from decomposition.operations.quantise import ACTIVATION_NOISE, amplification
+from decomposition.operations.quantise import ACTIVATION_NOISE
 
 # Part of the keys of fits on disk: raised when the same problem gets other cores than before.
 _VERSION = 4

@@ -11,7 +11,9 @@ from torch import nn
 from decomposition.errors import DecompositionError
 from decomposition.formats.algebra import contract_chain, leading_left_vectors, split_chain
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
-from decomposition.formats.factorised import ContractedLayer, FactorisedLayer, StagedLayer
+from decomposition.formats.contracted_layer import ContractedLayer
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.staged_layer import StagedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject, in_tensorly_backend, wrong_sizes
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes

@@ -10,7 +10,8 @@ import torch
 from decomposition.calibration.metric import Metric
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
-from decomposition.formats.factorised import FactorisedLayer, StagedLayer
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.staged_layer import StagedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes

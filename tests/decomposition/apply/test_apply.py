@@ -33,7 +33,7 @@ from decomposition import (
     save_compressed,
 )
 from decomposition.apply import saving
-from decomposition.apply.apply import dense_form
+from decomposition.apply.forms import dense_form
 from decomposition.fit.fitting import Fit, FitOptions, fit_weight
 
 QUICK = FitOptions(iterations=30)

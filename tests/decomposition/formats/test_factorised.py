@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition import DecompositionError, count_macs, count_parameters, get_format, list_formats
-from decomposition.formats.factorised import ContractedLayer, FactorisedLayer
+from decomposition.formats.contracted_layer import ContractedLayer
+from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.modes import WeightModes
 

@@ -1,0 +1,130 @@
+"""Rounding the stages of a factorised layer, each for the rounded inputs that reach it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from decomposition.calibration.metric import Metric, RowFactor, channel_moments, powers, times
+from decomposition.calibration.metric import columns as metric_columns
+from decomposition.fit.compensated_rounding import compensated_weight
+from decomposition.fit.lockstep import RefitProblem
+from decomposition.formats import Cores, TensorFormat
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.staged_layer import StagedLayer
+from decomposition.network.modes import WeightModes
+from decomposition.network.rounding import rounded_weight
+
+_RIDGE = 1e-6
+_SMALLEST_POWER = 1e-6
+
+
+def equalise(layer: StagedLayer, metric: Metric | None) -> None:
+    """Give all channels between two stages the same power, so that one range a tensor suits them all.
+
+    Nothing but the scale of weights changes: what is multiplied into a stage's output channels is taken out
+    of the next one's inputs (cross-layer equalisation, Nagel et al., ICCV 2019, with the data's own second
+    moments in place of the weights' ranges).
+    """
+    if layer.kernel is not None and layer.kernel.in_channels != len(layer.reduce.weight):  # type: ignore[arg-type]
+        return  # a bond travels in the batch axis: the kernel applies to fewer channels than there are
+    cores = [core.detach().double().cpu() for core in layer.cores()]
+    output, features = layer.tensor_format.halves(cores, layer.modes)
+    weights: list[torch.Tensor] = [stage.weight for stage in layer.stages()]  # type: ignore[misc]
+    last = weights[-1].detach().flatten(1).double().cpu()
+    if output.shape != last.shape or not torch.allclose(output, last):
+        return  # the channels between the stages are in another order than the features
+    sizes = [powers(features, metric)]
+    if len(weights) == 3:
+        modes, first = layer.modes, weights[0].detach().flatten(1).double().cpu()
+        moments = None if metric is None else channel_moments(metric, modes.in_channels, modes.kernel)
+        sizes.insert(0, powers(first, moments))
+    for power, (before, after) in zip(sizes, pairwise(weights), strict=True):
+        size = power.clamp_min(_SMALLEST_POWER * power.max().clamp_min(1e-300)).sqrt().to(before)
+        depthwise = after.shape[1] == 1 and len(after) == len(size)
+        with torch.no_grad():
+            before /= size.reshape(-1, *[1] * (before.ndim - 1))
+            after *= size.reshape(*[] if depthwise else [1], -1, *[1] * (after.ndim - 1 - (not depthwise)))
+
+
+def amplification(
+    tensor_format: TensorFormat, cores: Cores, modes: WeightModes, metric: Metric | None
+) -> float:
+    """Return how much larger the features' shares of the output are than the output itself.
+
+    It is sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2): noise in proportion to each feature comes out so much
+    larger, beside the output, than it went in. Terms that cancel one another make it large.
+    """
+    output, features = tensor_format.halves(cores, modes)
+    whole = float(powers(output @ features, metric).sum())
+    terms = float((output.square().sum(0) * powers(features, metric)).sum())
+    return (terms / whole) ** 0.5 if whole > 0 else 1.0
+
+
+def round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) -> None:
+    """Round the stages before the last one, each for the inputs that it gets behind the rounded ones.
+
+    Of layers that are not made of a stage that mixes channels and one that applies the kernel nothing is
+    changed: their weights are rounded to the nearest.
+    """
+    if not isinstance(layer, StagedLayer) or metric is None or isinstance(layer.reduce, nn.ParameterList):
+        return
+    modes = layer.modes
+    first = _latent(layer.reduce)
+    if first.flatten(1).shape[1] != (modes.in_channels if modes.kernel > 1 else metric_columns(metric)):
+        return
+    inputs: Metric = metric if modes.kernel == 1 else channel_moments(metric, modes.in_channels, modes.kernel)
+    _set_latent(layer.reduce, compensated_weight(first.flatten(1), inputs, bits))
+    if layer.kernel is None or isinstance(metric, RowFactor) or layer.kernel.in_channels != len(first):
+        return
+    middle = _latent(layer.kernel)
+    if middle[0, 0].numel() != modes.kernel or middle.shape[1] not in (1, len(first)):
+        return
+    mixing = rounded_weight(_latent(layer.reduce).flatten(1).double().cpu(), bits)
+    blocks = metric.reshape(modes.in_channels, modes.kernel, modes.in_channels, modes.kernel)
+    if middle.shape[1] == 1:
+        groups = torch.einsum("ri,ikjl->rkjl", mixing, blocks)
+        own = torch.einsum("rj,rkjl->rkl", mixing, groups)
+        repeats = len(middle) // len(first)
+        arriving = own.repeat_interleave(repeats, 0)
+    else:
+        half = torch.einsum("ri,ikjl->rkjl", mixing, blocks)
+        arriving = torch.einsum("rkjl,sj->rksl", half, mixing).reshape(middle[0].numel(), -1)
+    _set_latent(layer.kernel, compensated_weight(middle.flatten(1), arriving, bits))
+
+
+def _latent(stage: nn.Module) -> torch.Tensor:
+    """Return a rounded stage's weight before it is rounded."""
+    return stage.parametrizations["weight"].original.detach()  # type: ignore[index, union-attr]
+
+
+def _set_latent(stage: nn.Module, weight: torch.Tensor) -> None:
+    """Set a rounded stage's weight, in any shape of as many elements."""
+    latent: torch.Tensor = stage.parametrizations["weight"].original  # type: ignore[index, union-attr]
+    with torch.no_grad():
+        latent.copy_(weight.reshape(latent.shape))
+
+
+def make_up(layer: FactorisedLayer, problem: RefitProblem, bits: int) -> None:
+    """Solve for the output's stage anew, behind the rounded stages before it, and round it.
+
+    Layers without such a stage stay as they are. With rounded features Q the weight is A Q, and
+    tr((W - A Q) S (W - A Q)') is least at A = W S Q' (Q S Q')^-1.
+    """
+    cores = [core.detach().double().cpu() for core in layer.cores()]
+    if layer.output_stage(cores) is None:
+        return
+    output, features = layer.tensor_format.halves(cores, layer.modes)
+    target = problem.target.flatten(1)
+    weighed = features if problem.metric is None else times(features, problem.metric)
+    gram = weighed @ features.T
+    ridge = _RIDGE * gram.diagonal().mean().clamp_min(1e-30)
+    # Towards what there is: directions that hardly any input takes stay as they were.
+    right = (target - output @ features) @ weighed.T
+    change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), right.T).T
+    rounded = compensated_weight(output + change, gram, bits)
+    stage = layer.output_stage(layer.tensor_format.set_output(cores, layer.modes, rounded))
+    if stage is not None:
+        _set_latent(*stage)
