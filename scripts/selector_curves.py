@@ -111,7 +111,7 @@ def search(
     folder: Path,
 ) -> tuple[EpisodeRow, ...]:
     """Search, or read the search that is in the folder; return its rows."""
-    evaluator.restore({"first_scores": []}, {})  # what one has scored must not help the next
+    evaluator.restore({})  # what one has scored must not help the next
     selector = create_selector(chosen.selector, problem, seed=seed, episodes=episodes, **chosen.options)
     return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True).rows
 

@@ -218,7 +218,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
     """
 
     def __init__(self, scoring: OnnxScoring, library: FitLibrary, problem: SearchProblem) -> None:
-        super().__init__(problem, sum(map(scoring.network.axes.size, scoring.feeds)))
+        super().__init__(problem)
         self.scoring = scoring
         self.graph = ScoringGraph(scoring.network, scoring.found, library, problem.sites)
 

@@ -93,7 +93,7 @@ def search_all(
         log.info("compare: %s (%d of %d)", compared.folder_name, number, len(entered))
         own = folder / compared.folder_name
         # What one selector has scored must not help, or be counted for, the next.
-        session.evaluator.restore({"first_scores": []}, {})
+        session.evaluator.restore({})
         entry = compared.entry
         result = session.search(entry.selector, entry.options, seed=compared.seed or 0, folder=own)
         if result.stopped_by == "interrupt":

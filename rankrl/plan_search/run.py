@@ -18,7 +18,6 @@ from rankrl.plan_search.scores.history import (
     EPISODES_FILE,
     EpisodeRow,
     EpisodesFile,
-    fully_scored,
     known_evaluations,
     make_row,
     write_candidates,
@@ -84,11 +83,8 @@ def choosing(
 
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
-    """Return the rows of the `count` best different plans, best first, the earlier first among equals.
-
-    Plans that successive halving dropped are left out, so that there may be fewer.
-    """
-    different = [row for row in fully_scored(rows) if not row.cached]
+    """Return the rows of the `count` best different plans, best first, the earlier first among equals."""
+    different = [row for row in rows if not row.cached]
     return sorted(different, key=lambda row: (-row.reward, row.episode))[:count]
 
 
@@ -157,7 +153,7 @@ def run_search(
             state.check(identity, path)
             rows, spent = list(state.rows), state.seconds
             selector.restore(SelectorState(state.tensors, state.values))
-            evaluator.restore(state.evaluator, known_evaluations(problem, rows))
+            evaluator.restore(known_evaluations(problem, rows))
     table = None
     if folder is not None:
         write_candidates(problem, folder / CANDIDATES_FILE)
@@ -184,14 +180,8 @@ def run_search(
             selector.observe(proposals, rewards)
             if path is not None and table is not None:
                 memory = selector.state()
-                SearchState(
-                    identity,
-                    tuple(rows),
-                    time.perf_counter() - start,
-                    memory.tensors,
-                    memory.values,
-                    evaluator.state(),
-                ).save(path)
+                spent = time.perf_counter() - start
+                SearchState(identity, tuple(rows), spent, memory.tensors, memory.values).save(path)
                 table.append(fresh)
             for row in fresh:
                 if on_episode is not None:

@@ -33,7 +33,6 @@ class SearchState:
         seconds: Wall time spent so far.
         tensors: The selector's arrays.
         values: The selector's plain values.
-        evaluator: The evaluator's plain values.
     """
 
     identity: Mapping[str, Any]
@@ -41,7 +40,6 @@ class SearchState:
     seconds: float
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    evaluator: Mapping[str, Any]
 
     def save(self, path: Path) -> None:
         """Write the state, atomically.
@@ -54,7 +52,6 @@ class SearchState:
             "rows": [vars(row) for row in self.rows],
             "seconds": self.seconds,
             "values": dict(self.values),
-            "evaluator": dict(self.evaluator),
         }
         write_state(path, self.tensors, content, _VERSION)
 
@@ -73,7 +70,6 @@ class SearchState:
                 float(content["seconds"]),
                 tensors,
                 content["values"],
-                content["evaluator"],
             )
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged or no search state: {error}") from error

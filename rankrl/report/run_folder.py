@@ -91,7 +91,6 @@ def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
         params_kept=number("params_kept"),
         macs_kept=number("macs_kept"),
         best_reward=number("best_reward"),
-        images=int(number("images")),
         cached=row["cached"] == str(True),
         seconds=number("seconds"),
         phase=row["phase"] or "",

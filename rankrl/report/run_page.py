@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rankrl.plan_search.scores.history import fully_scored
 from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import (
     LEFT_DENSE,
@@ -144,7 +143,7 @@ def _search(report: RunReport) -> Drawing | None:
     ruled = len(report.episodes) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
     if not report.episodes or ruled:
         return None
-    best = max(fully_scored(report.episodes), key=lambda row: row.reward)
+    best = max(report.episodes, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
     plans = counted(len(report.episodes), "evaluated plan")
     caption = (

@@ -83,14 +83,11 @@ class SyntheticEvaluator:
             score = float(np.tanh((weights * np.sqrt(sizes)).sum() / (4 * len(sizes))))
             cost = self.problem.cost(choices)
             kept = cost.params / self.problem.params, cost.macs / self.problem.macs
-            self._known[choices] = Evaluation(score, score, cost.params, cost.macs, *kept, 1, 0.0)
+            self._known[choices] = Evaluation(score, score, cost.params, cost.macs, *kept, 0.0)
         evaluation = self._known[choices]
         return Evaluation(**{**vars(evaluation), "cached": cached})
 
-    def state(self) -> dict:
-        return {}
-
-    def restore(self, state: dict, known: dict) -> None:
+    def restore(self, known: dict) -> None:
         self._known = dict(known)
 
 

@@ -114,7 +114,7 @@ _UNUSED_BY_ONNX = (
     *("calibration", "finetune", "optim", "train"),
     *("decomposition.sequential", "decomposition.batch_norm", "export.opset", "export.preprocess"),
     *("export.int8", "export.runtimes", "export.training", "export.pad_channels"),
-    *("search.images", "search.augmented", "search.statistics", "search.batch_size", "search.halving."),
+    *("search.images", "search.augmented", "search.statistics", "search.batch_size"),
     "search.workers",
 )
 
@@ -251,12 +251,6 @@ RULES = (
         lambda config: config["search"]["statistics"] != "refitted",
         "plans are refitted with search.statistics=refitted alone",
         "leave it out, or set search.statistics=refitted",
-    ),
-    Rule(
-        "search.halving.keep",
-        lambda config: config["search"]["halving"]["fraction"] is None,
-        "all plans are scored on all images",
-        "set search.halving.fraction too",
     ),
     *(
         Rule(

@@ -33,7 +33,6 @@ DEFAULTS: dict[str, Any] = {
     "rankrl.plan_search.scores.evaluator:EvaluatorOptions.refit_images": 512,
     "rankrl.plan_search.scores.evaluator:EvaluatorOptions.statistics": "corrected",
     "rankrl.plan_search.scores.evaluator:EvaluatorOptions.term": "accuracy",
-    "rankrl.plan_search.scores.evaluator:Halving.keep": 0.5,
     "rankrl.plan_search.session:CandidateOptions.blocks": False,
     "rankrl.plan_search.session:CandidateOptions.candidates": 16,
     "rankrl.plan_search.session:CandidateOptions.iterations": 60,

@@ -21,7 +21,7 @@ from rankrl.options.search import CandidateOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.pretraining.tasks import EpisodeOptions
 from rankrl.plan_search.pretraining.training import PretrainingOptions
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Halving, Term
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Term
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
 from rankrl.pruners.options import PruningOptions, pruning_options
@@ -219,11 +219,9 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
 
 def evaluator_options(config: AppConfig) -> EvaluatorOptions:
     """Return what is scored of a plan, and how."""
-    search, halving = config.search, None
+    search = config.search
     if search.images < 1:
         raise ConfigError(f"search.images must be at least 1, got {search.images}")
-    if search.halving.fraction is not None:
-        halving = Halving(search.halving.fraction, search.halving.keep)
     return EvaluatorOptions(
         term=search.term,  # type: ignore[arg-type]  # checked there, with a message for users
         augmented=search.augmented,
@@ -231,7 +229,6 @@ def evaluator_options(config: AppConfig) -> EvaluatorOptions:
         reestimation_images=search.reestimation_images,
         refit_images=search.refit_images,
         batch_size=search.batch_size,
-        halving=halving,
         seed=config.seed,
     )
 

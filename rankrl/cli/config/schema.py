@@ -21,7 +21,6 @@ _FINAL = "decomposition.operations.base:FINAL"
 _CANDIDATES = "rankrl.plan_search.session:CandidateOptions"
 _SEARCH = "rankrl.plan_search.session:SearchOptions"
 _EVALUATOR = "rankrl.plan_search.scores.evaluator:EvaluatorOptions"
-_HALVING = "rankrl.plan_search.scores.evaluator:Halving"
 _RECIPE = "rankrl.training.recipe:TrainingRecipe"
 _EXPORT = "rankrl.verify.measure:ExportOptions"
 _EPISODES = "rankrl.plan_search.pretraining.tasks:EpisodeOptions"
@@ -125,19 +124,6 @@ class CalibrationConfig:
 
 
 @dataclass
-class HalvingConfig:
-    """Successive halving: which plans are scored on a part of the images only.
-
-    Attributes:
-        fraction: Successive halving: share of the images that every plan is scored on, in (0, 1); only those
-            whose first score is among the best `keep` so far are scored on the rest. None scores all on all.
-    """
-
-    fraction: float | None = owned(_HALVING, "fraction", default=None)
-    keep: float = owned(_HALVING, "keep")
-
-
-@dataclass
 class SearchConfig:
     """How long plans are searched and how they are scored.
 
@@ -155,7 +141,6 @@ class SearchConfig:
     reestimation_images: int = owned(_EVALUATOR, "reestimation_images")
     refit_images: int = owned(_EVALUATOR, "refit_images")
     batch_size: int | None = owned(_EVALUATOR, "batch_size")
-    halving: HalvingConfig = field(default_factory=HalvingConfig)
     finalists: int = owned(_SEARCH, "finalists")
     workers: int | None = owned(_SEARCH, "workers")
     cluster: str = owned(_SEARCH, "cluster")

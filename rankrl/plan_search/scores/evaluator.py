@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ class Evaluation:
         macs: Multiply-accumulates of the whole compressed network for one input.
         params_kept: `params` / those of the dense network.
         macs_kept: `macs` / those of the dense network.
-        images: How many images were scored; fewer than all when successive halving dropped the plan.
         seconds: Wall time of the scoring; 0 for a plan that had been scored before.
         cached: Whether an equal plan had been scored before.
     """
@@ -57,28 +56,8 @@ class Evaluation:
     macs: int
     params_kept: float
     macs_kept: float
-    images: int
     seconds: float
     cached: bool = False
-
-
-@dataclass(frozen=True)
-class Halving:
-    """Successive halving with two rounds (Jamieson & Talwalkar, AISTATS 2016).
-
-    Attributes:
-        fraction: Share of the images in the first round, in (0, 1).
-        keep: Share of plans that go on to all images: those whose first score is among the best `keep` of
-            the first scores so far. The others are scored on the first round alone.
-    """
-
-    fraction: float
-    keep: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name, value in (("fraction", self.fraction), ("keep", self.keep)):
-            if not 0 < value < 1:
-                raise ConfigError(f"search.halving.{name} must lie between 0 and 1, got {value}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +76,6 @@ class EvaluatorOptions:
             becomes and takes several times as long (`decomposition.candidates.quick_refit`).
         reestimation_images: Held-out images that `reestimated` measures on, augmented as in training.
         refit_images: Training images that `refitted` solves on.
-        halving: Score unpromising plans on a part of the images only; None scores all on all.
         seed: Seed of the augmented copy.
         batch_size: Images in a batch; None for what suits the device.
         cache_bytes: Memory for reconstructed weights.
@@ -108,7 +86,6 @@ class EvaluatorOptions:
     statistics: Statistics = "corrected"
     reestimation_images: int = 500
     refit_images: int = 512
-    halving: Halving | None = None
     seed: int = 0
     batch_size: int | None = None
     cache_bytes: int = CACHE_BYTES
@@ -136,11 +113,8 @@ class Evaluator(Protocol):
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans, each the candidate of every site, in order."""
 
-    def state(self) -> dict[str, Any]:
-        """Return what scores depend on that changes during a search, as plain values."""
-
-    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
-        """Take over a state, and the evaluations of the plans scored so far."""
+    def restore(self, known: Mapping[Choices, Evaluation]) -> None:
+        """Take over the evaluations of the plans scored so far."""
 
 
 @runtime_checkable
@@ -240,7 +214,6 @@ class PlanEvaluator:
                 normal = augmented_copy(normal, augmentation, self.options.seed)
             self._calibration = self._load(normal, size, mean, std)[0]
         self._known: dict[Choices, Evaluation] = {}
-        self._first_scores: list[float] = []
         self._written: Choices | None = None
         self._dense_logits = self.network.logits(self._x)
         self._check(self._dense_logits, "the dense network")
@@ -249,10 +222,7 @@ class PlanEvaluator:
     @property
     def fingerprint(self) -> str:
         """Hash of the images and options, for telling whether two searches score alike."""
-        options = asdict(self.options)
-        if self.options.statistics != "refitted":
-            del options["refit_images"]  # searches from before there was such an option go on
-        text = f"{self._digest} {options} {self.precision.dtype} {self.precision.device.type}"
+        text = f"{self._digest} {asdict(self.options)} {self.precision.dtype} {self.precision.device.type}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -274,22 +244,13 @@ class PlanEvaluator:
         if known is not None:
             return known
         start = time.perf_counter()
-        logits = self.forward(choices, 0, self.first_round)
-        if self.goes_on(choices, logits):
-            logits = torch.cat([logits, self.forward(choices, self.first_round, self.batches)])
+        logits = self.forward(choices, 0, self.batches)
         return self.record(choices, logits, time.perf_counter() - start)
 
     @property
     def batches(self) -> int:
         """Number of batches of held-out images."""
         return len(self._x)
-
-    @property
-    def first_round(self) -> int:
-        """Number of batches that every plan is scored on."""
-        if self.options.halving is None:
-            return self.batches
-        return max(1, round(self.options.halving.fraction * self.batches))
 
     def known(self, choices: Choices) -> Evaluation | None:
         """Return the evaluation of a plan that was scored before, if it was."""
@@ -307,8 +268,6 @@ class PlanEvaluator:
             if isinstance(self.network, ScoringNetwork) and self.options.statistics == "reestimated":
                 self.network.reestimate(self._calibration)
             self._written = choices
-        if start == stop:
-            return self._dense_logits[:0]
         return self.network.logits(self._x[start:stop])
 
     def divergences(self, batches: int) -> list[np.ndarray]:
@@ -330,23 +289,6 @@ class PlanEvaluator:
 
         return each_alone(sites, divergence)
 
-    def goes_on(self, choices: Choices, first: Tensor) -> bool:
-        """Tell whether a plan is scored beyond the first round; asked once for every plan, in order.
-
-        Args:
-            choices: The plan: the candidate of every site.
-            first: Class scores of the first round.
-
-        Raises:
-            NonFiniteError: A class score is NaN or infinite.
-        """
-        self._check(first, choices)
-        if self.options.halving is None:
-            return False
-        score = self.term(first)
-        self._first_scores.append(score)
-        return score >= float(np.quantile(self._first_scores, 1 - self.options.halving.keep))
-
     def record(self, choices: Choices, logits: Tensor, seconds: float) -> Evaluation:
         """Return and remember the evaluation of a plan with these class scores, which took so many seconds.
 
@@ -362,7 +304,6 @@ class PlanEvaluator:
             macs=cost.macs,
             params_kept=cost.params / self.problem.params,
             macs_kept=cost.macs / self.problem.macs,
-            images=len(logits),
             seconds=seconds,
         )
         self._known[tuple(choices)] = evaluation
@@ -382,17 +323,8 @@ class PlanEvaluator:
             self.options.term if term is None else term, logits, self._y[scored], self._dense_logits[scored]
         )
 
-    def state(self) -> dict[str, Any]:
-        """Return what scoring depends on beside its options, as plain values."""
-        return {"first_scores": list(self._first_scores)}
-
-    def restore(
-        self,
-        state: Mapping[str, Any],
-        known: Mapping[Choices, Evaluation],
-    ) -> None:
-        """Take over a state, and the evaluations of the plans scored so far."""
-        self._first_scores = [float(value) for value in state["first_scores"]]
+    def restore(self, known: Mapping[Choices, Evaluation]) -> None:
+        """Take over the evaluations of the plans scored so far."""
         self._known = dict(known)
 
     def _load(

@@ -29,8 +29,7 @@ class EpisodeRow:
         accuracy: Fraction of the scored held-out images classified correctly.
         params_kept: Fraction of the network's parameters that the plan keeps.
         macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.
-        best_reward: Best reward up to and including this plan, of those scored on the most images.
-        images: Held-out images that were scored; fewer than of others where successive halving dropped it.
+        best_reward: Best reward up to and including this plan.
         cached: Whether an equal plan had been scored before.
         seconds: Wall time of the scoring.
         phase: What the selector was doing.
@@ -44,7 +43,6 @@ class EpisodeRow:
     params_kept: float
     macs_kept: float
     best_reward: float
-    images: int
     cached: bool
     seconds: float
     phase: str
@@ -56,23 +54,11 @@ class EpisodeRow:
         return tuple(json.loads(self.choices))
 
 
-def fully_scored(rows: Sequence[EpisodeRow]) -> list[EpisodeRow]:
-    """Return the rows that were scored on the most images: without those that successive halving dropped.
-
-    A reward of fewer images is a rougher one, which may come out above that of a better plan.
-    """
-    most = max((row.images for row in rows), default=0)
-    return [row for row in rows if row.images == most]
-
-
 def make_row(
     before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
 ) -> EpisodeRow:
     """Return the row that follows those before."""
-    best = reward
-    if before:  # successive halving scores the first plan on all images
-        dropped = evaluation.images < before[0].images
-        best = before[-1].best_reward if dropped else max(reward, before[-1].best_reward)
+    best = max(reward, before[-1].best_reward) if before else reward
     return EpisodeRow(
         episode=len(before) + 1,
         reward=reward,
@@ -81,7 +67,6 @@ def make_row(
         params_kept=evaluation.params_kept,
         macs_kept=evaluation.macs_kept,
         best_reward=best,
-        images=evaluation.images,
         cached=evaluation.cached,
         seconds=evaluation.seconds,
         phase=phase,
@@ -99,7 +84,6 @@ def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dic
             macs=round(row.macs_kept * problem.macs),
             params_kept=row.params_kept,
             macs_kept=row.macs_kept,
-            images=row.images,
             seconds=row.seconds,
         )
         for row in rows

@@ -1,6 +1,6 @@
 """Evaluators that share the work among worker processes and score exactly like their sequential kin.
 
-The main process keeps everything that decides (what is known, the order, successive halving); workers only
+The main process keeps everything that decides (what is known, the order); workers only
 compute class scores, or call the user's function. So the same seed gives the same plans whatever the number
 of workers. They run torch on `search.worker_cpus` threads each, one by default: beside a search in one
 process on several threads that holds as far as torch gives equal class scores on one thread and on several.
@@ -146,13 +146,9 @@ class _Parallel(Generic[_Local]):
         """That of the evaluator in one process: a search may go on with another number of workers."""
         return self._local.fingerprint
 
-    def state(self) -> dict[str, Any]:
-        """Return the state of the evaluator in one process."""
-        return self._local.state()
-
-    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
-        """Take over a state, and the evaluations of the plans scored so far."""
-        self._local.restore(state, known)
+    def restore(self, known: Mapping[Choices, Evaluation]) -> None:
+        """Take over the evaluations of the plans scored so far."""
+        self._local.restore(known)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -237,30 +233,21 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
             WorkerError: A worker died.
         """
         fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
-        first = self._forward(fresh, 0, self._local.first_round)
-        # In the order in which one process meets them: successive halving compares with those before.
-        promising = [plan for plan in fresh if self._local.goes_on(plan, first[plan][0])]
-        rest = self._forward(promising, self._local.first_round, self._local.batches)
+        outputs = self._forward(fresh)
         evaluations = []
         for plan in plans:
             known = self._local.known(plan)
-            if known is None:
-                parts = [first[plan], *([rest[plan]] if plan in rest else [])]
-                logits = torch.cat([logits for logits, _ in parts])
-                known = self._local.record(plan, logits, sum(seconds for _, seconds in parts))
-            evaluations.append(known)
+            evaluations.append(known or self._local.record(plan, *outputs[plan]))
         return evaluations
 
-    def _forward(
-        self, plans: Sequence[Choices], start: int, stop: int
-    ) -> dict[Choices, tuple[Tensor, float]]:
-        """Return class scores of batches `start` to `stop`, and the workers' seconds, by plan."""
-        if not plans or start == stop:
+    def _forward(self, plans: Sequence[Choices]) -> dict[Choices, tuple[Tensor, float]]:
+        """Return class scores, and the workers' seconds, by plan."""
+        if not plans:
             return {}
         shares = 1
         if self._local.options.statistics == "corrected":
-            shares = min(stop - start, max(1, self._pool.size // len(plans)))
-        bounds = np.linspace(start, stop, shares + 1).round().astype(int).tolist()
+            shares = min(self._local.batches, max(1, self._pool.size // len(plans)))
+        bounds = np.linspace(0, self._local.batches, shares + 1).round().astype(int).tolist()
         results = self._pool.map(
             [_Task(plan, begin, end) for plan in plans for begin, end in pairwise(bounds)]
         )

@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rankrl.plan_search.scores.evaluator import Evaluation
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -17,13 +16,11 @@ class RememberingEvaluator(ABC):
 
     Args:
         problem: The search problem.
-        count: How many inputs a plan is scored on, for the record.
     """
 
-    def __init__(self, problem: SearchProblem, count: int) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self._known: dict[Choices, Evaluation] = {}
-        self._count = count
 
     @abstractmethod
     def value(self, choices: Choices) -> float:
@@ -38,11 +35,7 @@ class RememberingEvaluator(ABC):
         """
         return [self._evaluate(choices) for choices in plans]
 
-    def state(self) -> dict[str, Any]:
-        """Return nothing: a score depends on its plan alone."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any], known: Mapping[Choices, Evaluation]) -> None:
+    def restore(self, known: Mapping[Choices, Evaluation]) -> None:
         """Take over the evaluations of the plans scored so far."""
         self._known = dict(known)
 
@@ -61,7 +54,6 @@ class RememberingEvaluator(ABC):
             macs=cost.macs,
             params_kept=cost.params / self.problem.params,
             macs_kept=cost.macs / self.problem.macs,
-            images=self._count,
             seconds=seconds,
         )
         self._known[tuple(choices)] = evaluation

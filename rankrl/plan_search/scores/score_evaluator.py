@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from decomposition import FitLibrary
-from decomposition.network.inputs import Inputs, count_inputs
+from decomposition.network.inputs import Inputs
 from decomposition.network.surgery import copied
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
@@ -41,7 +41,7 @@ class ScoreEvaluator(RememberingEvaluator):
     def __init__(
         self, model: nn.Module, library: FitLibrary, problem: SearchProblem, score: Score, example: Inputs
     ) -> None:
-        super().__init__(problem, count_inputs(example))
+        super().__init__(problem)
         self.score = score
         self.network = ScoringNetwork(
             model, library, problem.sites, Precision(model_device(model), torch.float32), example

@@ -78,7 +78,6 @@ IDLE = [
         ("search.refit_images=50",),
         r"refit_images=50 .* set search\.statistics=refitted",
     ),
-    ("search.halving.keep", ("search.halving.keep=0.2",), r"keep=0\.2 .* set search\.halving\.fraction"),
     ("search.cluster", ("search.cluster=ray",), r"cluster=ray .* set search\.workers"),
     ("search.worker_cpus", ("search.worker_cpus=2",), r"worker_cpus=2 .* set search\.workers"),
     ("search.worker_gpus", ("search.worker_gpus=1",), r"worker_gpus=1\.0 .* set search\.workers"),
@@ -110,7 +109,6 @@ IDLE = [
             ("search.augmented", "search.augmented=true"),
             ("search.statistics", "search.statistics=reestimated"),
             ("search.batch_size", "search.batch_size=5"),
-            ("search.halving.", "search.halving.fraction=0.5"),
             ("search.workers", "search.workers=2"),
         )
     ),
@@ -154,7 +152,6 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("decomposition=cp", "decomposition.tensorised=false"),
         ("search.statistics=reestimated", "search.reestimation_images=50"),
         ("search.statistics=refitted", "search.refit_images=50"),
-        ("search.halving.fraction=0.5", "search.halving.keep=0.2"),
         ("search.workers=2", "search.cluster=ray", "search.worker_gpus=1"),
         ("finetune.temperature=2",),
         ("task=evaluate", "budget.params=null"),

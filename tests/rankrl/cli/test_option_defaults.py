@@ -26,7 +26,7 @@ from rankrl.options.search import CandidateOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.pretraining.tasks import EpisodeOptions
 from rankrl.plan_search.pretraining.training import PretrainingOptions
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Halving
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.selectors import create_selector
 from rankrl.pruners.options import PruningOptions
 from rankrl.training import TrainingRecipe
@@ -42,7 +42,6 @@ DERIVED = {
     "pruner": "pruner.name",
     "timing": "export.*",
     "evaluator": "search.*",
-    "halving": "search.halving.*: None without a fraction",
     "cache_bytes": "no option",
     "folder": "no option",
     "cache": "no option",
@@ -60,7 +59,6 @@ DERIVED = {
 OWNERS: list[tuple[Any, tuple[str, ...]]] = [
     (CandidateOptions, ("decomposition.",)),
     (EvaluatorOptions, ("search.", "")),
-    (Halving, ("search.halving.",)),
     (SearchOptions, ("search.", "budget.")),
     (ExportOptions, ("export.",)),
     (LatencyOptions, ("export.",)),

@@ -47,7 +47,7 @@ def test_values_are_refused_before_anything_is_made(
         # Types of the schema, with a reason.
         (("budget.params=abc",), "budget.params must be a number or null, got 'abc'"),
         (("search.augmented=3",), "search.augmented must be true or false, got 3"),
-        (("search.halving=null",), "search.halving holds options of its own"),
+        (("train.optim=null",), "train.optim holds options of its own"),
         (("search=3",), "search holds options of its own"),
         (("compare.seeds=3",), "compare.seeds must be a list of whole numbers, got 3"),
         (("compare.selectors={a: 1}",), "compare.selectors must be a list of names"),

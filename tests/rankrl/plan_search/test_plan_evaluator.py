@@ -17,7 +17,7 @@ from decomposition.network.layers import compressible_layers
 from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Halving, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.scores.refitting_network import RefittingNetwork
 from rankrl.plan_search.scores.scoring_network import ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -171,26 +171,6 @@ def test_equal_plans_are_scored_once(evaluator, small_problem) -> None:
     assert evaluator.scored == 1
 
 
-def test_halving_scores_the_worse_half_on_a_part(
-    small_network, small_library, small_problem, small_images
-) -> None:
-    evaluator = make(
-        small_network,
-        small_library,
-        small_problem,
-        small_images,
-        term="soft_agreement",
-        halving=Halving(fraction=0.25, keep=0.5),
-        batch_size=8,
-    )
-    seen = [evaluator(random_choices(small_problem, seed)) for seed in range(20)]
-    parts = [evaluation for evaluation in seen if evaluation.images == 24]
-    whole = [evaluation for evaluation in seen if evaluation.images == 96]
-    assert len(parts) + len(whole) == len(seen)
-    assert parts
-    assert np.mean([e.score for e in whole]) > np.mean([e.score for e in parts])
-
-
 def test_test_images_are_refused(small_network, small_library, small_problem, small_images) -> None:
     with pytest.raises(TypeError, match="TestImages"):
         make(small_network, small_library, small_problem, TestImages(small_images))
@@ -247,12 +227,6 @@ def test_refitting_needs_training_images_and_layers_that_stay(
 def test_options_out_of_range_are_refused(options) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         EvaluatorOptions(**options)
-
-
-@pytest.mark.parametrize("options", [{"fraction": 1.0}, {"keep": 0.0}])
-def test_halving_out_of_range_is_refused(options) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        Halving(**{"fraction": 0.25, **options})
 
 
 def test_scores_that_are_not_finite_name_the_plan(evaluator, small_problem) -> None:

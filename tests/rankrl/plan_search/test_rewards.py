@@ -22,7 +22,7 @@ fractions = st.floats(0, 1)
 
 
 def evaluation(score: float = 0.8, kept: float = 0.5) -> Evaluation:
-    return Evaluation(score, score, round(1e5 * kept), round(1e6 * kept), kept, kept / 2, 10, 0.1)
+    return Evaluation(score, score, round(1e5 * kept), round(1e6 * kept), kept, kept / 2, 0.1)
 
 
 @pytest.mark.parametrize("name", list_rewards())

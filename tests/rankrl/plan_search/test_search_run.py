@@ -12,7 +12,6 @@ import pytest
 from decomposition.operations import operation_from_dict
 from rankrl.errors import ConfigError, StorageError
 from rankrl.plan_search.run import best_rows, run_search
-from rankrl.plan_search.scores.evaluator import Evaluation
 from rankrl.plan_search.scores.history import CANDIDATES_FILE, EPISODES_FILE
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.state import SearchState
@@ -53,38 +52,6 @@ def test_patience_stops_a_search_that_no_longer_improves(small_problem, syntheti
     result = search(small_problem, synthetic_evaluator, episodes=500, patience=5)
     assert result.stopped_by == "patience"
     assert len(result.rows) == result.best.episode + 5
-
-
-class Halving:
-    """Hands out given rewards, each of so many images; every plan is a new one."""
-
-    fingerprint = "halving"
-
-    def __init__(self, *scored: tuple[float, int]) -> None:
-        self._scored = iter(scored)
-
-    def evaluate(self, plans):
-        found = (next(self._scored) for _ in plans)
-        return [Evaluation(score, score, 1, 1, 0.5, 0.5, images, 0.0) for score, images in found]
-
-    def state(self) -> dict:
-        return {}
-
-
-def test_a_plan_that_halving_dropped_is_not_the_best(small_problem) -> None:
-    dropped, whole = 0.9, [0.5, 0.7, 0.6]
-    scored = [(whole[0], 96), (dropped, 32), (whole[1], 96), (dropped, 32), (whole[2], 96)]
-    result = search(small_problem, Halving(*scored), episodes=5)
-    assert (result.best.episode, result.best.reward) == (3, 0.7)
-    assert result.plan == small_problem.plan(result.rows[2].key, "random")
-    assert [row.best_reward for row in result.rows] == [0.5, 0.5, 0.7, 0.7, 0.7]
-    assert [row.episode for row in best_rows(result.rows, 5)] == [3, 5, 1]
-
-
-def test_a_plan_that_halving_dropped_does_not_prolong_a_search(small_problem) -> None:
-    scored = [(0.5, 96), (0.6, 96), *((0.7 + 0.1 * number, 32) for number in range(3))]
-    result = search(small_problem, Halving(*scored), episodes=5, patience=2)
-    assert (result.stopped_by, len(result.rows)) == ("patience", 4)
 
 
 def test_time_stops_a_search(small_problem, synthetic_evaluator) -> None:

@@ -74,7 +74,6 @@ def make_episodes(count: int = 120) -> list[EpisodeRow]:
                 params_kept=0.4,
                 macs_kept=0.48,
                 best_reward=best,
-                images=2000,
                 cached=episode % 7 == 6,
                 seconds=0.6,
                 phase=phase,

@@ -359,7 +359,7 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
     for number, choice in enumerate((problem.sites[0].dense, 0, 1)):
         choices = tuple(0 if site.name != "0" else min(choice, site.dense) for site in problem.sites)
         cost = problem.cost(choices)
-        evaluation = Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 1, 0.0)
+        evaluation = Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 0.0)
         rows.append(make_row(rows, choices, "test", evaluation, 1.0 - number / 10))
     best = rows[0]
     result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
@@ -382,7 +382,7 @@ def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
     problem = budget.problem(library)
     choices = tuple(problem.preset.tolist())
     cost = problem.cost(choices)
-    row = make_row((), choices, "test", Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 1, 0.0), 1.0)
+    row = make_row((), choices, "test", Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 0.0), 1.0)
     result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
     budget.factor, measurements = 1.5, budget.measurements
     assert budget.holding(problem, result, 1) == TimedPlans([row])
@@ -400,7 +400,7 @@ def test_a_resumed_search_comes_to_the_plan_that_kept_its_budget_before(
     budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
     choices = tuple(problem.preset.tolist())
-    row = make_row((), choices, "test", Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 1, 0.0), 1.0)
+    row = make_row((), choices, "test", Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 0.0), 1.0)
     result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
     assert budget.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
     resumed = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
