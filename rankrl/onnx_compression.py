@@ -21,14 +21,14 @@ from rankrl.files import storage_errors
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.onnx.graph.axis_suggestions import Axes
-from rankrl.onnx.graph.budget import compared_with_original, network_costs, plan_costs, time_beside
+from rankrl.onnx.graph.costs import network_costs, plan_costs
 from rankrl.onnx.graph.file import check_contracted, write_graph
 from rankrl.onnx.graph.given import GivenFile, Inputs
 from rankrl.onnx.graph.half import check_without_integers, without_integers
 from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT
 from rankrl.onnx.graph.network import OnnxNetwork, open_session
-from rankrl.onnx.graph.positions import METADATA, faster_positions, from_metadata, to_metadata
+from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats, writable_formats
 from rankrl.onnx.graph.site import Site
@@ -40,6 +40,8 @@ from rankrl.plan_search.selectors import check_selector
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.runs.run_lock import alone_in_folder
 from rankrl.timing import fast_multiple
+from rankrl.timing.graph_files import compared_with_original, time_beside
+from rankrl.timing.positions import faster_positions
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.as_read import check_as_read
 from rankrl.verify.collapse import collapse

@@ -30,7 +30,7 @@ from rankrl.data import load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.onnx.export import export_network
 from rankrl.onnx.graph import OnnxNetwork
-from rankrl.onnx.graph.budget import network_costs
+from rankrl.onnx.graph.costs import network_costs
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.training import report_accuracy

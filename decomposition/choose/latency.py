@@ -6,10 +6,8 @@ that carries the numbers to the allocation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,6 @@ import numpy as np
 from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.budget import Budget
 from decomposition.errors import DecompositionError
-from decomposition.files import replacing
-
-_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -130,38 +125,26 @@ class LatencyTable:
         borders = tuple(self.borders.get(site.name, 0.0) for site in sites[:-1])
         return Budget(fraction, "latency", self.total, self.rest, borders if any(borders) else ())
 
-    def save(self, path: Path) -> None:
-        """Write the table as JSON; the file is replaced atomically."""
-        content = {
-            "version": _VERSION,
-            "conditions": self.conditions,
-            "rest": self.rest,
-            "borders": dict(self.borders),
-            "sites": {name: list(times) for name, times in self.sites.items()},
-            "narrowed": {name: [list(row) for row in rows] for name, rows in self.narrowed.items()},
-        }
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain values for JSON."""
+        return asdict(self)
 
     @classmethod
-    def load(cls, path: Path) -> LatencyTable:
-        """Read a table.
+    def from_dict(cls, values: Mapping[str, Any]) -> LatencyTable:
+        """Return the table of `to_dict`, read from JSON or not.
 
         Raises:
-            DecompositionError: If the file is no latency table of this version.
+            DecompositionError: The values are no latency table.
         """
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if content["version"] != _VERSION:
-                raise DecompositionError(
-                    f"{path} has version {content['version']!r}, this release reads {_VERSION}; measure anew"
-                )
-            sites = {name: tuple(map(float, times)) for name, times in content["sites"].items()}
-            borders = {name: float(time) for name, time in content["borders"].items()}
+            sites = {name: tuple(map(float, times)) for name, times in values["sites"].items()}
+            borders = {name: float(time) for name, time in values["borders"].items()}
             narrowed = {
                 name: tuple(tuple(map(float, row)) for row in rows)
-                for name, rows in content.get("narrowed", {}).items()
+                for name, rows in values["narrowed"].items()
             }
-            return cls(sites, float(content["rest"]), str(content["conditions"]), borders, narrowed)
+            return cls(sites, float(values["rest"]), str(values["conditions"]), borders, narrowed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DecompositionError(f"{path} is no latency table ({error}); measure anew") from error
+            if isinstance(error, DecompositionError):
+                raise
+            raise DecompositionError(f"these values are no latency table ({error}); measure anew") from error

@@ -6,33 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, LayerSpec
+from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.candidates.listing import CandidateLister
 from decomposition.network.inputs import InputShape
 from decomposition.network.rewriting import Rewrite
 from rankrl.options.search import CandidateOptions
 from rankrl.options.timing import LatencyOptions
-
-
-class Timer(Protocol):
-    """Measures a network's layers, and the whole network under a plan."""
-
-    @property
-    def conditions(self) -> object:
-        """What times depend on beside the options and the table of layers, as a value whose `repr` tells."""
-
-    def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
-        """Return the times of all candidates of all sites, and of the whole dense network.
-
-        Raises:
-            ExportError: A layer or the network cannot be exported.
-        """
-
-    def whole(self, plan: CompressionPlan) -> float:
-        """Return the time of the network under a plan / that of the dense one, timed in turns.
-
-        Weights do not matter for that, so that nothing is refitted.
-        """
+from rankrl.timing.network_timer import NetworkTimer
 
 
 class Network(Protocol):
@@ -88,7 +68,7 @@ class Network(Protocol):
             DecompositionError: No layer can be compressed.
         """
 
-    def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> Timer:
+    def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return what measures times of this network.
 
         Args:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from decomposition import CompressionPlan, FitLibrary, FitOptions, LayerSpec
+from decomposition.cache import Cache, digest
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fitting import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.base import FINAL
 from decomposition.operations.quantise import computes_in_integers
-from rankrl.files import atomic_path
-from rankrl.networks.graph_timer import GraphTimer
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.file import write_graph
 from rankrl.onnx.graph.given import GivenFile
-from rankrl.onnx.graph.inputs import add_to_digest
 from rankrl.onnx.graph.integers import without_integers
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
@@ -34,8 +28,8 @@ from rankrl.onnx.graph.site import SiteModules
 from rankrl.options.search import CandidateOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-
-log = logging.getLogger(__name__)
+from rankrl.timing.graph_files import GraphFiles
+from rankrl.timing.network_timer import NetworkTimer
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +90,11 @@ class GraphNetwork:
         """Calibrate the nodes and return the library of their fits; see `Network`."""
         return fit_library(self.given, candidates, options=self.options, folder=cache, seed=seed)
 
-    def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> GraphTimer:
+    def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return what measures times of the graph, whose nodes hold fits while it is timed."""
         assert library is not None
-        return GraphTimer(self.given, self.feed, options, library)
+        batch = self.given.network.axes.size(self.feed)
+        return NetworkTimer(GraphFiles(self.given, self.feed, library), replace(options, batch=batch))
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> OnnxNetwork:
         """Return the network that a plan becomes, as it is written."""
@@ -186,27 +181,14 @@ def measured_sensitivities(
         folder: Where they are kept for later runs on the same network and inputs, or None.
         seed: Seed of the perturbations.
     """
-    usable, batches = given.usable, given.split.calibration
-    path = None if folder is None else folder / f"sensitivities-{_measured_key(given, seed)}.safetensors"
-    if path is not None and path.exists():
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError):
-            log.warning("%s is damaged; sensitivities are measured anew", path)
-    with progress_bar("perturb nodes", total=len(usable)) as bar:
-        found = collect_sensitivities(
-            given.network, usable, batches, seed=seed, progress=lambda _: bar.advance()
-        )
-    if path is not None:
-        with atomic_path(path) as temporary:
-            save_file(found, temporary)
-    return found
+    usable, batches, network = given.usable, given.split.calibration, given.network
 
+    def measured() -> dict[str, torch.Tensor]:
+        with progress_bar("perturb nodes", total=len(usable)) as bar:
+            return collect_sensitivities(
+                network, usable, batches, seed=seed, progress=lambda _: bar.advance()
+            )
 
-def _measured_key(given: GivenFile, seed: int) -> str:
-    """Hash everything that measured sensitivities depend on."""
-    names = [node.name for site in given.usable for node in site.nodes]
-    digest = hashlib.sha256(repr((METHOD, seed, names, given.network.axes)).encode())
-    digest.update(given.network.model.SerializeToString())
-    add_to_digest(digest, given.split.calibration)
-    return digest.hexdigest()[:32]
+    names = [node.name for site in usable for node in site.nodes]
+    key = digest(METHOD, seed, names, network.axes, network.model.SerializeToString(), batches)
+    return Cache(folder).tensors("sensitivities", key, measured)

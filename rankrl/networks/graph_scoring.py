@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +14,9 @@ import onnx_ir as ir
 import onnxruntime
 
 from decomposition import CandidateSet, FitLibrary
+from decomposition.cache import digest
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.batch_axes import BatchAxes
-from rankrl.onnx.graph.inputs import add_to_digest
 from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx.graph.rewrite import open_constants, without_unused
 from rankrl.onnx.graph.site import Site
@@ -190,13 +189,8 @@ class OnnxScoring:
     @property
     def fingerprint(self) -> str:
         """Hash of all that scores depend on beside the plan."""
-        digest = hashlib.sha256(self.network.model.SerializeToString())
-        if self.score is not None:
-            digest.update(score_identity(self.score).encode())
-        else:
-            digest.update(self.term.encode())
-            add_to_digest(digest, self.feeds)
-        return digest.hexdigest()[:16]
+        scored_by = (self.term, self.feeds) if self.score is None else score_identity(self.score)
+        return digest(self.network.model.SerializeToString(), scored_by)[:16]
 
     @property
     def _numbers(self) -> range:

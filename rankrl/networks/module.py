@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from decomposition import (
-    CandidateSet,
     CompressionPlan,
     FitLibrary,
     Inputs,
-    LatencyTable,
     LayerSpec,
     apply_plan,
-    build_structure,
     count_macs,
     count_parameters,
-    factorised_layers,
     inspect_layers,
 )
 from decomposition.candidates.listing import CandidateLister
@@ -34,13 +28,11 @@ from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data import Preprocessing
 from rankrl.networks.blocks import block_removals
 from rankrl.networks.channels import channel_narrowings
-from rankrl.onnx.export import export_network
-from rankrl.onnx.export.feeds import random_feed
-from rankrl.onnx.runtimes import Batch
 from rankrl.options.search import CandidateOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.progress import Progress, progress_bar
-from rankrl.timing import compare_latency, measure_layer_latencies
+from rankrl.progress import Progress
+from rankrl.timing.module_files import ModuleFiles
+from rankrl.timing.network_timer import NetworkTimer
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +143,11 @@ class ModuleNetwork:
             seed=seed,
         )
 
-    def timer(self, options: LatencyOptions, _library: FitLibrary | None = None, /) -> ModuleTimer:
+    def timer(self, options: LatencyOptions, _library: FitLibrary | None = None, /) -> NetworkTimer:
         """Return what measures times of the module, exported; no fits are needed."""
-        return ModuleTimer(self, options)
+        preprocessing = self.preprocessing if options.preprocess else None
+        files = ModuleFiles(self.model, self.input_shape, options.batch, options.channel_block, preprocessing)
+        return NetworkTimer(files, options)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
         """Return the compressed module; it is calibrated anew, layer by layer."""
@@ -170,79 +164,3 @@ class ModuleNetwork:
         if candidates.blocks:
             removable["removals"] = block_removals(self.model, self.input_shape)
         return removable
-
-
-class ModuleTimer:
-    """Measures a module's layers, and the module under a plan, exported to ONNX; a `Timer`.
-
-    Args:
-        network: The module.
-        options: How time is measured.
-    """
-
-    def __init__(self, network: ModuleNetwork, options: LatencyOptions) -> None:
-        self.network, self.options = network, options
-        self._preprocessing = network.preprocessing if options.preprocess else None
-        self._scratch = tempfile.TemporaryDirectory()
-
-    @property
-    def conditions(self) -> Preprocessing | None:
-        """What the file does to images before the network."""
-        return self._preprocessing
-
-    def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
-        """Measure all candidates of all sites, or read what was measured before."""
-        options = self.options
-        with progress_bar("time layers", total=len(sites)) as bar:
-            return measure_layer_latencies(
-                self.network.model,
-                sites,
-                self.network.input_shape,
-                batch=options.batch,
-                threads=options.threads,
-                runs=options.runs,
-                channel_block=options.channel_block,
-                folder=options.folder,
-                progress=lambda _: bar.advance(),
-            )
-
-    def whole(self, plan: CompressionPlan) -> float:
-        """Return the time of the module under a plan / that of the dense one, exported and timed in turns."""
-        compressed = build_structure(self.network.model, plan)
-        for layer in factorised_layers(compressed).values():
-            for parameter in layer.parameters():
-                nn.init.normal_(parameter, std=0.1)
-        path = Path(self._scratch.name) / "compressed.onnx"
-        self._export(compressed, path)
-        times = compare_latency(
-            self._dense_file,
-            path,
-            batch=self.options.batch,
-            threads=self.options.threads,
-            runs=self.options.runs,
-            inputs=self._sample,
-        )
-        return 1 / times.ratio
-
-    def _export(self, model: nn.Module, path: Path) -> None:
-        block = self.options.channel_block
-        shape = self.network.input_shape
-        export_network(
-            model, path, shape, [self._sample], preprocessing=self._preprocessing, channel_block=block
-        )
-
-    @cached_property
-    def _sample(self) -> Batch:
-        """The batch that files are timed on."""
-        sizes = self._preprocessing
-        if sizes is None:
-            return random_feed(self.network.model, self.network.input_shape, self.options.batch)
-        size = (self.options.batch, sizes.height, sizes.width, sizes.channels)
-        return np.random.default_rng(0).integers(256, size=size, dtype=np.uint8)
-
-    @cached_property
-    def _dense_file(self) -> Path:
-        """The dense network's file, which dozens of plans are timed beside."""
-        path = Path(self._scratch.name) / "dense.onnx"
-        self._export(self.network.model, path)
-        return path

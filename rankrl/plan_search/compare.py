@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from decomposition import CompressionPlan
+from decomposition.cache import Cache, digest
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
-from rankrl.files import write_json
 from rankrl.plan_search.agents.policy_file import read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.run import SearchResult
@@ -125,18 +123,20 @@ class FinalTest:
         """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
         recipe = None if self.recipe is None else asdict(self.recipe)
         operations = [[each.to_dict() for each in layer.operations] for layer in plan]
-        identity = [problem.fingerprint, operations, recipe]
-        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-        kept, state = self.folder / f"{key}.json", self.folder / f"{key}.safetensors"
-        if kept.exists():
-            known = json.loads(kept.read_text(encoding="utf-8"))
-            return known["test_accuracy"], known["finetuned_accuracy"]
-        network = self.apply(plan)
-        before, after = test_accuracy(network, self.data), None
-        if self.recipe is not None:
-            run_training("fine-tune", network, self.data, self.recipe, state_file=state, teacher=self.teacher)
-            after = test_accuracy(network, self.data)
-        write_json(kept, {"test_accuracy": before, "finetuned_accuracy": after})
+        key = digest(problem.fingerprint, operations, recipe)
+        state = self.folder / f"{key}.safetensors"
+
+        def tested() -> tuple[float, float | None]:
+            network = self.apply(plan)
+            before, after = test_accuracy(network, self.data), None
+            if self.recipe is not None:
+                run_training(
+                    "fine-tune", network, self.data, self.recipe, state_file=state, teacher=self.teacher
+                )
+                after = test_accuracy(network, self.data)
+            return before, after
+
+        before, after = Cache(self.folder).value("accuracies", key, tested)
         state.unlink(missing_ok=True)
         return before, after
 

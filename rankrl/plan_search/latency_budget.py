@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,25 @@ from decomposition import (
     FitLibrary,
     LatencyTable,
     LayerPlan,
+    allocate,
     plan_from_choices,
 )
+from decomposition.cache import Cache, digest
 from decomposition.choose.reachable import least_fraction
-from rankrl.files import write_json
 from rankrl.networks.base import Network
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.latency_fit import Trial, corrected, correction, first_trials
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.timing.correction import Trial, corrected, correction
 from rankrl.timing.latency import SMALLEST_CHANGE
 
 log = logging.getLogger(__name__)
 
-PLAN_TIMES_FILE = "plan_times.json"
-"""Beside a search's state: the times of the plans that were exported at its end."""
+_SHARES = (0.15, 0.35, 0.6, 0.85)
+"""Of the way from the fastest plan to the dense network, where plans are tried."""
 _ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
@@ -121,7 +121,7 @@ class LatencyBudget:
         searched all the same.
 
         Layers measured alone do not quite add up to a network: the greedy plan is exported as a whole and
-        timed, the table corrected by it (`latency_fit`), and the budget set so that the table
+        timed, the table corrected by it (`correction`), and the budget set so that the table
         says of that plan what was measured, until a plan keeps the fraction that was asked for, and little
         less. What was found is kept beside the table of layers, so that a search is resumed with the same.
 
@@ -129,20 +129,14 @@ class LatencyBudget:
             DecompositionError: If no plan can reach the budget.
         """
         table, _ = self._faster
-        found, kept = (
-            self._path(table, "budget", self.fraction),
-            self._path(table, "corrected", self.fraction),
-        )
-        if found is None or kept is None:
-            best, fitted = self._adjusted(table, library)
-            return self._problem(fitted, best, library)
-        if not found.exists():
-            best, fitted = self._adjusted(table, library)
-            if not found.exists():  # a run beside this one may search with what it found by now
-                fitted.save(kept)
-                write_json(found, best)
-        wanted = float(json.loads(found.read_text(encoding="utf-8")))
-        return self._problem(LatencyTable.load(kept), wanted, library)
+        key = self._key(table, self.fraction)
+
+        def adjusted() -> dict[str, Any]:
+            fraction, fitted = self._adjusted(table, library)
+            return {"fraction": fraction, "table": fitted.to_dict()}
+
+        kept = Cache(self.options.folder).value("budget", key, adjusted)
+        return self._problem(LatencyTable.from_dict(kept["table"]), kept["fraction"], library)
 
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
         """Return a fraction and a table with which greedy's plan keeps the budget.
@@ -194,11 +188,8 @@ class LatencyBudget:
 
     def _trials(self, table: LatencyTable) -> list[Trial]:
         """Return whole networks that were timed, where layers compute in integers."""
-        path = self._path(table, "trials")
         if not table.borders:
             return []
-        if path is not None and path.exists():
-            return [Trial(tuple(parts), time) for parts, time in json.loads(path.read_text(encoding="utf-8"))]
         specs, shape = self.network.specs, self.network.input_shape
 
         def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
@@ -206,10 +197,11 @@ class LatencyBudget:
                 plan_from_choices(sites, choices, specs, shape, "a trial", keep=KeepChannels)
             )
 
-        found = first_trials(table, self._faster[1], measured)
-        if path is not None:
-            write_json(path, [[each.parts, each.time] for each in found])
-        return found
+        def trials() -> list[list[Any]]:
+            return [[each.parts, each.time] for each in first_trials(table, self._faster[1], measured)]
+
+        kept = Cache(self.options.folder).value("trials", self._key(table), trials)
+        return [Trial(tuple(parts), time) for parts, time in kept]
 
     def _once(self, plan: CompressionPlan) -> float:
         """Return what `measured` said of a plan the first time: a second timing differs by chance alone."""
@@ -234,23 +226,19 @@ class LatencyBudget:
                 its fine-tuning may have begun with; None keeps nothing.
         """
         found: list[EpisodeRow] = []
-        path = None if folder is None else folder / PLAN_TIMES_FILE
-        known = {} if path is None else _known_times(path, problem)
+        cache = Cache(folder)
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
         nearest, least = tried[0], float("inf")
         for row in tried:
-            name = ",".join(map(str, row.key))
-            if name not in known:
-                known[name] = self._once(problem.plan(row.key, result.plan.chosen_by))
-            kept = known[name]
+            plan = problem.plan(row.key, result.plan.chosen_by)
+            key = digest(problem.fingerprint, row.key)
+            kept = cache.value("plan-time", key, partial(self._once, plan))
             if kept < least:
                 nearest, least = row, kept
             if kept <= self.fraction:
                 found.append(row)
             if len(found) == count:
                 break
-        if path is not None:
-            write_json(path, {"problem": problem.fingerprint, "kept": known})
         if found:
             return TimedPlans(found)
         return TimedPlans(
@@ -260,27 +248,11 @@ class LatencyBudget:
             "a little less, measure on a quiet machine, or raise search.episodes",
         )
 
-    def _path(self, table: LatencyTable, kind: str, *further: Any) -> Path | None:
-        """Return where something that follows from a table and the candidates is kept, or None."""
-        if self.options.folder is None:
-            return None
+    def _key(self, table: LatencyTable, *others: object) -> str:
+        """Return the key of what follows from a table, the candidates and all budgets."""
         _, sites = self._faster
-        candidates = [[each.content() for each in site.candidates] for site in sites]
-        losses = [site.losses.tolist() for site in sites]
-        content = repr(
-            (
-                table.conditions,
-                table.rest,
-                table.sites,
-                table.borders,
-                candidates,
-                losses,
-                further,
-                *([self.further] if self.further else []),
-                self._timer.conditions,
-            )
-        )
-        return self.options.folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{kind}.json"
+        candidates = [([each.content() for each in site.candidates], site.losses) for site in sites]
+        return digest(table, candidates, self.further, self._timer.conditions, others)
 
     @cached_property
     def _faster(self) -> tuple[LatencyTable, list[CandidateSet]]:
@@ -306,14 +278,30 @@ class LatencyBudget:
         )
 
 
-def _known_times(path: Path, problem: SearchProblem) -> dict[str, float]:
-    """Return the times of plans that were measured for the same problem, by their choices."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        same = content["problem"] == problem.fingerprint
-        return {str(name): float(kept) for name, kept in content["kept"].items()} if same else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+def first_trials(
+    table: LatencyTable,
+    sites: Sequence[CandidateSet],
+    measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
+) -> list[Trial]:
+    """Time the best and random plans of several budgets.
+
+    Args:
+        table: The measured layers.
+        sites: Their candidates.
+        measured: Time of the network under some choices, as a fraction of the dense one's.
+    """
+    attached = table.attach(sites)
+    least = least_fraction(attached, table.budget(1.0, sites))
+    generator = np.random.default_rng(0)
+    plans = []
+    for share in _SHARES:
+        budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
+        plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
+    found = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
+    for plan in plans:
+        chosen = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
+        found.append(Trial.of(table, sites, chosen, measured(attached, plan)))
+    return found
 
 
 def _none_of(plans: int) -> str:

@@ -1,4 +1,4 @@
-"""Time: how files and single layers are timed, and what is fast on this processor."""
+"""Time: how files, layers and networks are timed, and what is fast on this processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rankrl.timing.latency import (
     measure_latency,
     time_in_turns,
 )
-from rankrl.timing.layer_latency import measure_layer_latencies
 from rankrl.timing.rank_step import fast_multiple
 
 __all__ = [
@@ -22,6 +21,5 @@ __all__ = [
     "fast_multiple",
     "is_unchanged",
     "measure_latency",
-    "measure_layer_latencies",
     "time_in_turns",
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +10,15 @@ from typing import Any
 from torch import nn
 
 from decomposition import contracted, factorised_layers, inspect_layers
+from decomposition.cache import Cache, digest
 from decomposition.network.inputs import InputShape
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied, replace_module
-from rankrl.files import write_json
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch
 from rankrl.timing.latency import time_in_turns
 from rankrl.timing.layer_timing import LayerTimer
 
-FORM_FILE = "onnx-form.json"
-"""Where the form of the exported file is kept, beside the files that were timed."""
 _RUNS = 7
 _FASTER = 0.95
 """A layer is contracted where that takes less than so much of the time of its stages."""
@@ -71,14 +67,15 @@ def fastest_form(
         return path
 
     files = {"staged": file_of("staged", network)}
-    digest = hashlib.sha256(files["staged"].read_bytes()).hexdigest()
-    chosen = _chosen_before(scratch / FORM_FILE, digest)
-    if chosen is None:
+
+    def chosen() -> tuple[str, list[str]]:
         slow = faster_contracted(network, shape, timing, channel_block)
         tried = {"staged": [], "mixed": slow, "contracted": list(layers)}
         if len(slow) in (0, len(layers)):
             del tried["mixed"]
-        files |= {name: file_of(name, contracted(network, tried[name])) for name in tried if name != "staged"}
+        files.update(
+            {name: file_of(name, contracted(network, tried[name])) for name in tried if name != "staged"}
+        )
         turns = [(DEFAULT_RUNTIME, path) for path in files.values()]
         times = time_in_turns(turns, inputs=timed, **timing)
         best = 0
@@ -87,9 +84,10 @@ def fastest_form(
             if compared.ratio > 1 and not compared.unchanged:
                 best = other
         name = list(tried)[best]
-        chosen = name, tried[name]
-        write_json(scratch / FORM_FILE, {"chosen": name, "contracted": tried[name], "of": digest})
-    name, names = chosen
+        return name, tried[name]
+
+    key = digest(files["staged"].read_bytes())
+    name, names = Cache(scratch).value("form", key, chosen)
     return (network if name == "staged" else contracted(network, names)), name, files.get(name)
 
 
@@ -117,12 +115,3 @@ def faster_contracted(
                 if one < _FASTER * staged:
                     found.append(name)
     return found
-
-
-def _chosen_before(path: Path, digest: str) -> tuple[str, list[str]] | None:
-    """Return the form that was chosen for the same network, and its contracted layers; None without one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return (str(content["chosen"]), list(content["contracted"])) if content["of"] == digest else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

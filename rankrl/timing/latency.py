@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import onnxruntime
 
-from rankrl.device import usable_cores
+from rankrl.device import processor_name, usable_cores
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
 from rankrl.wording import counted
@@ -116,6 +117,14 @@ def clock_for(threads: int, runtime: str = DEFAULT_RUNTIME) -> Clock:
 def ticks(clock: Clock) -> Callable[[], int]:
     """Return the function that reads a clock, in nanoseconds."""
     return time.thread_time_ns if clock == "processor" else time.perf_counter_ns
+
+
+def measuring_conditions(batch: int, threads: int) -> str:
+    """Return what measured times depend on beside the layers, for the reader and for keys."""
+    return (
+        f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
+        f"{clock_for(threads)} time"
+    )
 
 
 def measure_latency(

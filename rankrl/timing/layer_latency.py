@@ -5,40 +5,18 @@ What layers of the same geometry have in common is measured once (`LayerTimer`).
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnxruntime
 from torch import nn
 
-from decomposition import (
-    Candidate,
-    CandidateSet,
-    DecompositionError,
-    Factorise,
-    LatencyTable,
-    inspect_layers,
-)
+from decomposition import Candidate, CandidateSet, Factorise, LatencyTable
 from decomposition.network.geometry import Geometry
-from decomposition.network.inputs import ExampleInputs
-from decomposition.network.layers import DecomposableModule, LayerSpec, is_decomposable_module
-from rankrl.device import processor_name
-from rankrl.onnx.export.feeds import random_feed
-from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.onnx_file import export_onnx
-from rankrl.timing.latency import clock_for, measure_latency
+from decomposition.network.layers import DecomposableModule, is_decomposable_module
 from rankrl.timing.layer_timing import LayerTimer
 
-log = logging.getLogger(__name__)
-
-_METHOD = 6
-"""How layers are timed; another number keeps tables that were measured otherwise from being read."""
 _LARGEST_SHARE = 0.98
 """The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
 _LEAST_SHARE = 0.5
@@ -50,119 +28,6 @@ _NOTHING = 1e-4
 _Rows = tuple[tuple[float, ...], ...]
 _SiteTimes = tuple[tuple[float, ...], _Rows]
 """Times of a site's candidates, and of each at every number of outputs that the next site may read."""
-
-
-def measure_layer_latencies(
-    model: nn.Module,
-    sites: Sequence[CandidateSet],
-    input_shape: ExampleInputs,
-    *,
-    batch: int = 64,
-    threads: int = 1,
-    runs: int = 15,
-    channel_block: int = 1,
-    folder: Path | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> LatencyTable:
-    """Measure every candidate of every layer, and the whole dense network.
-
-    What is left of the dense network's time beside its layers is the rest. Where candidates compute in
-    integers their times are scaled so that, with the same rest, the dense layers in integers add up to the
-    time of the dense network in integers.
-
-    Args:
-        model: The dense network.
-        sites: The candidates of its layers.
-        input_shape: Shape of one input without the batch axis, or a batch of inputs.
-        batch: Inputs of a forward pass.
-        threads: Threads of onnxruntime.
-        runs: Timed passes of each candidate.
-        channel_block: Channels are filled up as in the exported network (`export_onnx`).
-        folder: Where tables are kept, one for each machine, model and setting; None keeps none.
-        progress: Called with each measured layer's name.
-
-    Returns:
-        Milliseconds for one batch.
-
-    Raises:
-        ExportError: A layer or the network cannot be exported.
-    """
-    specs = {spec.name: spec for spec in inspect_layers(model, input_shape)}
-    conditions = f"{measuring_conditions(batch, threads)}, channels in blocks of {channel_block}"
-    key = table_key(sites, specs, conditions, runs)
-
-    def measured() -> LatencyTable:
-        return _measured(model, sites, input_shape, batch, threads, runs, channel_block, progress)
-
-    return kept_table(folder, key, measured)
-
-
-def kept_table(folder: Path | None, key: str, measure: Callable[[], LatencyTable]) -> LatencyTable:
-    """Return a table that was kept in a folder, or measure and keep it.
-
-    Args:
-        folder: The folder; None keeps nothing.
-        key: Name of the table (`table_key`).
-        measure: Measures it.
-    """
-    if folder is None:
-        return measure()
-    path = folder / f"{key}.json"
-    known = _known_table(path)
-    if known is not None:
-        return known
-    table = measure()
-    known = _known_table(path)  # of a run beside this one, which may search with it by now
-    if known is not None:
-        return known
-    folder.mkdir(parents=True, exist_ok=True)
-    table.save(path)
-    return table
-
-
-def _known_table(path: Path) -> LatencyTable | None:
-    if not path.exists():
-        return None
-    try:
-        return LatencyTable.load(path)
-    except DecompositionError:
-        log.warning("%s is damaged; latencies are measured anew", path)
-        return None
-
-
-def _measured(
-    model: nn.Module,
-    sites: Sequence[CandidateSet],
-    input_shape: ExampleInputs,
-    batch: int,
-    threads: int,
-    runs: int,
-    channel_block: int,
-    progress: Callable[[str], None] | None,
-) -> LatencyTable:
-    integers = any(each.integer for site in sites for each in site.candidates)
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        measured = time_sites(
-            dict(model.named_modules()),
-            sites,
-            batch=batch,
-            threads=threads,
-            runs=runs,
-            scratch=scratch,
-            channel_block=channel_block,
-            progress=progress,
-        )
-        dense = scratch / "network.onnx"
-        export_onnx(model, dense, input_shape, channel_block=channel_block, progress=False)
-        timing: dict[str, Any] = {"batch": batch, "threads": threads, "runs": 2 * runs}
-        sample = random_feed(model, input_shape, batch)
-        whole = measure_latency(dense, **timing, inputs=sample).median_ms
-        in_integers = None
-        if integers:
-            quantise_onnx(dense, dense, [sample], weights={f"{site.name}.weight" for site in sites})
-            in_integers = measure_latency(dense, **timing, inputs=sample).median_ms
-    return measured.table(sites, whole, in_integers, measuring_conditions(batch, threads))
 
 
 @dataclass(frozen=True)
@@ -194,7 +59,40 @@ class SiteTimes:
             in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
             conditions: Recorded in the table.
         """
-        return _fitted(sites, self.times, self.narrowed, self.borders, whole, in_integers, conditions)
+        dense = sum(each[-1] for each in self.times.values())
+        factor = min(1.0, _LARGEST_SHARE * whole / dense)
+        rest, integer_factor = whole - factor * dense, 1.0
+        if in_integers is not None:
+            quantised = sum(
+                self.times[site.name][index]
+                for site in sites
+                for index, each in enumerate(site.candidates)
+                if each.only_integers
+            )
+            # Layers without integers take in that network what they take in the other one.
+            floats = factor * sum(
+                self.times[site.name][-1]
+                for site in sites
+                if not any(each.only_integers for each in site.candidates)
+            )
+            left = in_integers - floats
+            if quantised > 0:
+                integer_factor = max(left - rest, _LEAST_SHARE * left) / quantised if left > 0 else factor
+        factors = {
+            site.name: [integer_factor if each.integer else factor for each in site.candidates]
+            for site in sites
+        }
+        scaled = {
+            name: tuple(time * each for time, each in zip(self.times[name], own, strict=True))
+            for name, own in factors.items()
+        }
+        narrower = {
+            name: tuple(
+                tuple(time * each for time in row) for row, each in zip(rows, factors[name], strict=True)
+            )
+            for name, rows in self.narrowed.items()
+        }
+        return LatencyTable(scaled, rest=rest, conditions=conditions, borders=self.borders, narrowed=narrower)
 
 
 def time_sites(
@@ -225,7 +123,7 @@ def time_sites(
     """
     alike: dict[str, list[CandidateSet]] = {}
     for site in sites:
-        alike.setdefault(_geometry(site), []).append(site)
+        alike.setdefault(geometry(site), []).append(site)
     times: dict[str, tuple[float, ...]] = {}
     narrowed: dict[str, _Rows] = {}
     borders: dict[str, float] = {}
@@ -308,84 +206,7 @@ def _factorised(candidate: Candidate) -> bool:
     return any(isinstance(each, Factorise) for each in candidate.operations)
 
 
-def _fitted(
-    sites: Sequence[CandidateSet],
-    times: dict[str, tuple[float, ...]],
-    narrowed: dict[str, _Rows],
-    borders: dict[str, float],
-    whole: float,
-    in_integers: float | None,
-    conditions: str,
-) -> LatencyTable:
-    """Scale the layers' times so that the dense ones add up to the time of the dense network.
-
-    Args:
-        sites: The candidates.
-        times: Of each site's candidates.
-        narrowed: The same at every number of outputs that the next site may read.
-        borders: Of the change of precision behind each site.
-        whole: Time of the dense network.
-        in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
-        conditions: Recorded in the table.
-    """
-    dense = sum(each[-1] for each in times.values())
-    factor = min(1.0, _LARGEST_SHARE * whole / dense)
-    rest, integer_factor = whole - factor * dense, 1.0
-    if in_integers is not None:
-        quantised = sum(
-            times[site.name][index]
-            for site in sites
-            for index, each in enumerate(site.candidates)
-            if each.only_integers
-        )
-        # Layers without integers take in that network what they take in the other one.
-        floats = factor * sum(
-            times[site.name][-1] for site in sites if not any(each.only_integers for each in site.candidates)
-        )
-        left = in_integers - floats
-        if quantised > 0:
-            integer_factor = max(left - rest, _LEAST_SHARE * left) / quantised if left > 0 else factor
-    factors = {
-        site.name: [integer_factor if each.integer else factor for each in site.candidates] for site in sites
-    }
-    scaled = {
-        name: tuple(time * each for time, each in zip(times[name], own, strict=True))
-        for name, own in factors.items()
-    }
-    narrower = {
-        name: tuple(tuple(time * each for time in row) for row, each in zip(rows, factors[name], strict=True))
-        for name, rows in narrowed.items()
-    }
-    return LatencyTable(scaled, rest=rest, conditions=conditions, borders=borders, narrowed=narrower)
-
-
-def measuring_conditions(batch: int, threads: int) -> str:
-    """Return what measured times depend on beside the layers, for the reader and for files' names."""
-    return (
-        f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
-        f"{clock_for(threads)} time"
-    )
-
-
-def _geometry(site: CandidateSet) -> str:
+def geometry(site: CandidateSet) -> str:
     """Return all that a layer's latencies depend on beside what is done with it."""
     nameless = replace(site.spec, name="", index=0, batch_norm=None)
     return repr((nameless, [each and each.rows for each in site.candidates[site.dense].narrower]))
-
-
-def table_key(
-    sites: Sequence[CandidateSet], specs: Mapping[str, LayerSpec], conditions: str, runs: int
-) -> str:
-    """Return the name under which a table is kept: equal for tables that would be measured alike.
-
-    Args:
-        sites: The candidates.
-        specs: All layers of the network, by name.
-        conditions: How it is measured, and what else times depend on.
-        runs: Timed passes of each candidate.
-    """
-    content = [str(_METHOD), conditions, str(runs), *map(repr, specs.values())]
-    content += [
-        f"{site.name} {_geometry(site)} {[each.content() for each in site.candidates]}" for site in sites
-    ]
-    return hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import onnxruntime
 from torch import nn
 
-from rankrl.device import processor_name
-from rankrl.files import write_json
+from decomposition.cache import Cache, digest
+from rankrl.timing.latency import measuring_conditions
 from rankrl.timing.layer_timing import LayerTimer
 
 log = logging.getLogger(__name__)
@@ -35,24 +33,17 @@ def fast_multiple(folder: Path | None = None) -> int:
     Args:
         folder: Where the answer is kept for later runs on this machine; None keeps none.
     """
-    machine = f"{processor_name()}, onnxruntime {onnxruntime.__version__}"
-    path = None if folder is None else folder / "rank-multiple.json"
-    if path is not None and path.exists():
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            if known["machine"] == machine and known["multiple"] in STEPS:
-                return int(known["multiple"])
-        except (ValueError, KeyError, TypeError):
-            log.warning("%s is damaged; the ranks that the processor likes are timed anew", path)
+    conditions = measuring_conditions(_SHAPE[0], 1)
+    return Cache(folder).value("rank-multiple", digest(conditions, STEPS, _SHAPE, _RUNS), _measured)
+
+
+def _measured() -> int:
     ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _stair(start, step)})
     with tempfile.TemporaryDirectory() as scratch:
         timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS, folder=Path(scratch))
         times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
     multiple = step_of(dict(zip(ranks, times.tolist(), strict=True)))
     log.info("ranks are multiples of %d: what this processor computes at a time", multiple)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": machine, "multiple": multiple})
     return multiple
 
 

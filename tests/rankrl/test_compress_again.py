@@ -19,6 +19,7 @@ from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.onnx_compression import compress_onnx
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.runs.run_lock import locked
+from rankrl.timing.network_timer import NetworkTimer
 
 IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {
@@ -77,13 +78,13 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
     """Times that are others whenever they are measured."""
     drawn = np.random.default_rng(0)
 
-    def table(model: nn.Module, sites: Any, *_: object) -> LatencyTable:
+    def table(_: object, sites: Any) -> LatencyTable:
         times = {
             site.name: tuple((site.params * drawn.uniform(0.9, 1.1, len(site))).tolist()) for site in sites
         }
         return LatencyTable(times, rest=1.0, conditions="drawn")
 
-    monkeypatch.setattr("rankrl.timing.layer_latency._measured", table)
+    monkeypatch.setattr(NetworkTimer, "measured", table)
     monkeypatch.setattr(LatencyBudget, "measured", lambda *_: drawn.uniform(0.75, 0.85))
     return drawn
 

@@ -6,7 +6,7 @@ sensitivity of the network's outputs to it; fits, costs and allocation are that 
 
 from __future__ import annotations
 
-from rankrl.onnx.graph.budget import network_costs
+from rankrl.onnx.graph.costs import network_costs
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.image_files import ImagePreprocessing

@@ -12,7 +12,7 @@ import numpy as np
 
 from decomposition.network.layers import skipping
 from rankrl.onnx.graph.axis_suggestions import Axes
-from rankrl.onnx.graph.budget import input_shape, network_costs
+from rankrl.onnx.graph.costs import input_shape, network_costs
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
 from rankrl.onnx.graph.image_files import ImagePreprocessing

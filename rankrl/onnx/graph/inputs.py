@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +41,6 @@ class SplitInputs:
     calibration: list[Feed]
     heldout: list[Feed]
     scored: list[Feed]
-
-
-def add_to_digest(digest: hashlib._Hash, feeds: Sequence[Feed]) -> None:
-    """Let a hash depend on batches, names, types and shapes included."""
-    for feed in feeds:
-        for name, value in feed.items():
-            digest.update(f"{name} {value.dtype} {value.shape}".encode())
-            digest.update(np.ascontiguousarray(value).tobytes())
 
 
 def read_inputs(

@@ -9,35 +9,22 @@ is faster all the same where the kernel is long or the channels are few. No outp
 
 from __future__ import annotations
 
-import logging
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from decomposition.errors import PlanError
-from rankrl.onnx.graph.budget import kept_measurement, time_beside
-from rankrl.onnx.graph.network import Array, Feed, OnnxNetwork, free_ends, part_of
+from rankrl.onnx.graph.network import Array, OnnxNetwork
 from rankrl.onnx.graph.rewrite import free_name, new_constant, put_in_place, without_unused
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME
-from rankrl.options.timing import LatencyOptions
-from rankrl.progress import progress_bar
-from rankrl.timing.latency import is_unchanged, time_in_turns
-from rankrl.timing.rank_step import STEPS, fast_multiple
-
-log = logging.getLogger(__name__)
 
 METADATA = "several_positions"
 """Under which a plan's metadata say what was rewritten in the network that it is for."""
-_RUNS = 9
 
 
 @dataclass(frozen=True)
@@ -104,53 +91,6 @@ def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[Sev
     ]
 
 
-def faster_positions(
-    network: OnnxNetwork, sites: Sequence[Site], feed: Feed, options: LatencyOptions
-) -> dict[str, SeveralPositions]:
-    """Return which nodes are faster when they compute several positions at once, and how.
-
-    Every node is timed alone in every way that it can, and the network as a whole in the end: nothing is
-    returned where that is no faster.
-
-    Args:
-        network: The network.
-        sites: Its nodes.
-        feed: A batch of real inputs.
-        options: How time is measured; what is found is kept in the folder.
-    """
-    if not _ways(network, sites, max(STEPS)):
-        return {}
-    ways = _ways(network, sites, fast_multiple(options.folder))
-
-    def measured() -> dict[str, dict[str, int]]:
-        return to_metadata(_measured(network, sites, ways, feed, options))
-
-    found = kept_measurement([network], feed, options, "positions", measured, further=repr(list(ways)))
-    return {name: SeveralPositions(**each) for name, each in found.items()}
-
-
-def _measured(
-    network: OnnxNetwork,
-    sites: Sequence[Site],
-    ways: Mapping[str, Sequence[SeveralPositions]],
-    feed: Feed,
-    options: LatencyOptions,
-) -> dict[str, SeveralPositions]:
-    chosen: dict[str, SeveralPositions] = {}
-    with progress_bar("time positions", total=len(ways)) as bar:
-        for site in sites:
-            if site.name in ways:
-                best = _fastest(network, site, ways[site.name], network.axes.size(feed), options)
-                chosen |= {} if best is None else {site.name: best}
-                bar.advance()
-    if chosen:
-        beside = time_beside(network, with_several_positions(network, sites, chosen), feed, options)
-        log.info("with them the network takes %.2f of its time", beside)
-        if beside > 1 or is_unchanged(beside):
-            return {}
-    return chosen
-
-
 def to_metadata(chosen: Chosen) -> dict[str, dict[str, int]]:
     """Return what became of convolutions as values that JSON holds."""
     return {name: asdict(each) for name, each in chosen.items()}
@@ -179,12 +119,6 @@ def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -
             )
         found[name] = way
     return found
-
-
-def _ways(network: OnnxNetwork, sites: Sequence[Site], group: int) -> dict[str, list[SeveralPositions]]:
-    """Return the ways in which nodes can compute several positions at once, for those that have any."""
-    found = {site.name: possible_positions(network, site, group) for site in sites}
-    return {name: ways for name, ways in found.items() if ways}
 
 
 def _from_json(value: object) -> SeveralPositions | None:
@@ -276,43 +210,3 @@ def _bias(site: Site) -> Array:
 
 def _integers(graph: ir.Graph, name: str, values: Sequence[int]) -> ir.Value:
     return new_constant(graph, name, np.array(values, np.int64))
-
-
-def _fastest(
-    network: OnnxNetwork, site: Site, ways: Sequence[SeveralPositions], batch: int, options: LatencyOptions
-) -> SeveralPositions | None:
-    """Time a node, with all that share its weight, in several ways; return the fastest or None as it is."""
-    times = np.zeros(1 + len(ways))
-    generator, model = np.random.default_rng(0), network.graph_model()
-    for node in site.nodes:
-        part = part_of(model, [node.input_name], [node.output_name])
-        free_ends(part)
-        alone, node_alone = OnnxNetwork(ir.to_proto(part), network.source), replace(node, twins=())
-        graphs = [alone, *(with_several_positions(alone, [node_alone], {node.name: way}) for way in ways)]
-        pieces, spatial = node.spec.input_sizes[0], len(node.spec.kernel_size)
-        shape = (batch * math.prod(pieces[:-spatial]), node.spec.in_channels, *pieces[-spatial:])
-        x = {node.input_name: generator.standard_normal(shape, dtype=np.float32)}
-        with tempfile.TemporaryDirectory() as scratch:
-            files = []
-            for number, graph in enumerate(graphs):
-                files.append(Path(scratch) / f"{number}.onnx")
-                onnx.save(graph.model, files[-1])
-            timed = time_in_turns(
-                [(DEFAULT_RUNTIME, file) for file in files],
-                batch=batch,
-                threads=options.threads,
-                runs=_RUNS,
-                inputs=x,
-            )
-        times += [each.median_ms for each in timed.latencies]
-    best = int(times.argmin())
-    if best == 0 or is_unchanged(times[0] / times[best]):
-        return None
-    log.info(
-        "%s computes %d positions at once: %.2f instead of %.2f ms",
-        site.name,
-        ways[best - 1].positions,
-        times[best],
-        times[0],
-    )
-    return ways[best - 1]

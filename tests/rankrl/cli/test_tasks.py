@@ -26,7 +26,6 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import list_tasks
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.onnx.errors import ExportError
-from rankrl.timing.form import FORM_FILE
 
 Command = Callable[..., None]
 
@@ -320,9 +319,10 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
     broken = tmp_path / "broken"
     assert not (broken / "metrics.json").exists()
     # Which form of the file is faster is measured, and kept for a run that goes on.
-    shutil.copy(whole_run / "state" / FORM_FILE, broken / "state" / FORM_FILE)
+    (form,) = (whole_run / "state").glob("form-*.json")
+    shutil.copy(form, broken / "state" / form.name)
     rankrl(f"resume={broken}")
-    assert read_json(broken / "state" / FORM_FILE) == read_json(whole_run / "state" / FORM_FILE)
+    assert read_json(broken / "state" / form.name) == read_json(form)
     for name in ("plan.json", "model.safetensors", "dense.safetensors", "model.onnx"):
         assert (broken / name).read_bytes() == (whole_run / name).read_bytes(), name
 

@@ -16,14 +16,15 @@ from rankrl.data import Images
 from rankrl.errors import ConfigError
 from rankrl.models import create_model
 from rankrl.networks.channels import channel_narrowings
+from rankrl.networks.module import ModuleNetwork
 from rankrl.operations import KeepChannels, kept_channels
+from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.envs.actions import create_action_map
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.scores.parallel import GivenFits, ParallelEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.timing import measure_layer_latencies
 from rankrl.workers.base import LocalCluster, Workers
 
 SHAPE = (1, 8, 8)
@@ -149,7 +150,8 @@ def test_scores_in_processes_equal_those_of_one(
 @pytest.mark.slow
 def test_narrower_layers_are_timed(network: nn.Module, library: FitLibrary) -> None:
     sites = library.all_candidates(limit=1)
-    table = measure_layer_latencies(network, sites, SHAPE, batch=4, runs=2)
+    timer = ModuleNetwork(network, SHAPE).timer(LatencyOptions(batch=4, runs=2))
+    table = timer.layers(sites)
     assert set(table.narrowed) == {"0", "3", "5"}
     for site in sites[:-1]:
         rows = np.array(table.narrowed[site.name])

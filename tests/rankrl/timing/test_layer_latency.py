@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-import rankrl.timing.layer_latency
 from decomposition import (
+    CandidateSet,
     CompressionPlan,
     DecompositionError,
     FitLibrary,
@@ -36,9 +36,10 @@ from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.evaluator import Evaluation
 from rankrl.plan_search.scores.history import make_row
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.timing import measure_layer_latencies
-from rankrl.timing.layer_latency import _fitted, kept_table
+from rankrl.timing import module_files, network_timer
+from rankrl.timing.layer_latency import SiteTimes
 from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.network_timer import NetworkTimer
 
 SHAPE = (3, 12, 12)
 
@@ -79,11 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("latencies")
 
 
+def measured_layers(model: nn.Module, sites: Sequence[CandidateSet], **options: Any) -> LatencyTable:
+    return ModuleNetwork(model, SHAPE).timer(LatencyOptions(**options)).layers(sites)
+
+
 @pytest.fixture(scope="module")
 def table(model: nn.Module, library: FitLibrary, folder: Path) -> LatencyTable:
-    return measure_layer_latencies(
-        model, library.all_candidates(limit=2), SHAPE, batch=4, runs=3, folder=folder
-    )
+    return measured_layers(model, library.all_candidates(limit=2), batch=4, runs=3, folder=folder)
 
 
 def test_every_candidate_of_every_layer_is_measured(library: FitLibrary, table: LatencyTable) -> None:
@@ -106,25 +109,34 @@ def test_a_table_is_measured_once(
     def refuse(*_: object) -> None:
         raise AssertionError("this should have come from the file")
 
-    monkeypatch.setattr(rankrl.timing.layer_latency.LayerTimer, "candidates", refuse)
+    monkeypatch.setattr(LayerTimer, "candidates", refuse)
     sites = library.all_candidates(limit=2)
-    assert measure_layer_latencies(model, sites, SHAPE, batch=4, runs=3, folder=folder) == table
+    assert measured_layers(model, sites, batch=4, runs=3, folder=folder) == table
     with pytest.raises(AssertionError, match="come from the file"):
-        measure_layer_latencies(model, sites, SHAPE, batch=5, runs=3, folder=folder)
+        measured_layers(model, sites, batch=5, runs=3, folder=folder)
     fewer = library.all_candidates(limit=1)
     with pytest.raises(AssertionError, match="come from the file"):
-        measure_layer_latencies(model, fewer, SHAPE, batch=4, runs=3, folder=folder)
+        measured_layers(model, fewer, batch=4, runs=3, folder=folder)
 
 
-def test_of_two_runs_that_measure_at_once_both_search_with_the_first_table(tmp_path: Path) -> None:
-    first = LatencyTable({"layer": (1.0, 2.0)}, rest=0.5)
+def test_of_two_runs_that_measure_at_once_both_search_with_the_first_table(
+    model: nn.Module, library: FitLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = library.all_candidates(limit=1)
+    options = LatencyOptions(folder=tmp_path)
+    tables = [LatencyTable({"layer": (1.0, 2.0)}, rest=0.5), LatencyTable({"layer": (3.0, 4.0)}, rest=0.5)]
 
-    def measured() -> LatencyTable:
-        kept_table(tmp_path, "key", lambda: first)  # the other run, meanwhile
-        return LatencyTable({"layer": (3.0, 4.0)}, rest=0.5)
+    def measured(timer: NetworkTimer, found: Sequence[CandidateSet]) -> LatencyTable:
+        own = tables.pop()
+        if tables:
+            ModuleNetwork(model, SHAPE).timer(options).layers(found)  # the other run, meanwhile
+        return own
 
+    monkeypatch.setattr(NetworkTimer, "measured", measured)
     for _ in range(2):
-        assert kept_table(tmp_path, "key", measured).sites["layer"] == (1.0, 2.0)
+        found = ModuleNetwork(model, SHAPE).timer(options).layers(sites)
+        assert found.sites["layer"] == (1.0, 2.0)
+    assert not tables
 
 
 def test_what_layers_of_one_geometry_have_in_common_is_timed_once(
@@ -143,7 +155,7 @@ def test_what_layers_of_one_geometry_have_in_common_is_timed_once(
         return np.arange(1.0, 1 + len(chosen))
 
     monkeypatch.setattr(LayerTimer, "candidates", candidates)
-    table = measure_layer_latencies(model, sites, SHAPE, batch=2, runs=2)
+    table = measured_layers(model, sites, batch=2, runs=2)
     contents = {str(each.operations) for site in sites for each in site.candidates}
     assert len(timed) == len(contents)
     assert [len(table.sites[site.name]) for site in sites] == [2, 4]
@@ -160,13 +172,13 @@ def test_dense_network_is_exported_once_for_all_plans(
     small: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported: list[nn.Module] = []
-    really = rankrl.networks.module.export_network
+    really = module_files.export_network
 
     def export(network: nn.Module, *arguments: Any, **options: Any) -> Any:
         exported.append(network)
         return really(network, *arguments, **options)
 
-    monkeypatch.setattr(rankrl.networks.module, "export_network", export)
+    monkeypatch.setattr(module_files, "export_network", export)
     sites = library_of(small, "tucker").all_candidates(limit=2)
     budget = LatencyBudget(ModuleNetwork(small, SHAPE), sites, 0.9, LatencyOptions(batch=2, runs=2))
     specs = compressible_layers(small, SHAPE)
@@ -180,7 +192,7 @@ def test_dense_network_is_exported_once_for_all_plans(
 def test_candidates_of_several_formats_are_timed_beside_one_another(small: nn.Module) -> None:
     sites = library_of(small, "tucker", "cp").all_candidates(limit=1)
     sites = [site for site in sites if site.name == "2"]
-    table = measure_layer_latencies(small, sites, SHAPE, batch=2, runs=2)
+    table = measured_layers(small, sites, batch=2, runs=2)
     assert {name: len(times) for name, times in table.sites.items()} == {"2": 3}
     problem = SearchProblem.from_model(small, sites, SHAPE, latency=1.0, latencies=table)
     assert problem.measure == "latency"
@@ -206,15 +218,9 @@ def test_every_plan_of_the_problem_keeps_the_budget(
 
 @pytest.mark.parametrize(("whole", "in_integers"), [(10.0, 7.0), (6.0, 5.0)])
 def test_layers_in_integers_add_up_beside_those_that_stay_in_floats(whole: float, in_integers: float) -> None:
-    table = _fitted(
-        [_site("both", False, True, False), _site("floats", False, False)],
-        {"both": (1.0, 2.0, 6.0), "floats": (1.0, 3.0)},
-        {},
-        {},
-        whole,
-        in_integers,
-        "",
-    )
+    times = SiteTimes({"both": (1.0, 2.0, 6.0), "floats": (1.0, 3.0)}, {}, {})
+    sites = [_site("both", False, True, False), _site("floats", False, False)]
+    table = times.table(sites, whole, in_integers)
     floats = table.sites["floats"][-1] + table.rest
     assert table.sites["both"][-1] + floats == pytest.approx(whole)
     assert table.sites["both"][1] + floats == pytest.approx(in_integers)
@@ -222,7 +228,7 @@ def test_layers_in_integers_add_up_beside_those_that_stay_in_floats(whole: float
 
 def test_a_network_that_is_faster_in_integers_than_its_floats_alone_leaves_times_as_measured() -> None:
     sites = [_site("both", False, True, False), _site("floats", False, False)]
-    table = _fitted(sites, {"both": (1.0, 2.0, 6.0), "floats": (1.0, 3.0)}, {}, {}, 10.0, 2.0, "")
+    table = SiteTimes({"both": (1.0, 2.0, 6.0), "floats": (1.0, 3.0)}, {}, {}).table(sites, 10.0, 2.0)
     assert table.sites["both"] == (1.0, 2.0, 6.0)
 
 
@@ -252,7 +258,7 @@ def test_a_network_is_timed_in_the_form_in_which_it_is_exported(
         inputs.extend(onnx.load(path).graph.input[0].type.tensor_type.elem_type for path in paths)
         return types.SimpleNamespace(ratio=2.0)
 
-    monkeypatch.setattr("rankrl.networks.module.compare_latency", look)
+    monkeypatch.setattr(network_timer, "compare_latency", look)
     how = Preprocessing(*SHAPE, mean=(0.5,) * 3, std=(0.2,) * 3)
     options = LatencyOptions(preprocess=preprocess)
     network = ModuleNetwork(small, SHAPE, preprocessing=how)

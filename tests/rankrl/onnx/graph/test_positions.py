@@ -18,20 +18,20 @@ from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
 from decomposition import CompressionPlan, FitOptions, PlanError
-from rankrl.onnx.graph import positions
 from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph.positions import (
     METADATA,
     SeveralPositions,
-    faster_positions,
     possible_positions,
     with_several_positions,
 )
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 from rankrl.options.timing import LatencyOptions
+from rankrl.timing import positions
 from rankrl.timing.latency import Latency, TimedTurns
+from rankrl.timing.positions import faster_positions
 
 GROUP = 16
 
@@ -261,7 +261,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankrl.onnx_compression.faster_positions", lambda *_: found)
         patch.setattr("rankrl.onnx_compression.time_beside", lambda *_: 1.1)
-        patch.setattr("rankrl.networks.graph_timer.GraphTimer.whole", lambda *_: 0.7)
+        patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: 0.7)
         return rankrl.compress_onnx(
             folder / "net.onnx",
             x,

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
-from rankrl.onnx.graph.budget import network_costs
+from rankrl.onnx.graph.costs import network_costs
 from rankrl.onnx.graph.network import Array, OnnxNetwork
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites

@@ -1,13 +1,8 @@
-"""What a network in an ONNX file costs as a whole, and budgets in its time."""
+"""What a network in an ONNX file costs as a whole."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -15,17 +10,12 @@ import onnx
 from decomposition import CompressionPlan
 from decomposition.operations.base import FLOAT_BYTES, dense_cost
 from decomposition.plan.layer_plan import without_growth
-from rankrl.files import write_json
 from rankrl.onnx.export.operators import dequantises, is_standard
 from rankrl.onnx.graph.half import HALF
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.quantised import packed, parameters_of
 from rankrl.onnx.graph.site import Site
-from rankrl.options.timing import LatencyOptions
-from rankrl.timing.latency import LatencyComparison, compare_latency
-from rankrl.timing.layer_latency import measuring_conditions
 
-_Value = TypeVar("_Value")
 _BITS = {
     onnx.TensorProto.INT4: 4,
     onnx.TensorProto.UINT4: 4,
@@ -98,75 +88,3 @@ def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> dict[str, int]:
         if node.name in names:
             found |= dict.fromkeys(parameters_of(node), packed(node))
     return found
-
-
-def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
-    """Return the time of a network / that of the one it was rewritten from, measured once.
-
-    Args:
-        original: The other one.
-        network: The network.
-        feed: A batch of real inputs.
-        options: How time is measured; what is found is kept in the folder.
-    """
-
-    def measured() -> float:
-        with tempfile.TemporaryDirectory() as scratch:
-            rewritten = Path(scratch) / "rewritten.onnx"
-            onnx.save(network.as_in_file().model, rewritten)
-            return 1 / compared_with_original(original, rewritten, feed, options).ratio
-
-    return kept_measurement([original, network], feed, options, "rewritten", measured)
-
-
-def kept_measurement(
-    networks: Sequence[OnnxNetwork],
-    feed: Feed,
-    options: LatencyOptions,
-    kind: str,
-    measured: Callable[[], _Value],
-    *,
-    further: str = "",
-) -> _Value:
-    """Return what was measured of some networks on this machine, kept in the folder of the options.
-
-    Args:
-        networks: The networks.
-        feed: The batch that is timed.
-        options: How time is measured; without a folder nothing is kept.
-        kind: What is measured, for the name of the file.
-        measured: Measures it: a value that JSON holds.
-        further: What it depends on besides.
-    """
-    if options.folder is None:
-        return measured()
-    digest = hashlib.sha256(
-        (measuring_conditions(networks[0].axes.size(feed), options.threads) + further).encode()
-    )
-    for each in networks:
-        digest.update(each.model.SerializeToString())
-    path = options.folder / f"{digest.hexdigest()[:24]}-{kind}.json"
-    if path.exists():
-        found: _Value = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    found = measured()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, found)
-    return found
-
-
-def compared_with_original(
-    network: OnnxNetwork, path: Path, feed: Feed, options: LatencyOptions
-) -> LatencyComparison:
-    """Time a file beside the network it was made from, on the same inputs, in turns."""
-    with tempfile.TemporaryDirectory() as scratch:
-        original = Path(scratch) / "original.onnx"
-        onnx.save(network.as_in_file().model, original)
-        return compare_latency(
-            original,
-            path,
-            batch=network.axes.size(feed),
-            threads=options.threads,
-            runs=options.runs,
-            inputs=feed,
-        )

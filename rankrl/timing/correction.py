@@ -1,4 +1,4 @@
-"""Making sums of layers' times agree with whole networks: a table of latencies corrected by a few of them.
+"""Sums of layers' times made to agree with whole networks: a table of latencies corrected by a few of them.
 
 Layers timed one by one do not quite add up: tensors are cold or warm, additions of residual branches cost
 more where precisions differ, and what one layer's shape suits another's does not. A handful of whole
@@ -7,15 +7,13 @@ networks under different plans, exported and timed, says by how much each kind o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from decomposition import Candidate, CandidateSet, LatencyTable, allocate
-from decomposition.choose.reachable import least_fraction
-from rankrl.plan_search.selectors.random_plans import spend_at_random
+from decomposition import Candidate, CandidateSet, LatencyTable
 
 _PRIOR, _LATER_PRIOR = 0.1, 0.5
 """Weights of factors of 1 beside a network's relative error: a kind that few plans hold stays as it is.
@@ -23,8 +21,6 @@ _PRIOR, _LATER_PRIOR = 0.1, 0.5
 The plans on the way to a budget are alike, and timings of whole networks differ by several percent from one
 time to another; what they say is shared by all kinds rather than put down to one.
 """
-_SHARES = (0.15, 0.35, 0.6, 0.85)
-"""Of the way from the fastest plan to the dense network, where plans are tried."""
 _KINDS = 4
 """Dense and factorised, first in floating point, then in integers."""
 
@@ -64,32 +60,6 @@ class Trial:
         return cls(tuple(parts.tolist()), time)
 
 
-def first_trials(
-    table: LatencyTable,
-    sites: Sequence[CandidateSet],
-    measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
-) -> list[Trial]:
-    """Time the best and random plans of several budgets.
-
-    Args:
-        table: The measured layers.
-        sites: Their candidates.
-        measured: Time of the network under some choices, as a fraction of the dense one's.
-    """
-    attached = table.attach(sites)
-    least = least_fraction(attached, table.budget(1.0, sites))
-    generator = np.random.default_rng(0)
-    plans = []
-    for share in _SHARES:
-        budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
-        plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
-    found = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
-    for plan in plans:
-        chosen = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
-        found.append(Trial.of(table, sites, chosen, measured(attached, plan)))
-    return found
-
-
 def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Trial] = ()) -> np.ndarray:
     """Return the factors, one for each part, with which sums come closest to the trials' times.
 
@@ -98,7 +68,7 @@ def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Tria
 
     Args:
         table: The measured layers.
-        first: Trials of plans of all kinds (`first_trials`).
+        first: Trials of plans of all kinds.
         later: Trials of plans on the way to a budget, which correct what the first ones say.
     """
     factors = _factors(table, first, np.ones(_KINDS + 2), _PRIOR)

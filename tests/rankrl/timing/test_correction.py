@@ -14,9 +14,9 @@ from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.latency_fit import Trial, corrected, correction, first_trials
+from rankrl.plan_search.latency_budget import LatencyBudget, first_trials
 from rankrl.plan_search.selectors.random_plans import spend_at_random
+from rankrl.timing.correction import Trial, corrected, correction
 
 DENSE = Cost(100, 100, 400)
 

@@ -1,0 +1,115 @@
+"""Files of a network in an ONNX file that are timed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from torch import nn
+
+from decomposition import CompressionPlan, FitLibrary, LayerSpec
+from decomposition.cache import Cache, digest
+from rankrl.onnx.graph.file import write_graph
+from rankrl.onnx.graph.given import GivenFile
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.refit import structured_graph
+from rankrl.onnx.graph.site import Site
+from rankrl.options.timing import LatencyOptions
+from rankrl.timing.latency import LatencyComparison, compare_latency, measuring_conditions
+
+
+@dataclass(frozen=True, eq=False)
+class GraphFiles:
+    """A network in an ONNX file as it is written; a `TimedNetwork`.
+
+    Attributes:
+        given: The network.
+        feed: The batch that is timed.
+        library: The fits of its nodes, which stand in the files.
+    """
+
+    given: GivenFile
+    feed: Feed
+    library: FitLibrary
+
+    channel_block = 1
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """Every node with a weight in forward order."""
+        return [site.spec for site in self.given.sites]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of the first input for one input of the network."""
+        return self.given.shape
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The nodes as modules, by name."""
+        usable = (site for site in self.given.sites if site.spec.refusal is None)
+        return {site.name: site.module(_padding(site)) for site in usable}
+
+    @property
+    def conditions(self) -> str:
+        """The whole graph."""
+        return digest(self.given.network.model.SerializeToString())
+
+    def write(self, path: Path, plan: CompressionPlan | None) -> None:
+        """Write the graph under a plan with the fits that it was chosen by, or as it is."""
+        if plan is None:
+            onnx.save(self.given.network.as_in_file().model, path)
+            return
+        graph = structured_graph(self.given.network, self.given.sites, plan, self.library)
+        write_graph(graph, path, [self.feed])
+
+
+def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
+    """Return the time of a network / that of the one it was rewritten from, measured once.
+
+    Args:
+        original: The other one.
+        network: The network.
+        feed: A batch of real inputs.
+        options: How time is measured; what is found is kept in the folder.
+    """
+
+    def measured() -> float:
+        with tempfile.TemporaryDirectory() as scratch:
+            rewritten = Path(scratch) / "rewritten.onnx"
+            onnx.save(network.as_in_file().model, rewritten)
+            return 1 / compared_with_original(original, rewritten, feed, options).ratio
+
+    conditions = measuring_conditions(original.axes.size(feed), options.threads)
+    key = digest(conditions, *(each.model.SerializeToString() for each in (original, network)))
+    return Cache(options.folder).value("rewritten", key, measured)
+
+
+def compared_with_original(
+    network: OnnxNetwork, path: Path, feed: Feed, options: LatencyOptions
+) -> LatencyComparison:
+    """Time a file beside the network it was made from, on the same inputs, in turns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        original = Path(scratch) / "original.onnx"
+        onnx.save(network.as_in_file().model, original)
+        return compare_latency(
+            original,
+            path,
+            batch=network.axes.size(feed),
+            threads=options.threads,
+            runs=options.runs,
+            inputs=feed,
+        )
+
+
+def _padding(site: Site) -> tuple[int, ...]:
+    """Return the padding, the same on both sides, with which a layer costs what the node does."""
+    if site.spec.kind == "linear":
+        return ()
+    return tuple(
+        (before + after + 1) // 2
+        for before, after in site.widths(site.spec.input_sizes[0][-len(site.spec.kernel_size) :])
+    )

@@ -1,0 +1,165 @@
+"""Times of a network: its layers one by one, and the whole network under a plan."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from decomposition import CandidateSet, CompressionPlan, LatencyTable, LayerSpec, plan_from_choices
+from decomposition.cache import Cache, digest
+from decomposition.network.inputs import InputShape
+from rankrl.onnx.runtimes import Batch
+from rankrl.options.timing import LatencyOptions
+from rankrl.progress import progress_bar
+from rankrl.timing.latency import compare_latency, measure_latency, measuring_conditions
+from rankrl.timing.layer_latency import geometry, time_sites
+
+_METHOD = 7
+"""How layers are timed; another number keeps tables that were measured otherwise from being read."""
+
+
+class TimedNetwork(Protocol):
+    """A network that is written to files, which are timed.
+
+    Attributes:
+        channel_block: Channels are filled up to multiples of it in its files.
+    """
+
+    channel_block: int
+
+    @property
+    def specs(self) -> Sequence[LayerSpec]:
+        """Every layer in forward order."""
+
+    @property
+    def input_shape(self) -> InputShape:
+        """Shape of one input without the batch axis, or what else is known of the inputs."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The dense layers by name, as modules that cost what the layers do."""
+
+    @property
+    def feed(self) -> Batch:
+        """The batch that its files are timed on."""
+
+    @property
+    def conditions(self) -> object:
+        """What times depend on beside the options and the layers, as part of a key (`digest`)."""
+
+    def write(self, path: Path, plan: CompressionPlan | None) -> None:
+        """Write the network under a plan, or as it is; weights do not matter, so that nothing is refitted.
+
+        Raises:
+            ExportError: It cannot be written.
+        """
+
+
+class NetworkTimer:
+    """Measures a network's layers, and the whole network under a plan.
+
+    Args:
+        network: The network.
+        options: How time is measured; the batch is that of the network's feed.
+    """
+
+    def __init__(self, network: TimedNetwork, options: LatencyOptions) -> None:
+        self.network, self.options = network, options
+        self._scratch = tempfile.TemporaryDirectory()
+
+    @property
+    def conditions(self) -> object:
+        """What times depend on beside the options and the layers."""
+        return self.network.conditions
+
+    def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
+        """Return the times of all candidates of all sites, and of the whole dense network.
+
+        What is left of the dense network's time beside its layers is the rest. Where candidates compute in
+        integers their times are scaled so that, with the same rest, the dense layers in integers add up to
+        the time of the dense network in integers. A table is measured once, and kept.
+
+        Args:
+            sites: The candidates of the layers.
+
+        Returns:
+            Milliseconds for one batch.
+
+        Raises:
+            ExportError: A layer or the network cannot be written.
+        """
+        options = self.options
+        key = digest(
+            _METHOD,
+            measuring_conditions(options.batch, options.threads),
+            options.runs,
+            self.network.channel_block,
+            self.network.conditions,
+            list(self.network.specs),
+            [(site.name, geometry(site), [each.content() for each in site.candidates]) for site in sites],
+        )
+        cache = Cache(options.folder)
+        return LatencyTable.from_dict(cache.value("layers", key, lambda: self.measured(sites).to_dict()))
+
+    def measured(self, sites: Sequence[CandidateSet]) -> LatencyTable:
+        """Measure what `layers` returns."""
+        options = self.options
+        with progress_bar("time layers", total=len(sites)) as bar:
+            times = time_sites(
+                self.network.modules,
+                sites,
+                batch=options.batch,
+                threads=options.threads,
+                runs=options.runs,
+                scratch=Path(self._scratch.name),
+                channel_block=self.network.channel_block,
+                progress=lambda _: bar.advance(),
+            )
+        whole, in_integers = self._milliseconds(self._dense), None
+        if any(each.integer for site in sites for each in site.candidates):
+            in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
+        return times.table(sites, whole, in_integers, measuring_conditions(options.batch, options.threads))
+
+    def whole(self, plan: CompressionPlan) -> float:
+        """Return the time of the network under a plan / that of the dense one, timed in turns."""
+        options, path = self.options, self._file("compressed", plan)
+        times = compare_latency(
+            self._dense,
+            path,
+            batch=options.batch,
+            threads=options.threads,
+            runs=options.runs,
+            inputs=self.network.feed,
+        )
+        return 1 / times.ratio
+
+    def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
+        """Return the plan under which all layers compute in integers that can, and nothing else changes."""
+        choices = [
+            next((j for j, each in enumerate(site.candidates) if each.only_integers), site.dense)
+            for site in sites
+        ]
+        network = self.network
+        return plan_from_choices(sites, choices, network.specs, network.input_shape, "all in integers")
+
+    def _milliseconds(self, path: Path) -> float:
+        options, feed = self.options, self.network.feed
+        timed = measure_latency(
+            path, batch=options.batch, threads=options.threads, runs=2 * options.runs, inputs=feed
+        )
+        return timed.median_ms
+
+    @cached_property
+    def _dense(self) -> Path:
+        """The dense network's file, which dozens of plans are timed beside."""
+        return self._file("dense", None)
+
+    def _file(self, name: str, plan: CompressionPlan | None) -> Path:
+        path = Path(self._scratch.name) / f"{name}.onnx"
+        self.network.write(path, plan)
+        return path
