@@ -11,11 +11,13 @@ from rankrl.timing.latency import (
     measure_latency,
     time_in_turns,
 )
+from rankrl.timing.network_timer import NetworkTimer
 from rankrl.timing.rank_step import fast_multiple
 
 __all__ = [
     "Latency",
     "LatencyComparison",
+    "NetworkTimer",
     "TimedTurns",
     "compare_latency",
     "fast_multiple",

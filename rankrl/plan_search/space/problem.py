@@ -188,7 +188,7 @@ class SearchProblem:
         if latency is not None and latencies is None:
             raise ConfigError(
                 f"budget.latency={latency} needs measured latencies; pass latencies= "
-                "(rankrl.onnx.export.measure_layer_latencies)"
+                "(NetworkTimer.layers in rankrl.timing)"
             )
         if latency is not None and latencies is not None:
             sites = latencies.attach(sites)
