@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,20 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition.cache import Cache, digest
+from decomposition.cache import Cache
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
-from decomposition.calibration.input_selection import Narrowing, Selection, select_inputs
-from decomposition.calibration.metric import Metric, times
+from decomposition.calibration.input_selection import Selection, select_inputs
+from decomposition.calibration.metric import Metric
 from decomposition.calibration.moments import InputMoments, collect_moments
 from decomposition.calibration.sensitivity import collect_sensitivities
-from decomposition.calibration.sensitivity_root import floored, symmetric_root
 from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.candidates.fit_cache import FitCache
+from decomposition.candidates.layer_fits import LayerFits
 from decomposition.candidates.listing import CandidateLister, changing_layers, count_norm_parameters, within
-from decomposition.candidates.processes import Spread, in_processes
+from decomposition.candidates.processes import Spread
+from decomposition.candidates.side_by_side import fit_side_by_side, largest_first
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import CHOOSING, Fit, FitOptions, Fitter
+from decomposition.fit.fitting import CHOOSING, Fit, FitOptions
 from decomposition.fit.lockstep import RefitProblem
 from decomposition.fit.rounded_stages import amplification
 from decomposition.formats import TensorFormat
@@ -36,17 +37,12 @@ from decomposition.network.layers import DecomposableModule, LayerSpec, weight_o
 from decomposition.network.modes import WeightModes
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import (
-    ChannelFactors,
     Factorise,
     LayerOperation,
     Operation,
     Quantise,
 )
-from decomposition.operations.block_removal import Removal
 from decomposition.operations.quantise import ACTIVATION_NOISE
-
-# Part of the keys of fits on disk: raised when the same problem gets other cores than before.
-_VERSION = 4
 
 
 class FitLibrary:
@@ -59,19 +55,12 @@ class FitLibrary:
         moments: Moments by layer name (`collect_moments`); `None` fits to the weights.
         sensitivities: Sensitivities by layer name (`collect_sensitivities`), which weigh output channels
             within a layer and, with moments, layers against each other; layers without one count evenly.
-        precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
-            comes in each of them. The dense layer in float32 is always a candidate.
-        unrounded: Names of layers that come in float32 alone, whatever the precisions.
-        tensorised: Split channel counts into small factors.
         centred: Measure errors around the mean output, for evaluators that correct the mean (a bias or the
             batch norm behind the layer); meaningless without moments.
-        multiple: Candidate ranks are multiples of it (`candidate_ranks`).
-        narrowings: For layers that may read only some of their input channels: how many, and which layer
-            loses the others.
-        removals: For layers that may leave the network with their block: how.
         options: How much work each fit may do.
         folder: Where fits are kept on disk for the next run with the same weights, moments and options;
             `None` keeps them in memory only.
+        **listing: What else there is to choose from; the options of `CandidateLister`.
 
     Raises:
         DecompositionError: If moments of a layer are missing.
@@ -85,30 +74,15 @@ class FitLibrary:
         *,
         moments: dict[str, InputMoments] | None = None,
         sensitivities: Mapping[str, torch.Tensor] | None = None,
-        precisions: Sequence[str] = ("float32",),
-        unrounded: Collection[str] = (),
-        tensorised: bool = False,
         centred: bool = True,
-        multiple: int = 1,
-        narrowings: Mapping[str, Narrowing] | None = None,
-        removals: Mapping[str, Removal] | None = None,
         options: FitOptions = CHOOSING,
         folder: Path | None = None,
+        **listing: Any,
     ) -> None:
-        self.lister = CandidateLister(
-            specs,
-            formats,
-            precisions=precisions,
-            unrounded=unrounded,
-            tensorised=tensorised,
-            multiple=multiple,
-            narrowings=narrowings,
-            removals=removals,
-            norm_parameters=count_norm_parameters(model, specs),
-        )
+        norms = count_norm_parameters(model, specs)
+        self.lister = CandidateLister(specs, formats, norm_parameters=norms, **listing)
         self.specs = self.lister.specs
         self.options = options
-        self._disk = Cache(folder)
         self.moments = moments
         self.sensitivities = dict(sensitivities or {})
         modules = dict(model.named_modules())
@@ -123,8 +97,9 @@ class FitLibrary:
                 )
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
         self.cache = FitCache()
-        self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
-        self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
+        self._layer_fits = LayerFits(
+            self.specs, self.weights, self._metrics, self.sensitivities, options, Cache(folder)
+        )
 
     @property
     def formats(self) -> tuple[TensorFormat, ...]:
@@ -186,7 +161,7 @@ class FitLibrary:
         fits, key = self.cache.fits, (name, operation)
         if key not in fits:
             operation.check(self.specs[name])
-            fits[key] = self._kept(name, operation)
+            fits[key] = self._layer_fits.fit(name, operation)
         return fits[key]
 
     def selection(self, name: str, count: int) -> Selection:
@@ -291,7 +266,7 @@ class FitLibrary:
             return 1.0 if self.lister.removals[name].last else 0.0
         factors = [operation for operation in operations if isinstance(operation, Factorise)]
         if any(isinstance(operation, Quantise) for operation in operations):
-            squared = self._lost(name, self.weight(name, operations, reads))
+            squared = self._layer_fits.lost(name, self.weight(name, operations, reads))
         elif reads is not None:
             squared = self.selection(name, len(reads)).error ** 2
         else:
@@ -299,19 +274,6 @@ class FitLibrary:
         if candidate.integer:
             squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, operation) for operation in factors))
         return squared**0.5
-
-    def _lost(self, name: str, weight: torch.Tensor) -> float:
-        """Return the share of its output's power that a layer loses with this weight."""
-        rows = self.weights[name].flatten(1)
-        whole = self._power(name, rows)
-        return max(0.0, self._power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
-
-    def _power(self, name: str, rows: torch.Tensor) -> float:
-        """Return what the network's output makes of a change of a layer's weight, shape (out, columns)."""
-        metric, sensitivity = self._metrics[name], self.sensitivities.get(name)
-        weighed = rows if metric is None else times(rows, metric)
-        weighed = weighed if sensitivity is None else floored(sensitivity) @ weighed
-        return float((weighed * rows).sum())
 
     def candidates(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Fit the candidates of a layer, `limit` a format at most, and return them, the dense layer last."""
@@ -347,30 +309,19 @@ class FitLibrary:
         if workers is None:
             self.fit_all((self.unfitted(name, limit=limit) for name in self.specs), finish)
         else:
-            self._fit_in_processes(((name, limit) for name in self._largest_first()), workers, finish)
+            fit_side_by_side(self, ((name, limit) for name in largest_first(self.specs)), workers, finish)
         return [sites[name] for name in self.specs]
 
-    def _part(self, name: str) -> FitLibrary:
+    def part(self, name: str) -> FitLibrary:
         """Return a library of one layer, which shares everything with this one but the fits to come."""
         part = copy.copy(self)
         part.specs, part.weights = {name: self.specs[name]}, {name: self.weights[name]}
-        part.moments, part._fitter = None, None
-        part.sensitivities = {
-            key: sensitivity for key, sensitivity in self.sensitivities.items() if key == name
-        }
-        part._metrics = {name: self._metrics[name]}
+        part.moments, part._metrics = None, {name: self._metrics[name]}
+        part._layer_fits = self._layer_fits.part(name)
+        part.sensitivities = dict(part._layer_fits.sensitivities)
         part._geometries = {name: self._geometries[name]}
         part.cache = self.cache.of(name)
         return part
-
-    def _largest_first(self) -> list[str]:
-        """Return the layers in the order in which processes that share them are done soonest."""
-
-        def work(name: str) -> int:
-            spec, columns = self.specs[name], self.weights[name][0].numel()
-            return spec.out_channels * columns**2 * (1 if spec.kernel_elements == 1 else 100)
-
-        return sorted(self.specs, key=work, reverse=True)
 
     def fit_all(
         self,
@@ -393,27 +344,11 @@ class FitLibrary:
         if workers is None:
             for site in unfitted:
                 finish(self.fitted(site))
-            self._fitter = None  # what the last layer's fits had in common is large, and of no more use
+            self._layer_fits.forget()
         else:
             sites = {site.name: site for site in unfitted}
-            jobs = ((name, sites[name]) for name in self._largest_first() if name in sites)
-            self._fit_in_processes(jobs, workers, finish)
-
-    def _fit_in_processes(
-        self,
-        jobs: Iterable[tuple[str, CandidateSet | int]],
-        workers: int | Spread[Any, Any],
-        finish: Callable[[CandidateSet], None],
-    ) -> None:
-        parts = ((self._part(name), site_or_limit) for name, site_or_limit in jobs)
-        results: Iterator[tuple[FitCache, CandidateSet]]
-        if callable(workers):
-            results = workers(_fit_part, parts, "fits")
-        else:
-            results = in_processes(_fit_part, parts, workers, "fits")
-        for computed, site in results:
-            self.cache.update(computed)
-            finish(site)
+            jobs = ((name, sites[name]) for name in largest_first(self.specs) if name in sites)
+            fit_side_by_side(self, jobs, workers, finish)
 
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
         """Fit candidates and return them with their errors."""
@@ -427,7 +362,9 @@ class FitLibrary:
         ]
         fitted = [replace(candidate, error=self._error(name, candidate)) for candidate in selected]
         return replace(
-            unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self.importance(name)
+            unfitted,
+            candidates=(*fitted, unfitted.candidates[-1]),
+            importance=self._layer_fits.importance(name),
         )
 
     def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
@@ -447,90 +384,10 @@ class FitLibrary:
             )
         root = None
         if spec.kernel_elements > 1 and any(tensor_format.own_ranks for tensor_format in self.formats):
-            root = self._root(name)
+            root = self._layer_fits.root(name)
 
         def spectra(tensor_format: TensorFormat) -> Sequence[np.ndarray]:
             modes = self.modes(name, tensor_format)
             return tensor_format.spectra(weight, modes, self._metrics[name], root)
 
         return self.lister.candidates(name, limit=limit, spectra=spectra)
-
-    def importance(self, name: str) -> float:
-        """Return what the network's output loses when all of a layer's output is lost: E[y' G y].
-
-        It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
-        """
-        if self._metrics[name] is None or name not in self.sensitivities:
-            return 1.0
-        return self._power(name, self.weights[name].flatten(1))
-
-    def _kept(self, name: str, operation: Factorise) -> Fit:
-        """Return a fit that is on disk, or compute it."""
-
-        def compute() -> dict[str, torch.Tensor]:
-            fit = self._compute(name, operation)
-            cores = {f"core{j}": core for j, core in enumerate(fit.cores)}
-            return {"error": torch.tensor(fit.error, dtype=torch.float64), **cores}
-
-        if self._disk.folder is None:
-            return self._compute(name, operation)
-        key = "-".join(map(str, (self._key(name, operation), *operation.ranks)))
-        kept = self._disk.tensors("fit", key, compute)
-        cores = [kept[f"core{j}"] for j in range(len(kept) - 1)]
-        modes = operation.modes(self.specs[name])
-        return Fit(cores, float(kept["error"]), operation.tensor_format, modes, operation.ranks)
-
-    def _compute(self, name: str, operation: Factorise) -> Fit:
-        key = (name, operation.format, operation.factors)
-        try:
-            if self._fitter is None or self._fitter[0] != key:
-                self._fitter = None  # the last one's memory is free before the next one takes its own
-                fitter = Fitter(
-                    operation.tensor_format,
-                    self.weights[name],
-                    operation.modes(self.specs[name]),
-                    self._metrics[name],
-                    self.sensitivities.get(name),
-                )
-                self._fitter = (key, fitter)
-            return self._fitter[1].fit(operation.ranks, self.options)
-        except DecompositionError as error:
-            raise DecompositionError(f"layer {name!r}: {error}") from error
-
-    def _root(self, name: str) -> torch.Tensor | None:
-        sensitivity = self.sensitivities.get(name)
-        return None if sensitivity is None else symmetric_root(sensitivity)
-
-    def _key(self, name: str, operation: Factorise) -> str:
-        """Hash everything that a fit of this layer depends on but its ranks."""
-        key = (name, operation.format, operation.factors)
-        if key not in self._keys:
-            modes = operation.modes(self.specs[name])
-            kernel = modes.kernel_size if operation.tensor_format.splits_kernel else modes.kernel
-            self._keys[key] = digest(
-                _VERSION,
-                operation.format,
-                (modes.out, modes.inp, kernel),
-                self.options,
-                self.weights[name],
-                self._metrics[name],
-                self.sensitivities.get(name),
-            )
-        return self._keys[key]
-
-
-def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[FitCache, CandidateSet]:
-    """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format.
-
-    Returns:
-        What was computed, and the fitted candidates.
-    """
-    part, site_or_limit = job
-    (name,) = part.specs
-    before = part.cache.of(name)
-    site = (
-        part.candidates(name, limit=site_or_limit)
-        if isinstance(site_or_limit, int)
-        else part.fitted(site_or_limit)
-    )
-    return part.cache.beyond(before), site

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import decomposition.candidates.library
+import decomposition.candidates.layer_fits
 from decomposition.calibration.moments import collect_moments
 from decomposition.candidates.candidates import CandidateSet, plan_from_choices
 from decomposition.candidates.library import FitLibrary
@@ -53,7 +53,7 @@ def refuse_to_fit(*_: object, **__: object) -> NoReturn:
 def test_a_fit_is_computed_once(small_net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     library = library_of(small_net)
     first = library.fit("3", AT_3_2)
-    monkeypatch.setattr(decomposition.candidates.library, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
     assert library.fit("3", AT_3_2) is first
 
 
@@ -63,7 +63,7 @@ def test_fits_on_disk_are_used_by_the_next_run(
 ) -> None:
     first = library_of(small_net, name, data=True, folder=tmp_path / "fits")
     wanted = [site.errors for site in first.all_candidates(limit=3)]
-    monkeypatch.setattr(decomposition.candidates.library, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
     second = library_of(small_net, name, data=True, folder=tmp_path / "fits")
     for site, errors in zip(second.all_candidates(limit=3), wanted, strict=True):
         np.testing.assert_array_equal(site.errors, errors)
@@ -94,7 +94,7 @@ def test_fits_of_other_settings_are_not_taken(
         other_first = library_of(small_net, **arguments, data=True)
         other_first.fit("3", at_rank_2(other_first))
     second = library_of(small_net, **(arguments | change))
-    monkeypatch.setattr(decomposition.candidates.library, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
     with pytest.raises(AssertionError, match="come from the cache"):
         second.fit("3", at_rank_2(second))
 
@@ -299,7 +299,7 @@ def test_several_formats_share_the_fits_on_disk_with_each_alone(
         for name in names
         for each in library_of(small_net, name, folder=tmp_path).all_candidates(limit=2)
     ]
-    monkeypatch.setattr(decomposition.candidates.library, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
     found = library_of(small_net, names, folder=tmp_path).all_candidates(limit=2)
     errors = {error for site in wanted for error in site.errors}
     assert {error for site in found for error in site.errors} == errors
