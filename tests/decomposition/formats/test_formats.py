@@ -11,15 +11,16 @@ import pytest
 import tensorly as tl
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from decomposition.errors import DecompositionError
-from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats, register_format
+from decomposition.formats import Cores, Ranks, get_format, list_formats, register_format
 from decomposition.network.cost import count_macs
 from decomposition.network.layers import LayerSpec, compressible_layers
-from decomposition.network.modes import WeightModes, tensorised_modes
+from decomposition.network.modes import WeightModes
+from decomposition.testing import MODES, FormatContract, modes_name, random_cores, unequal_ranks
 
 
 @dataclass(frozen=True)
@@ -138,30 +139,18 @@ ORACLES = {
 }
 
 
-PLAIN = [
-    WeightModes((6,), (5,), 9),
-    WeightModes((6,), (5,), 1),
-    WeightModes((4,), (1,), 9),
-    WeightModes((6,), (5,), 6, (2, 3)),
-    WeightModes((3,), (4,), 3, (1, 3)),
-]
-TENSORISED = [WeightModes((4, 3), (2, 2), 9), WeightModes((4, 3), (5,), 1), WeightModes((2,), (3, 2), 4)]
 CASES = [
-    pytest.param(name, modes, id=f"{name}-{'x'.join(map(str, (*modes.out, *modes.inp, *modes.kernel_size)))}")
+    pytest.param(name, modes, id=f"{name}-{modes_name(modes)}")
     for name in list_formats()
-    for modes in PLAIN + (TENSORISED if get_format(name).tensorisable else [])
+    for modes in MODES
+    if modes.plain or get_format(name).tensorisable
 ]
 
 
-def random_cores(tensor_format: TensorFormat, modes: WeightModes, ranks: Ranks, seed: int = 0) -> Cores:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = tensor_format.core_shapes(modes, ranks)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+class TestFormats(FormatContract):
+    """Every registered format keeps the contract."""
 
-
-def unequal_ranks(tensor_format: TensorFormat, modes: WeightModes) -> Ranks:
-    """Feasible ranks that differ from bond to bond, so that a confusion of bonds cannot go unnoticed."""
-    return tuple(min(2 + j, largest) for j, largest in enumerate(tensor_format.max_ranks(modes)))
+    names = list_formats()
 
 
 @pytest.mark.parametrize(("name", "modes"), CASES)
@@ -176,52 +165,6 @@ def test_a_format_without_an_oracle_is_refused() -> None:
     assert set(ORACLES) == set(list_formats())
     with pytest.raises(LookupError, match=r"'tensor_rings' has no oracle.*ORACLES"):
         oracle_of("tensor_rings")
-
-
-@pytest.mark.parametrize(("name", "modes"), CASES)
-def test_halves_multiply_to_the_weight(name: str, modes: WeightModes) -> None:
-    tensor_format = get_format(name)
-    cores = random_cores(tensor_format, modes, unequal_ranks(tensor_format, modes))
-    output, features = tensor_format.halves(cores, modes)
-    assert output.shape == (modes.out_channels, features.shape[0])
-    assert features.shape[1] == modes.columns
-    weight = tensor_format.reconstruct(cores, modes)
-    torch.testing.assert_close(output @ features, weight.flatten(1), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("name", "modes"), [case for case in CASES if case.values[1].plain])
-def test_the_output_half_can_be_set(name: str, modes: WeightModes) -> None:
-    tensor_format = get_format(name)
-    ranks = unequal_ranks(tensor_format, modes)
-    cores = random_cores(tensor_format, modes, ranks)
-    output, features = tensor_format.halves(cores, modes)
-    wanted = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    changed = tensor_format.set_output(cores, modes, wanted)
-    assert [core.shape for core in changed] == [core.shape for core in cores]
-    new_output, new_features = tensor_format.halves(changed, modes)
-    torch.testing.assert_close(new_output, wanted)
-    torch.testing.assert_close(new_features, features)
-
-
-@pytest.mark.parametrize(("name", "modes"), CASES)
-def test_the_algebraic_start_has_the_shapes_and_is_finite(name: str, modes: WeightModes) -> None:
-    tensor_format = get_format(name)
-    weight = torch.randn(
-        modes.out_channels,
-        modes.in_channels,
-        modes.kernel,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float64,
-    )
-    for ranks in (
-        unequal_ranks(tensor_format, modes),
-        tensor_format.max_ranks(modes),
-        tensor_format.expand(modes, 1),
-    ):
-        cores = tensor_format.start(weight, modes, ranks)
-        assert [tuple(core.shape) for core in cores] == tensor_format.core_shapes(modes, ranks)
-        assert all(bool(torch.isfinite(core).all()) for core in cores)
-        assert sum(core.numel() for core in cores) == tensor_format.params(modes, ranks)
 
 
 @pytest.mark.parametrize(
@@ -241,39 +184,6 @@ def test_the_algebraic_start_is_exact_at_the_largest_ranks(name: str, modes: Wei
     torch.testing.assert_close(tensor_format.reconstruct(cores, modes), weight, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "modes"), CASES)
-@settings(max_examples=10)
-@given(data=st.data())
-def test_one_rank_is_expanded_within_the_bounds(name: str, modes: WeightModes, data: st.DataObject) -> None:
-    tensor_format = get_format(name)
-    largest = tensor_format.max_ranks(modes)
-    rank = data.draw(st.integers(1, tensor_format.max_rank(modes)))
-    ranks = tensor_format.check_ranks(modes, rank, "layer")
-    assert ranks == tuple(min(rank, most) for most in largest)
-    assert tensor_format.check_ranks(modes, ranks, "layer") == ranks
-    assert tensor_format.check_ranks(modes, list(ranks), "layer") == ranks  # type: ignore[arg-type]
-    if rank > 1:
-        fewer = tensor_format.params(modes, tensor_format.expand(modes, rank - 1))
-        assert fewer <= tensor_format.params(modes, ranks)
-
-
-@pytest.mark.parametrize(("name", "modes"), CASES)
-def test_bad_ranks_are_refused_naming_layer_and_limits(name: str, modes: WeightModes) -> None:
-    tensor_format = get_format(name)
-    largest = tensor_format.max_ranks(modes)
-    most = max(largest)
-    bad: list[object] = [0, -1, most + 1, 2.0, True, "3", None, (), (*largest, 1)]
-    bad += [(0, *largest[1:]), (largest[0] + 1, *largest[1:]), (1.0, *largest[1:]), (True, *largest[1:])]
-    for ranks in bad:
-        with pytest.raises(DecompositionError, match=r"'stage\.conv'.*\d"):
-            tensor_format.check_ranks(modes, ranks, "stage.conv")  # type: ignore[arg-type]
-
-
-def spec_of(module: nn.Module, size: int) -> LayerSpec:
-    shape = (module.in_features,) if isinstance(module, nn.Linear) else (module.in_channels, size, size)
-    return compressible_layers(nn.Sequential(module), shape)[0]
-
-
 @pytest.mark.parametrize("name", list_formats())
 @given(
     channels=st.tuples(st.integers(2, 9), st.integers(2, 9)),
@@ -286,7 +196,8 @@ def test_macs_are_what_the_stages_execute(
 ) -> None:
     assume(math.prod(kernel) > 1)
     tensor_format = get_format(name)
-    spec = spec_of(nn.Conv2d(*channels, kernel, stride, bias=False), size=7)
+    network = nn.Sequential(nn.Conv2d(*channels, kernel, stride, bias=False))
+    (spec,) = compressible_layers(network, (channels[0], 7, 7))
     modes = tensor_format.modes(spec)
     ranks = tensor_format.expand(modes, rank)
     counted = {
@@ -296,28 +207,6 @@ def test_macs_are_what_the_stages_execute(
     assert tensor_format.stage_macs(spec, modes, ranks) == counted
     assert tensor_format.macs(spec, modes, ranks) == min(counted.values())
     assert counted[tensor_format.execution(spec, modes, ranks)] == min(counted.values())
-
-
-@pytest.mark.parametrize("name", list_formats())
-def test_a_linear_layer_costs_two_matrix_products(name: str) -> None:
-    tensor_format = get_format(name)
-    spec = spec_of(nn.Linear(12, 7), size=0)
-    modes = tensor_format.modes(spec)
-    ranks = tensor_format.expand(modes, 2)
-    features = tensor_format.halves(random_cores(tensor_format, modes, ranks), modes)[0].shape[1]
-    expected = count_macs(nn.Sequential(nn.Linear(12, features), nn.Linear(features, 7)), (12,))
-    assert tensor_format.macs(spec, modes, ranks) == min(expected, 84)
-
-
-@pytest.mark.parametrize("name", list_formats())
-def test_tensorised_modes_only_where_the_format_has_them(name: str) -> None:
-    tensor_format = get_format(name)
-    spec = spec_of(nn.Conv2d(16, 64, 3), size=5)
-    if tensor_format.tensorisable:
-        assert tensor_format.modes(spec, tensorised=True) == tensorised_modes(spec)
-    else:
-        with pytest.raises(DecompositionError, match="no tensorised form"):
-            tensor_format.modes(spec, tensorised=True)
 
 
 def test_the_registry_lists_describes_and_refuses() -> None:

@@ -1,0 +1,204 @@
+"""The contract of tensor formats as tests, for a format of your own too; they need pytest.
+
+`class TestMine(FormatContract): names = ("mine",)` in a test file is all that it takes.
+"""
+# ruff: noqa: D102 (a test says by its name what it holds to)
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decomposition.errors import DecompositionError
+from decomposition.formats import Cores, Ranks, TensorFormat, get_format
+from decomposition.formats.factorised import FactorisedLayer
+from decomposition.network.cost import count_macs, count_parameters
+from decomposition.network.layers import LayerSpec, inspect_layers
+from decomposition.network.modes import WeightModes, tensorised_modes
+
+MODES = (
+    WeightModes((6,), (5,), 9),
+    WeightModes((6,), (5,), 1),
+    WeightModes((4,), (1,), 9),
+    WeightModes((6,), (5,), 6, (2, 3)),
+    WeightModes((3,), (4,), 3, (1, 3)),
+    WeightModes((4, 3), (2, 2), 9),
+    WeightModes((4, 3), (5,), 1),
+    WeightModes((2,), (3, 2), 4),
+)
+"""Ways to read a weight: with a square, an oblong and no kernel, one channel, channels split into factors."""
+LAYERS = (
+    nn.Conv2d(8, 16, 3, 2, 1),
+    nn.Conv2d(8, 16, 1, 2, bias=False),
+    nn.Conv2d(6, 4, (3, 1), padding="same", dilation=2, padding_mode="reflect"),
+    nn.Conv1d(5, 7, 3, padding=2),
+    nn.Linear(8, 16),
+)
+
+
+class FormatContract:
+    """What fitting, applying a plan and the export count on with every tensor format.
+
+    Attributes:
+        names: Registered names of the formats that are tested.
+    """
+
+    names: Sequence[str]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run every test for every format, and for every way to read a weight that the format has."""
+        formats = [get_format(name) for name in self.names]
+        for argument in {"modes", "plain_modes"} & set(metafunc.fixturenames):
+            cases = [
+                pytest.param(each, modes, id=f"{each.name}-{modes_name(modes)}")
+                for each in formats
+                for modes in MODES
+                if modes.plain or (each.tensorisable and argument == "modes")
+            ]
+            metafunc.parametrize(("tensor_format", argument), cases)
+            return
+        metafunc.parametrize("tensor_format", formats, ids=self.names)
+
+    def test_it_says_what_it_is(self, tensor_format: TensorFormat) -> None:
+        assert get_format(tensor_format.name) is tensor_format
+        assert tensor_format.description
+
+    def test_halves_multiply_to_the_weight(self, tensor_format: TensorFormat, modes: WeightModes) -> None:
+        cores = random_cores(tensor_format, modes, unequal_ranks(tensor_format, modes))
+        output, features = tensor_format.halves(cores, modes)
+        assert output.shape == (modes.out_channels, features.shape[0])
+        assert features.shape[1] == modes.columns
+        weight = tensor_format.reconstruct(cores, modes)
+        assert weight.shape == (modes.out_channels, modes.in_channels, modes.kernel)
+        torch.testing.assert_close(output @ features, weight.flatten(1), rtol=1e-12, atol=1e-12)
+
+    def test_the_output_half_can_be_set(self, tensor_format: TensorFormat, plain_modes: WeightModes) -> None:
+        cores = random_cores(tensor_format, plain_modes, unequal_ranks(tensor_format, plain_modes))
+        output, features = tensor_format.halves(cores, plain_modes)
+        replacement = normal(output.shape, seed=1)
+        changed = tensor_format.set_output(cores, plain_modes, replacement)
+        assert [core.shape for core in changed] == [core.shape for core in cores]
+        new_output, new_features = tensor_format.halves(changed, plain_modes)
+        torch.testing.assert_close(new_output, replacement)
+        torch.testing.assert_close(new_features, features)
+
+    def test_the_start_has_the_shapes_and_is_finite(
+        self, tensor_format: TensorFormat, modes: WeightModes
+    ) -> None:
+        weight = normal((modes.out_channels, modes.in_channels, modes.kernel))
+        largest, smallest = tensor_format.max_ranks(modes), tensor_format.expand(modes, 1)
+        for ranks in (unequal_ranks(tensor_format, modes), largest, smallest):
+            cores = tensor_format.start(weight, modes, ranks)
+            assert [tuple(core.shape) for core in cores] == tensor_format.core_shapes(modes, ranks)
+            assert all(bool(torch.isfinite(core).all()) for core in cores)
+            assert sum(core.numel() for core in cores) == tensor_format.params(modes, ranks)
+
+    def test_one_rank_is_expanded_within_the_bounds(
+        self, tensor_format: TensorFormat, modes: WeightModes
+    ) -> None:
+        largest, fewer = tensor_format.max_ranks(modes), 0
+        for rank in range(1, tensor_format.max_rank(modes) + 1):
+            ranks = tensor_format.check_ranks(modes, rank, "layer")
+            assert ranks == tuple(min(rank, most) for most in largest)
+            assert tensor_format.check_ranks(modes, ranks, "layer") == ranks
+            assert tensor_format.check_ranks(modes, list(ranks), "layer") == ranks  # type: ignore[arg-type]
+            assert fewer <= tensor_format.params(modes, ranks)
+            fewer = tensor_format.params(modes, ranks)
+
+    def test_bad_ranks_are_refused_naming_layer_and_limits(
+        self, tensor_format: TensorFormat, modes: WeightModes
+    ) -> None:
+        largest = tensor_format.max_ranks(modes)
+        bad: list[Any] = [0, -1, max(largest) + 1, 2.0, True, "3", None, (), (*largest, 1)]
+        bad += [(other, *largest[1:]) for other in (0, largest[0] + 1, 1.0, True)]
+        for ranks in bad:
+            with pytest.raises(DecompositionError, match=r"'stage\.conv'.*\d"):
+                tensor_format.check_ranks(modes, ranks, "stage.conv")
+
+    def test_a_linear_layer_costs_two_matrix_products(self, tensor_format: TensorFormat) -> None:
+        spec = spec_of(nn.Linear(12, 7))
+        modes = tensor_format.modes(spec)
+        ranks = tensor_format.expand(modes, 2)
+        features = tensor_format.halves(random_cores(tensor_format, modes, ranks), modes)[0].shape[1]
+        products = count_macs(nn.Sequential(nn.Linear(12, features), nn.Linear(features, 7)), (12,))
+        assert tensor_format.macs(spec, modes, ranks) == min(products, 84)
+
+    def test_tensorised_modes_only_where_the_format_has_them(self, tensor_format: TensorFormat) -> None:
+        spec = spec_of(nn.Conv2d(16, 64, 3))
+        if tensor_format.tensorisable:
+            assert tensor_format.modes(spec, tensorised=True) == tensorised_modes(spec)
+        else:
+            with pytest.raises(DecompositionError, match="no tensorised form"):
+                tensor_format.modes(spec, tensorised=True)
+
+    @pytest.mark.parametrize("dense", LAYERS, ids=repr)
+    def test_a_layer_computes_what_the_dense_one_with_its_weight_does(
+        self, tensor_format: TensorFormat, dense: nn.Module
+    ) -> None:
+        for layer, _, _ in layers_of(tensor_format, copy.deepcopy(dense).double()):
+            inputs = normal((2, *input_shape(dense)), seed=2)
+            for training in (False, True):
+                layer.train(training)
+                with torch.no_grad():
+                    torch.testing.assert_close(layer(inputs), layer.to_dense()(inputs), rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("dense", LAYERS, ids=repr)
+    def test_parameters_and_macs_are_exactly_those_announced(
+        self, tensor_format: TensorFormat, dense: nn.Module
+    ) -> None:
+        for layer, spec, ranks in layers_of(tensor_format, dense):
+            bias = 0 if layer.bias is None else spec.out_channels
+            assert count_parameters(layer) == tensor_format.params(layer.modes, ranks) + bias
+            assert count_macs(layer, input_shape(dense)) == tensor_format.macs(spec, layer.modes, ranks)
+
+
+def modes_name(modes: WeightModes) -> str:
+    """Return the sizes of all modes in a word."""
+    return "x".join(map(str, (*modes.out, *modes.inp, *modes.kernel_size)))
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Return standard normal numbers, float64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_cores(tensor_format: TensorFormat, modes: WeightModes, ranks: Ranks) -> Cores:
+    """Return cores of a format at some ranks."""
+    return [normal(shape, seed) for seed, shape in enumerate(tensor_format.core_shapes(modes, ranks))]
+
+
+def unequal_ranks(tensor_format: TensorFormat, modes: WeightModes) -> Ranks:
+    """Return feasible ranks that differ from bond to bond, so that no confusion of bonds goes unnoticed."""
+    return tuple(min(2 + j, largest) for j, largest in enumerate(tensor_format.max_ranks(modes)))
+
+
+def input_shape(dense: nn.Module) -> tuple[int, ...]:
+    """Return the shape of an input that a layer accepts, without the batch axis."""
+    if isinstance(dense, nn.Linear):
+        return (dense.in_features,)
+    assert isinstance(dense, nn.Conv1d | nn.Conv2d)
+    return (dense.in_channels, *(12, 11)[: len(dense.kernel_size)])
+
+
+def spec_of(dense: nn.Module) -> LayerSpec:
+    """Return what is known of a layer that stands alone."""
+    return inspect_layers(nn.Sequential(dense), input_shape(dense))[0]
+
+
+def layers_of(
+    tensor_format: TensorFormat, dense: nn.Module
+) -> Iterator[tuple[FactorisedLayer, LayerSpec, Ranks]]:
+    """Yield layers of a format that replace a dense one, at several ranks, with random cores."""
+    spec = spec_of(dense)
+    for tensorised in (False, True) if tensor_format.tensorisable else (False,):
+        modes = tensor_format.modes(spec, tensorised=tensorised)
+        for rank in (1, 2, 5, 12):
+            ranks = tensor_format.expand(modes, min(rank, tensor_format.max_rank(modes)))
+            layer = tensor_format.build(copy.deepcopy(dense), spec, modes, ranks)  # type: ignore[arg-type]
+            layer.load(random_cores(tensor_format, modes, ranks), copy.deepcopy(layer.bias))
+            yield layer, spec, ranks
