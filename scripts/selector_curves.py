@@ -2,7 +2,7 @@
 
     RANKRL_DATA=data python scripts/selector_curves.py --folder curves \
         --task resnet20:cifar100-resnet20.pt:cifar100:tucker:params:0.25 \
-        --entries greedy random local tpe bayes bayes:policy=pretrained --output docs/benchmarks.md
+        --entries greedy random local tpe bayes bayes:policy=pretrained_refitted --output docs/benchmarks.md
 
 The task is MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION, an entry a selector with its options. Every
 search scores its plans on the first held-out images (`--images`, `--term`). The best plan after so many

@@ -33,7 +33,7 @@ from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.search import CandidateOptions
-from rankrl.plan_search.agents.policy_file import PRETRAINED, PolicyFile, PolicyTask, read_policy
+from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, PolicyFile, PolicyTask, read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.selectors import create_selector
@@ -284,8 +284,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--policy",
         type=Path,
-        default=Path(PRETRAINED),
-        help=f"its file, or the name of one that comes with rankrl (default: {PRETRAINED})",
+        default=Path(PRETRAINED_REFITTED),
+        help=f"its file, or the name of the one that comes with rankrl (default: {PRETRAINED_REFITTED})",
     )
     parser.add_argument("--tasks", nargs="+", type=Asked.parse, required=True)
     parser.add_argument("--skip", type=int, default=2000, help="held-out images that trained the policy")

@@ -204,7 +204,7 @@ class CompareConfig:
     Attributes:
         selectors: Their names. Each has its own defaults; the one that `selector` names has the options
             given. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may enter
-            several times: [bayes, "bayes:policy=pretrained"].
+            several times: [bayes, "bayes:policy=pretrained_refitted"].
         seeds: The seeds that each runs with.
     """
 

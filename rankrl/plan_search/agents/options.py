@@ -22,10 +22,9 @@ class AgentOptions:
     Returns are not discounted (gamma 1): a plan is good or bad as a whole.
 
     Attributes:
-        policy: A policy to start from, which `task=pretrain` made: its file, or one that comes with rankrl,
-            `pretrained` or `pretrained_refitted` (which learnt from refitted plans). The first plan is then
-            its own; `features`, `hidden` and `importance_scale` are the file's. None starts from greedy's
-            plan.
+        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
+            comes with rankrl and learnt from refitted plans. The first plan is then its own; `features`,
+            `hidden` and `importance_scale` are the file's. None starts from greedy's plan.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         features: What the policy sees beyond the layer's own descriptors and the previous action

@@ -26,11 +26,8 @@ from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.plan_search.envs.features import DESCRIBING, Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import SearchProblem
 
-PRETRAINED = "pretrained"
 PRETRAINED_REFITTED = "pretrained_refitted"
-SHIPPED_POLICIES = (PRETRAINED, PRETRAINED_REFITTED)
-"""What `selector.policy` calls the policies that come with rankrl: the first learnt from plans whose layers
-were fitted apart, the second from plans that were refitted before they were scored."""
+"""What `selector.policy` calls the policy that comes with rankrl."""
 
 _VERSION = 1
 _METADATA = "rankrl"
@@ -217,7 +214,7 @@ class PolicyFile:
         if not path.is_file():
             raise CheckpointError(
                 f"selector.policy: there is no policy file {path}; `rankrl task=pretrain` makes one, and "
-                f"{' and '.join(SHIPPED_POLICIES)} come with rankrl"
+                f"{PRETRAINED_REFITTED} comes with rankrl"
             )
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -261,15 +258,15 @@ class PolicyFile:
 
 
 def read_policy(policy: str | Path) -> PolicyFile:
-    """Return the policy of a file, or one that comes with rankrl.
+    """Return the policy of a file, or the one that comes with rankrl.
 
     Args:
-        policy: A path, or one of `SHIPPED_POLICIES`.
+        policy: A path, or `PRETRAINED_REFITTED`.
 
     Raises:
         CheckpointError: There is no such file, or it is none (`PolicyFile.load`).
     """
-    if str(policy) not in SHIPPED_POLICIES:
+    if str(policy) != PRETRAINED_REFITTED:
         return PolicyFile.load(Path(policy))
     with resources.as_file(resources.files("rankrl.plan_search.agents") / f"{policy}.safetensors") as path:
         return PolicyFile.load(path)

@@ -53,9 +53,9 @@ class BayesSelector(Selector):
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Plans that the decay of the step spans.
-        policy: A policy to start from, which `task=pretrain` made: its file, or one that comes with rankrl,
-            `pretrained` or `pretrained_refitted` (which learnt from refitted plans); `action` and
-            `importance_scale` are the file's. None knows nothing beforehand.
+        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
+            comes with rankrl and learnt from refitted plans; `action` and `importance_scale` are the file's.
+            None knows nothing beforehand.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         importance_scale: Log-importance of action 1.

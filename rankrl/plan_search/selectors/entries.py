@@ -27,7 +27,7 @@ class SelectorEntry:
 
     @classmethod
     def parse(cls, text: str) -> SelectorEntry:
-        """Read what a user calls it, such as `bayes` or `ddpg:policy=pretrained,noise=0.1`.
+        """Read what a user calls it, such as `bayes` or `ddpg:policy=a.safetensors,noise=0.1`.
 
         Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
 

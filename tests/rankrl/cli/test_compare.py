@@ -141,11 +141,11 @@ def test_each_selector_has_the_options_of_its_file() -> None:
 
 
 def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
-    entries = ["bayes", "bayes:policy=pretrained,step=0.4", "local:step=0.5"]
+    entries = ["bayes", "bayes:policy=pretrained_refitted,step=0.4", "local:step=0.5"]
     config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareConfig(entries, [0]))
     plain, with_policy, local = options.compared_selectors(config)
     assert plain.options == {"step": 0.2}
-    assert with_policy.options == {"step": 0.4, "policy": "pretrained"}
+    assert with_policy.options == {"step": 0.4, "policy": "pretrained_refitted"}
     assert local.options == {**selector_options("local"), "step": 0.5}
     assert {each.text for each in (plain, with_policy, local)} == set(entries)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def search(problem, evaluator, folder: Path) -> None:
-    evaluator.restore({}, {})
+    evaluator.restore({})
     selector = create_selector("tpe", problem, seed=1, episodes=6)
     run_search(problem, evaluator, selector, episodes=6, folder=folder).plan.save(folder / "plan.json")
 
