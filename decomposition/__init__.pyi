@@ -5,7 +5,8 @@ from .apply.saving import load_compressed, save_compressed
 from .calibration.batch_norm import reestimate_batch_norm
 from .calibration.moments import InputMoments, collect_moments
 from .calibration.sensitivity import collect_sensitivities
-from .candidates.candidates import Candidate, CandidateSet, plan_from_choices
+from .candidates.candidates import Candidate, CandidateSet
+from .candidates.chosen_plan import plan_from_choices
 from .candidates.library import FitLibrary
 from .choose.allocation import allocate, allocate_many
 from .choose.budget import Budget
@@ -20,12 +21,14 @@ from .choose.latency import LatencyTable
 from .choose.vbmf import MatrixRank, matrix_rank
 from .errors import DecompositionError, PlanError
 from .fit.compensation import compensate
-from .fit.fitting import Fit, FitOptions, fit_weight
+from .fit.fit_options import FitOptions
+from .fit.fitting import Fit, fit_weight
 from .formats import TensorFormat, get_format, list_formats, register_format
 from .formats.factorised import FactorisedLayer
 from .formats.rank_grid import candidate_ranks
 from .network.cost import count_macs, count_parameters, evaluation_mode
-from .network.inputs import ExampleInputs, Inputs, InputSpec, Positional, TensorSpec, example_batch, run_model
+from .network.input_specs import InputSpec, TensorSpec
+from .network.inputs import ExampleInputs, Inputs, Positional, example_batch, run_model
 from .network.layers import LayerSpec, compressible_layers, inspect_layers
 from .network.modes import WeightModes
 from .network.permanent_weights import plain_weights

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from decomposition import CompressionPlan, FitOptions, list_heuristics
-from decomposition.fit.fitting import CHOOSING
+from decomposition.fit.fit_options import CHOOSING
 from decomposition.operations.base import FINAL
 from decomposition.plan.layer_plan import LayerPlan
 from decomposition.plan.plan import fingerprint

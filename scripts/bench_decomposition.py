@@ -65,7 +65,7 @@ from decomposition import (
     reestimate_batch_norm,
 )
 from decomposition.choose.heuristics import get_heuristic
-from decomposition.fit.fitting import CHOOSING
+from decomposition.fit.fit_options import CHOOSING
 from decomposition.operations.base import FINAL
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images

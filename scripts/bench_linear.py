@@ -32,7 +32,7 @@ import torch
 from decomposition.calibration.metric import Metric, times
 from decomposition.calibration.moments import InputMoments
 from decomposition.fit.low_rank import LowRank
-from decomposition.network.layers import weight_of
+from decomposition.network.kinds import weight_of
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.graph import GivenFile, Site
 from rankrl.onnx.graph.capture import Captured, collect_moments

@@ -14,15 +14,11 @@ from decomposition.calibration.input_check import checked_batches
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import FitOptions
+from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
 from decomposition.network.inputs import Inputs, joined, split
-from decomposition.network.layers import (
-    BatchNorm,
-    DecomposableModule,
-    LayerSpec,
-    weight_of,
-)
+from decomposition.network.kinds import BatchNorm, DecomposableModule, weight_of
+from decomposition.network.layers import LayerSpec
 from decomposition.network.left_behind import tell_of_lost
 from decomposition.network.rounding import calibrate_ranges, integer_layers
 from decomposition.network.surgery import copied, replace_module

@@ -14,12 +14,8 @@ from decomposition.fit.fitting import Fit
 from decomposition.formats import get_format
 from decomposition.formats.tensorly_objects import read_tensorly
 from decomposition.network.inputs import ExampleInputs, input_shape_of
-from decomposition.network.layers import (
-    DecomposableModule,
-    inspect_layers,
-    is_decomposable_module,
-    weight_of,
-)
+from decomposition.network.kinds import DecomposableModule, is_decomposable_module, weight_of
+from decomposition.network.layers import inspect_layers
 from decomposition.network.modes import WeightModes
 from decomposition.network.rewriting import rewrites_of
 from decomposition.network.wrappers import unwrapped

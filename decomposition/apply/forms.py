@@ -8,9 +8,7 @@ from torch import nn
 
 from decomposition.formats.contracted_layer import ContractedLayer
 from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.layers import (
-    is_decomposable_module,
-)
+from decomposition.network.kinds import is_decomposable_module
 from decomposition.network.rounding import without_rounding
 from decomposition.network.surgery import copied, replace_module
 from decomposition.network.wrappers import unwrapped

@@ -15,7 +15,8 @@ from decomposition.apply.forms import dense_form
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import InputShape, random_batch, run_model, tensors_of
+from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import random_batch, run_model, tensors_of
 from decomposition.network.left_behind import tell_of_lost
 from decomposition.network.outputs import tensors_in
 from decomposition.network.wrappers import unwrapped

@@ -10,7 +10,7 @@ from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import run_model
-from decomposition.network.layers import BatchNorm
+from decomposition.network.kinds import BatchNorm
 
 
 def tracked_batch_norms(model: nn.Module) -> list[BatchNorm]:

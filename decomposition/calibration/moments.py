@@ -23,7 +23,8 @@ from decomposition.calibration.shrinkage import Spread, labels_or_single
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import count_inputs, run_model
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.wrappers import unwrapped
 

@@ -10,7 +10,8 @@ from decomposition.cache import Cache, digest
 from decomposition.calibration.metric import Metric, times
 from decomposition.calibration.sensitivity_root import floored, symmetric_root
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import Fit, FitOptions, Fitter
+from decomposition.fit.fit_options import FitOptions
+from decomposition.fit.fitting import Fit, Fitter
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import ChannelFactors, Factorise
 

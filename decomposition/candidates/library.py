@@ -26,14 +26,16 @@ from decomposition.candidates.listing import CandidateLister, changing_layers, c
 from decomposition.candidates.processes import Spread
 from decomposition.candidates.side_by_side import fit_side_by_side, largest_first
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import CHOOSING, Fit, FitOptions
+from decomposition.fit.fit_options import CHOOSING, FitOptions
+from decomposition.fit.fitting import Fit
 from decomposition.fit.lockstep import RefitProblem
 from decomposition.fit.rounded_stages import amplification
 from decomposition.formats import TensorFormat
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.geometry import Geometry
 from decomposition.network.inputs import ExampleInputs
-from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
+from decomposition.network.kinds import DecomposableModule, weight_of
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import (

@@ -21,17 +21,12 @@ from decomposition.calibration.metric import Metric, RowFactor, gram, worth_fact
 from decomposition.calibration.shrinkage import labels_or_single, shrinkage
 from decomposition.candidates.library import FitLibrary
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import FitOptions
-from decomposition.fit.lockstep import (
-    PATCHES_TO_SOLVE,
-    RefitProblem,
-    absorbs_mean,
-    target_and_metric,
-    target_and_row_metric,
-)
+from decomposition.fit.fit_options import FitOptions
+from decomposition.fit.lockstep import PATCHES_TO_SOLVE, RefitProblem, absorbs_mean
+from decomposition.fit.targets import target_and_metric, target_and_row_metric
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Inputs, count_inputs, run_model
-from decomposition.network.layers import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
+from decomposition.network.kinds import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.surgery import copied
 from decomposition.operations import Factorise, LayerOperation, Operation

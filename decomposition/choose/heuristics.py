@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from decomposition.calibration.calibration_set import CalibrationInputs
-from decomposition.candidates.candidates import MEASURES, Candidate, CandidateSet, plan_from_choices
+from decomposition.candidates.candidates import MEASURES, Candidate, CandidateSet
+from decomposition.candidates.chosen_plan import plan_from_choices
 from decomposition.candidates.library import FitLibrary
 from decomposition.choose.allocation import allocate
 from decomposition.choose.budget import Budget

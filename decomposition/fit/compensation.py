@@ -12,7 +12,8 @@ from decomposition.calibration.moments import PATCHES_PER_LAYER
 from decomposition.errors import DecompositionError
 from decomposition.fit.lockstep import absorbs_mean, refit_in_lockstep, solved
 from decomposition.network.inputs import Inputs
-from decomposition.network.layers import inspect_layers, weight_of
+from decomposition.network.kinds import weight_of
+from decomposition.network.layers import inspect_layers
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped
 

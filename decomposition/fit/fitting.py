@@ -16,73 +16,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from decomposition.calibration.metric import Metric, in_float64, is_finite, times
 from decomposition.errors import DecompositionError
-from decomposition.fit.least_squares import LEAST_PENALTY, LeastSquares, Stop
+from decomposition.fit.fit_options import FAST, FitOptions
+from decomposition.fit.least_squares import LeastSquares, Stop
 from decomposition.fit.low_rank import LowRank
+from decomposition.fit.search import LARGEST_AMPLIFICATION, best_cores, bounded_cores
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.network.modes import WeightModes
 
-# Terms larger than this, relative to what they add up to, cancel one another and are lost in float32.
-LARGEST_AMPLIFICATION = 30.0
-_FIRST_BOUNDING_PENALTY = 1e-10
-_LAST_BOUNDING_PENALTY = 1e-2
 _COLUMNS_WORTH_THREADS = 1024
-# The share of the start's squared error that a minimisation leaves, for CP: .4 to .8 over the layers of three
-# networks.
-_LEFT_AT_THE_END = 0.5
-# Where less than this share is left, the size of the terms counted for too much.
-_MUCH_CLOSER = 0.1
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How much work a fit may do.
-
-    Attributes:
-        iterations: L-BFGS iterations from the best start, 0 or more; it stops earlier when converged. With
-            `stability` half as many again.
-        starts: Starting points at most, 1 or more: the algebraic solution, then random ones, until one ends
-            where nothing is left to gain. Worth more than 1 for tensor rings and CP, whose problems have
-            several minima.
-        tolerance: Stop when an iteration lowers the squared relative error by less than this fraction of it.
-        patience: Number of iterations over which that gain is averaged, 1 or more.
-        seed: Seed of the random starting points.
-        enough: Stop when the relative error is at most that, 0 or more. What differs by less is one to who
-            chooses ranks by it, and the last iterations of the largest ranks are those that take longest.
-        stability: What the size |A|^2 + |Q|^2 of terms that may cancel (CP's) counts beside the squared
-            error, as a multiple of it, 0 or more. Terms that cancel on the calibration inputs do not on
-            others, nor when they are rounded (Phan et al., ECCV 2020, who minimise their size at a given
-            error).
-    """
-
-    iterations: int = 60
-    starts: int = 1
-    tolerance: float = 1e-6
-    patience: int = 10
-    seed: int = 0
-    enough: float = 0.0
-    stability: float = 0.03
-
-    def __post_init__(self) -> None:
-        limits = (self.tolerance, self.enough, self.stability)
-        counts = self.iterations >= 0 and self.starts >= 1 and self.patience >= 1
-        if not counts or not all(each >= 0 for each in limits):
-            raise DecompositionError(
-                "fit options need iterations >= 0, starts >= 1, tolerance >= 0, patience >= 1, enough >= 0 "
-                f"and stability >= 0, got {self!r}"
-            )
-
-
-FAST = FitOptions()
-CHOOSING = FitOptions(tolerance=1e-3, patience=3, enough=5e-3)
-"""For fits that ranks are chosen by; the layers of the plan are fitted anew."""
-THOROUGH = FitOptions(iterations=1000, starts=16, tolerance=1e-9)
 
 
 @dataclass(frozen=True)
@@ -253,12 +200,12 @@ class Fitter:
     ) -> tuple[Cores, float]:
         problem = self._problem
         if start is None:
-            best = _search(problem, ranks, options)
+            best = best_cores(problem, ranks, options)
         else:
             stop = Stop(options.tolerance, options.patience, options.enough**2)
             best = problem.minimise(problem.rescale(list(start)), options.iterations, stop)
         if problem.amplification(best) > LARGEST_AMPLIFICATION:
-            best = _bounded(problem, ranks, options)
+            best = bounded_cores(problem, ranks, options)
         return problem.unscale(best), max(0.0, float(problem.squared_error(best))) ** 0.5
 
 
@@ -299,75 +246,6 @@ def _at(terms: torch.Tensor, rank: int) -> float:
     return float(terms[min(rank, len(terms)) - 1])
 
 
-def _search(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
-    """Return the best end of all starts, by error alone unless all of its terms cancel."""
-    iterations = options.iterations
-    stop = Stop(options.tolerance, options.patience, options.enough**2)
-    starts = _starting_points(problem, ranks, options)
-    if problem.format.cancels and options.stability > 0:
-        starts[0] = problem.minimise(starts[0], 0, stop)
-        best = _steady(problem, starts, options, stop)
-    else:
-        best = _race(problem, starts, iterations, stop, LEAST_PENALTY)
-    penalty = _FIRST_BOUNDING_PENALTY
-    while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
-        candidates = [problem.minimise(cores, iterations, stop, penalty) for cores in starts]
-        best = min(candidates, key=problem.squared_error)
-        penalty *= 100
-    return best
-
-
-def _race(
-    problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
-) -> Cores:
-    """Minimise from all starts, of several only from those that a short run finds worth it."""
-    if len(starts) > 1:
-        count = max(2, len(starts) // 4)
-        starts = _ends(problem, starts, min(iterations, 30), stop, penalty)[:count]
-    return _ends(problem, starts, iterations, stop, penalty)[0]
-
-
-def _ends(
-    problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
-) -> list[Cores]:
-    """Minimise from the starts in turn, up to one that leaves nothing to gain; the best end comes first."""
-    if len(starts) == 1:  # of a large weight the error takes as long as a step
-        return [problem.minimise(starts[0], iterations, stop, penalty)]
-    ends: list[tuple[float, Cores]] = []
-    for start in starts:
-        end = problem.minimise(start, iterations, stop, penalty)
-        ends.append((float(problem.squared_error(end)), end))
-        if stop.reached(ends[-1][0]):
-            break
-    return [end for _, end in sorted(ends, key=itemgetter(0))]
-
-
-def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions, stop: Stop) -> Cores:
-    """Minimise the size of the terms beside the error, in proportion to it, so that close fits stay close."""
-    (best, *_), squared = starts, float(problem.squared_error(starts[0]))
-    while squared > max(stop.squared_error, LEAST_PENALTY):
-        before = squared
-        penalty = max(options.stability * _LEFT_AT_THE_END * before, LEAST_PENALTY)
-        # A second aim takes longer to reach.
-        best = _race(problem, starts, options.iterations * 3 // 2, stop, penalty)
-        starts, squared = [best], float(problem.squared_error(best))
-        if squared > _MUCH_CLOSER * before:
-            break
-    return best
-
-
-def _bounded(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
-    """Return the better of two solutions that have other terms, among those that are bounded."""
-    plain = problem.algebraic(ranks)
-    found = [plain]
-    if problem.root is not None:  # what a sensitivity does not see may grow as it likes
-        cores = _search(problem.even, ranks, options)
-        found.append(problem.rescale(problem.even.unscale(cores)))
-    bounded = [cores for cores in found if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
-    # Of the weight itself the algebraic solution has terms that are no larger than the weight.
-    return min(bounded, key=problem.squared_error, default=plain)
-
-
 @contextmanager
 def _few_threads(columns: int) -> Iterator[None]:
     """Compute in one thread where matrices are too small to gain from more.
@@ -384,29 +262,3 @@ def _few_threads(columns: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _spread(core: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of a core's entries; the size of a single one, such as Tucker's 1 x 1."""
-    return core.std() if core.numel() > 1 else core.abs().squeeze()
-
-
-def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> list[Cores]:
-    algebraic = problem.start(ranks)
-    generator = torch.Generator().manual_seed(options.seed)
-    # A zero core has a zero gradient: rank the weight does not fill starts small instead of dead.
-    noise = 1e-3 if any(bool((core.flatten(1) == 0).any()) for core in algebraic) else 0.0
-    starts = [
-        [
-            core + noise * _spread(core) * torch.randn(core.shape, generator=generator, dtype=core.dtype)
-            for core in algebraic
-        ]
-        if noise
-        else algebraic
-    ]
-    shapes = [core.shape for core in algebraic]
-    for _ in range(options.starts - 1):
-        cores = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        size = problem.format.reconstruct(cores, problem.modes).norm()
-        starts.append([core * float(size) ** (-1 / len(cores)) for core in cores])
-    return starts

@@ -14,7 +14,8 @@ from decomposition.calibration.metric import Metric
 from decomposition.errors import DecompositionError
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes, plain_modes, tensorised_modes
 from decomposition.registry import Registry
 

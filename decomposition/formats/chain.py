@@ -15,7 +15,8 @@ from decomposition.formats.contracted_layer import ContractedLayer
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.staged_layer import StagedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject, in_tensorly_backend, wrong_sizes
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes
 
 

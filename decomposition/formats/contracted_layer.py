@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from decomposition.formats.factorised import FactorisedLayer, full_precision
-from decomposition.network.layers import DecomposableModule
+from decomposition.network.kinds import DecomposableModule
 from decomposition.network.modes import WeightModes
 
 if TYPE_CHECKING:

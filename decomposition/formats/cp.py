@@ -13,7 +13,8 @@ from decomposition.formats.base import Cores, Ranks, TensorFormat, register_form
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.staged_layer import StagedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes
 
 # Terms smaller than that, relative to the largest, are treated as if they were that large.

@@ -11,7 +11,7 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.network.geometry import Geometry
-from decomposition.network.layers import DecomposableModule
+from decomposition.network.kinds import DecomposableModule
 from decomposition.network.modes import WeightModes
 
 if TYPE_CHECKING:

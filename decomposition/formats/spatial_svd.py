@@ -11,7 +11,8 @@ from torch import nn
 from decomposition.formats.algebra import leading_left_vectors
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes
 
 

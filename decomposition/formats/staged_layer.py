@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.layers import DecomposableModule
+from decomposition.network.kinds import DecomposableModule
 from decomposition.network.modes import WeightModes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decomposition.network.layers import DecomposableModule
+from decomposition.network.kinds import DecomposableModule
 from decomposition.network.patches import padded_input
 
 

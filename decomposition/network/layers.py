@@ -2,56 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from decomposition.errors import DecompositionError
-from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import (
     ExampleInputs,
-    Inputs,
-    InputShape,
-    InputSpec,
     example_batch,
     input_shape_of,
-    run_model,
 )
-from decomposition.network.opaque import OPAQUE, OpaqueKind, OpaqueModule, macs_of_call, opaque
+from decomposition.network.kinds import (
+    DECOMPOSABLE,
+    KINDS,
+    Kind,
+    ListedModule,
+    Transposed,
+    is_decomposable_module,
+)
+from decomposition.network.layer_trace import LayerTrace
+from decomposition.network.opaque import OpaqueModule, opaque
 from decomposition.network.permanent_weights import computes_weights
 from decomposition.network.wrappers import unwrapped
 from decomposition.registry import did_you_mean
-
-Kind = (
-    Literal[
-        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
-    ]
-    | OpaqueKind
-)
-DecomposableModule = nn.Conv1d | nn.Conv2d | nn.Linear
-Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
-ListedModule = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed | nn.Linear
-
-_DECOMPOSABLE = (nn.Conv1d, nn.Conv2d, nn.Linear)
-_KINDS: dict[type[nn.Module], Kind] = {
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.ConvTranspose1d: "conv_transpose1d",
-    nn.ConvTranspose2d: "conv_transpose2d",
-    nn.ConvTranspose3d: "conv_transpose3d",
-    nn.Linear: "linear",
-}
 
 
 @dataclass(frozen=True)
@@ -134,17 +112,6 @@ class LayerSpec:
         return sum(math.prod(size) for size in self.output_sizes)
 
 
-def is_decomposable_module(module: nn.Module) -> TypeGuard[DecomposableModule]:
-    """Tell whether `module` is exactly a Conv1d, Conv2d or Linear (subclasses may mean something else)."""
-    return type(module) in _DECOMPOSABLE
-
-
-def weight_of(module: DecomposableModule) -> torch.Tensor:
-    """Return a layer's weight as float64 (out, in, kernel) on the CPU."""
-    weight = module.weight.detach()
-    return weight.double().cpu().reshape(weight.shape[0], weight.shape[1], -1)
-
-
 def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
     """Describe every layer of `model` that multiplies with weights, decomposable or not, in forward order.
 
@@ -164,7 +131,7 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
         DecompositionError: If the model does not accept an input of that shape.
     """
     model = unwrapped(model)
-    trace = _Trace(model)
+    trace = LayerTrace(model)
     trace.run(example_batch(model, input_shape), input_shape_of(input_shape))
     reached = trace.reached
     unreached = [m for m in trace.names if isinstance(m, ListedModule | OpaqueModule) and m not in reached]
@@ -238,112 +205,13 @@ def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) 
     return matches
 
 
-class _Trace:
-    """One forward pass that records each layer's calls and which batch norm consumes its output.
-
-    Attributes:
-        calls: Shapes of input and output at each call of each layer.
-        opaque_calls: Positions and multiply-accumulates at each call of recurrent layers and attention.
-        reached: All layers that were called, in that order.
-        uses: The same for linear layers whose weight is used without calling them, as attention does.
-        batch_norms: The batch norm that directly receives a layer's output.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-        self.calls: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
-        self.opaque_calls: dict[OpaqueModule, list[tuple[int, int]]] = {}
-        self.reached: dict[ListedModule | OpaqueModule, None] = {}
-        self.uses: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
-        self.batch_norms: dict[nn.Module, nn.Module] = {}
-        # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
-        self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
-
-    def run(self, batch: Inputs, shape: InputShape) -> None:
-        handles = []
-        for module in self.names:
-            if isinstance(module, ListedModule):
-                handles.append(module.register_forward_hook(self._record_call))
-            elif isinstance(module, OPAQUE):
-                handles.append(module.register_forward_hook(self._record_opaque, with_kwargs=True))
-            elif isinstance(module, BatchNorm):
-                handles.append(module.register_forward_pre_hook(self._record_batch_norm))
-        try:
-            with evaluation_mode(self.model), _FunctionalUses(self):
-                run_model(self.model, batch)
-        except Exception as error:  # whatever the model's own code raises
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            inputs, advice = (
-                f"an input of shape {shape}",
-                "the shape of one real input, or a batch of real ones",
-            )
-            if isinstance(shape, InputSpec):
-                inputs, advice = f"the inputs {shape}", "a batch of real inputs"
-            raise DecompositionError(
-                f"the model does not accept {inputs} (without the batch axis): {reason}; pass {advice}"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        tensors = [tensor for tensor in (*inputs[:1], output) if isinstance(tensor, torch.Tensor)]
-        if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
-            self.reached[module] = None
-            self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
-            self._outputs.append((output, module))
-
-    def _record_opaque(
-        self, module: OpaqueModule, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any
-    ) -> None:
-        self.reached[module] = None
-        self.opaque_calls.setdefault(module, []).append(macs_of_call(module, inputs, keywords))
-
-    def _record_batch_norm(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        for output, producer in self._outputs:
-            if output is inputs[0]:
-                self.batch_norms[producer] = module
-
-
-class _FunctionalUses(TorchFunctionMode):
-    """Records in a trace which linear layers' weights are used by functions instead of by their layer."""
-
-    def __init__(self, trace: _Trace) -> None:
-        super().__init__()
-        self.trace = trace
-        self.owners = {id(m.weight): m for m in trace.names if isinstance(m, nn.Linear)}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        keywords = dict(kwargs or {})
-        output = func(*args, **keywords)
-        if func is F.linear:
-            x, weight = (*args[:2], *(keywords[key] for key in ("input", "weight") if key in keywords))
-            self._record(weight, x, output)
-        elif func is F.multi_head_attention_forward:
-            weight = inspect.signature(func).bind(*args, **keywords).arguments["out_proj_weight"]
-            self._record(weight, output[0], output[0])
-        return output
-
-    def _record(self, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor) -> None:
-        owner = self.owners.get(id(weight))
-        if owner is not None:
-            self.trace.uses.setdefault(owner, []).append((x.shape, output.shape))
-
-
 def _for_one_input(shape: torch.Size, spatial: slice) -> tuple[int, ...]:
     """Return the positions in the shape that a layer sees for one model input, without the batch axis."""
     first = shape[:1] if shape[0] != 1 else ()
     return (*first, *shape[spatial])
 
 
-def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> LayerSpec:
+def _spec(trace: LayerTrace, module: ListedModule, index: int, *, shared: bool) -> LayerSpec:
     name = trace.names[module]
     called = module in trace.calls
     calls = trace.calls.get(module, trace.uses.get(module, []))
@@ -364,7 +232,7 @@ def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> L
     return LayerSpec(
         name=name,
         index=index,
-        kind=next(kind for base, kind in _KINDS.items() if isinstance(module, base)),
+        kind=next(kind for base, kind in KINDS.items() if isinstance(module, base)),
         out_channels=out_channels,
         in_channels=in_channels,
         kernel_size=kernel,
@@ -380,7 +248,7 @@ def _spec(trace: _Trace, module: ListedModule, index: int, *, shared: bool) -> L
     )
 
 
-def _opaque_spec(trace: _Trace, module: OpaqueModule, index: int) -> LayerSpec:
+def _opaque_spec(trace: LayerTrace, module: OpaqueModule, index: int) -> LayerSpec:
     description, calls = opaque(module), trace.opaque_calls.get(module, [])
     sizes = tuple((positions,) for positions, _ in calls)
     return LayerSpec(
@@ -408,12 +276,12 @@ def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:
             "its weight is computed anew at every call (weight_norm, prune, ...); "
             "decomposition.plain_weights(model) makes it a parameter of its present value"
         )
-    if type(module) not in _KINDS:
-        base = next(kind.__name__ for kind in _KINDS if isinstance(module, kind))
+    if type(module) not in KINDS:
+        base = next(kind.__name__ for kind in KINDS if isinstance(module, kind))
         way = "; decomposition.plain_layers lets it in if it does not"
         return (
             f"a {name}, which may compute something else than the {base} that it extends"
-            f"{way if isinstance(module, _DECOMPOSABLE) and called else ''}"
+            f"{way if isinstance(module, DECOMPOSABLE) and called else ''}"
         )
     if "weight" not in module._parameters:
         return "its weight is no parameter of its own; make it one first"

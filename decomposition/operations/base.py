@@ -18,8 +18,9 @@ from torch import nn
 
 from decomposition.calibration.batch_norm import reestimate_batch_norm
 from decomposition.errors import PlanError
-from decomposition.fit.fitting import FitOptions
-from decomposition.network.inputs import Inputs, InputShape, count_inputs, split
+from decomposition.fit.fit_options import FitOptions
+from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import Inputs, count_inputs, split
 from decomposition.network.layers import LayerSpec
 from decomposition.registry import Registry
 

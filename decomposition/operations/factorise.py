@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from decomposition.errors import PlanError
-from decomposition.fit.fitting import FitOptions, fit_weight
+from decomposition.fit.fit_options import FitOptions
+from decomposition.fit.fitting import fit_weight
 from decomposition.fit.lockstep import RefitProblem
 from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
 from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes, modes_from_dict
 from decomposition.operations.base import (
     FLOAT_BYTES,

@@ -13,13 +13,14 @@ from torch import nn
 from decomposition.calibration.metric import powers
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.fit.compensated_rounding import compensated_weight
-from decomposition.fit.fitting import FitOptions
+from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.lockstep import PATCHES_TO_SOLVE, RefitProblem
 from decomposition.fit.rounded_stages import equalise, make_up, round_features
 from decomposition.formats.contracted_layer import ContractedLayer
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.staged_layer import StagedLayer
-from decomposition.network.layers import DecomposableModule, LayerSpec, is_decomposable_module, weight_of
+from decomposition.network.kinds import DecomposableModule, is_decomposable_module, weight_of
+from decomposition.network.layers import LayerSpec
 from decomposition.network.rounding import REDUCED_BITS, round_activations, round_weights
 from decomposition.network.surgery import copied
 from decomposition.operations.base import (

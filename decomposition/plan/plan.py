@@ -15,7 +15,8 @@ from torch import nn
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.formats import get_format
-from decomposition.network.inputs import ExampleInputs, InputShape, InputSpec, input_shape_of, shape_to_json
+from decomposition.network.input_specs import InputShape, InputSpec, shape_to_json
+from decomposition.network.inputs import ExampleInputs, input_shape_of
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.opaque import OPAQUE_KINDS
 from decomposition.network.rewriting import Rewrite, rewrites_of

@@ -13,7 +13,7 @@ from decomposition.errors import DecompositionError
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.geometry import Geometry
 from decomposition.network.inputs import ExampleInputs, as_inputs, holds_tensors, random_batch, run_model
-from decomposition.network.layers import DecomposableModule, is_decomposable_module
+from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from decomposition.network.rewriting import rewritten
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped

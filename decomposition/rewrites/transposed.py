@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from decomposition.formats.staged_layer import StagedLayer
-from decomposition.network.layers import is_decomposable_module
+from decomposition.network.kinds import is_decomposable_module
 from decomposition.network.rewriting import rewritten
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.candidates.listing import CandidateLister
-from decomposition.network.inputs import InputShape
+from decomposition.network.input_specs import InputShape
 from decomposition.network.rewriting import Rewrite
 from rankrl.options.search import CandidateOptions
 from rankrl.options.timing import LatencyOptions

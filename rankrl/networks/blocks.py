@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from decomposition import compressible_layers
-from decomposition.network.inputs import InputShape, example_tensor
+from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import example_tensor
 from decomposition.operations.block_removal import Removal
 from pruning import residual_blocks
 from rankrl.errors import ConfigError

@@ -8,7 +8,8 @@ from torch import nn
 
 from decomposition import DecompositionError, compressible_layers
 from decomposition.calibration.input_selection import Narrowing
-from decomposition.network.inputs import InputShape, example_tensor
+from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import example_tensor
 from pruning import PruningError, channel_groups
 from rankrl.errors import ConfigError
 

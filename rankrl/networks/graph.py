@@ -12,7 +12,7 @@ import torch
 from decomposition import CompressionPlan, FitLibrary, FitOptions, LayerSpec
 from decomposition.cache import Cache, digest
 from decomposition.candidates.listing import CandidateLister
-from decomposition.fit.fitting import CHOOSING
+from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.base import FINAL
 from decomposition.operations.quantise import computes_in_integers

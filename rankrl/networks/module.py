@@ -21,8 +21,9 @@ from decomposition import (
     inspect_layers,
 )
 from decomposition.candidates.listing import CandidateLister
-from decomposition.fit.fitting import CHOOSING
-from decomposition.network.inputs import InputShape, input_shape_of
+from decomposition.fit.fit_options import CHOOSING
+from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import input_shape_of
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data import Preprocessing

@@ -14,7 +14,7 @@ from torch import nn
 
 from decomposition import Candidate, CandidateSet, Factorise, LatencyTable
 from decomposition.network.geometry import Geometry
-from decomposition.network.layers import DecomposableModule, is_decomposable_module
+from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from rankrl.timing.layer_timing import LayerTimer
 
 _LARGEST_SHARE = 0.98

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import LayerOperation, Quantise, integer_layers, without_rounding
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from decomposition.network.surgery import copied
 from decomposition.operations import Operation
 from rankrl.onnx.export.channel_padding import pad_channels

@@ -12,7 +12,7 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, LatencyTable, LayerSpec, plan_from_choices
 from decomposition.cache import Cache, digest
-from decomposition.network.inputs import InputShape
+from decomposition.network.input_specs import InputShape
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar

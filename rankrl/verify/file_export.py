@@ -13,7 +13,7 @@ from onnx import helper
 from torch import nn
 
 from decomposition import Inputs, calibrate_ranges
-from decomposition.network.inputs import InputShape
+from decomposition.network.input_specs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.files import write_atomically
 from rankrl.onnx.export import export_network

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decomposition import CompressionPlan, list_heuristics
-from decomposition.fit.fitting import CHOOSING
+from decomposition.fit.fit_options import CHOOSING
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps

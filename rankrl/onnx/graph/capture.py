@@ -12,7 +12,7 @@ from decomposition.calibration.metric import is_finite, with_mean
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, MomentAccumulator
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
-from decomposition.network.layers import DecomposableModule
+from decomposition.network.kinds import DecomposableModule
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, until

@@ -24,7 +24,7 @@ from decomposition import (
 from decomposition.apply.apply import fitted_layer
 from decomposition.fit.lockstep import Refit, RefitProblem, Refitted, refit_to_patches, solved
 from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.layers import DecomposableModule, weight_of
+from decomposition.network.kinds import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations.base import FINAL
 from decomposition.plan.layer_plan import without_growth

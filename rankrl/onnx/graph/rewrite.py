@@ -15,7 +15,7 @@ from torch import nn
 from decomposition import get_format, list_formats
 from decomposition.formats.chain import ChainFormat
 from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.layers import is_decomposable_module
+from decomposition.network.kinds import is_decomposable_module
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.network import Array
 from rankrl.onnx.graph.quantised import constant

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import LayerSpec
 from rankrl.onnx.graph.network import Array
 
 Absorber = Literal["bias", "add", "batch_norm"]

@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.network.layers import Kind, LayerSpec
+from decomposition.network.kinds import Kind
+from decomposition.network.layers import LayerSpec
 from rankrl.onnx.export.operators import is_standard
 from rankrl.onnx.graph.foreign import foreign_reason, foreign_weight
 from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, until

@@ -14,7 +14,7 @@ from decomposition.calibration.batch_norm import BatchNorm
 from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.candidates.library import FitLibrary
 from decomposition.network.inputs import Inputs, mapped, rows, run_model
-from decomposition.network.layers import DecomposableModule, is_decomposable_module
+from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from decomposition.network.outputs import tensors_in
 from decomposition.network.surgery import copied
 from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout

@@ -12,14 +12,16 @@ from typing import Literal, cast
 import numpy as np
 from torch import nn
 
-from decomposition.candidates.candidates import CandidateSet, plan_from_choices, saved
+from decomposition.candidates.candidates import CandidateSet, saved
+from decomposition.candidates.chosen_plan import plan_from_choices
 from decomposition.candidates.library import FitLibrary
 from decomposition.choose.allocation import allocate
 from decomposition.choose.budget import Budget
 from decomposition.choose.latency import LatencyTable
 from decomposition.choose.reachable import check_reachable
 from decomposition.network.cost import count_macs, count_parameters
-from decomposition.network.inputs import ExampleInputs, InputShape, input_shape_of, shape_to_json
+from decomposition.network.input_specs import InputShape, shape_to_json
+from decomposition.network.inputs import ExampleInputs, input_shape_of
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations import Cost

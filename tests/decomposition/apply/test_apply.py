@@ -34,7 +34,8 @@ from decomposition import (
 )
 from decomposition.apply import saving
 from decomposition.apply.forms import dense_form
-from decomposition.fit.fitting import Fit, FitOptions, fit_weight
+from decomposition.fit.fit_options import FitOptions
+from decomposition.fit.fitting import Fit, fit_weight
 
 QUICK = FitOptions(iterations=30)
 COARSE = FitOptions(iterations=2)

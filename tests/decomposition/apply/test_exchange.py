@@ -37,7 +37,7 @@ from decomposition import (
     save_compressed,
 )
 from decomposition.apply.exchange import as_operation
-from decomposition.network.layers import DecomposableModule
+from decomposition.network.kinds import DecomposableModule
 from decomposition.network.modes import WeightModes
 
 KNOWN = ["cp", "tensor_ring", "tensor_train", "tucker"]

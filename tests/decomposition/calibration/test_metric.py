@@ -19,7 +19,7 @@ from decomposition.calibration.metric import (
     trace,
     with_mean,
 )
-from decomposition.fit.lockstep import _few_patches, _many_patches
+from decomposition.fit.targets import from_few_patches, from_many_patches
 from decomposition.network.modes import WeightModes
 
 
@@ -83,7 +83,7 @@ def test_products_of_rows_with_themselves_are_those_of_one_product(count: int, c
 def test_both_ways_to_solve_a_refit_agree(inputs: int, centred: bool) -> None:
     weight, x, y = normal(4, 12), normal(30, 12, seed=1) + 1, normal(30, 12, seed=2) - 1
     given, labels = (weight, x, y, x.mean(0), y.mean(0)), torch.arange(30) % inputs
-    few, many = (solve(*given, labels, centred=centred) for solve in (_few_patches, _many_patches))
+    few, many = (solve(*given, labels, centred=centred) for solve in (from_few_patches, from_many_patches))
     torch.testing.assert_close(few[0], many[0])
     eye = torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(times(eye, few[1]), times(eye, many[1]))

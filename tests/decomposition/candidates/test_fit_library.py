@@ -12,10 +12,11 @@ from torch import nn
 
 import decomposition.candidates.layer_fits
 from decomposition.calibration.moments import collect_moments
-from decomposition.candidates.candidates import CandidateSet, plan_from_choices
+from decomposition.candidates.candidates import CandidateSet
+from decomposition.candidates.chosen_plan import plan_from_choices
 from decomposition.candidates.library import FitLibrary
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import FitOptions
+from decomposition.fit.fit_options import FitOptions
 from decomposition.formats import get_format, list_formats
 from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.layers import compressible_layers, inspect_layers

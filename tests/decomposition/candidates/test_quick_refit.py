@@ -14,7 +14,8 @@ from decomposition import Quantise, apply_plan, list_formats, make_plan
 from decomposition.candidates.library import FitLibrary
 from decomposition.candidates.quick_refit import QuickRefit
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import FitOptions, Fitter
+from decomposition.fit.fit_options import FitOptions
+from decomposition.fit.fitting import Fitter
 from decomposition.operations import Factorise, LayerOperation
 
 SHAPE = (3, 10, 10)

@@ -28,7 +28,7 @@ from decomposition.choose.heuristics import (
     vbmf,
 )
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import FitOptions
+from decomposition.fit.fit_options import FitOptions
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.layers import compressible_layers, inspect_layers
 from decomposition.operations import Factorise, dense_cost

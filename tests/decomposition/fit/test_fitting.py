@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 
 from decomposition.calibration.metric import Metric, RowFactor, times, whole
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import (
-    CHOOSING,
-    FAST,
-    LARGEST_AMPLIFICATION,
-    THOROUGH,
-    Fit,
-    FitOptions,
-    fit_weight,
-)
+from decomposition.fit.fit_options import CHOOSING, FAST, THOROUGH, FitOptions
+from decomposition.fit.fitting import Fit, fit_weight
 from decomposition.fit.least_squares import LeastSquares
+from decomposition.fit.search import LARGEST_AMPLIFICATION
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
 from decomposition.network.modes import WeightModes
 
@@ -357,7 +351,8 @@ def test_a_layer_that_no_bounded_fit_is_found_for_gets_the_algebraic_solution(
 ) -> None:
     tensor_format, weight = get_format(name), normal_weight(modes)
     ranks, metric = middle_ranks(tensor_format, modes), second_moment(modes.columns)
-    monkeypatch.setattr("decomposition.fit.fitting.LARGEST_AMPLIFICATION", 0.0)
+    for module in ("fitting", "search"):
+        monkeypatch.setattr(f"decomposition.fit.{module}.LARGEST_AMPLIFICATION", 0.0)
     fit = fit_weight(tensor_format, weight, modes, ranks, metric, FitOptions(iterations=5))
     start = tensor_format.reconstruct(tensor_format.start(weight, modes, ranks), modes)
     torch.testing.assert_close(tensor_format.reconstruct(fit.cores, modes), start)

@@ -16,13 +16,8 @@ from torch import nn
 from decomposition.choose.heuristics import plan_by_heuristic
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import count_macs, count_parameters
-from decomposition.network.layers import (
-    LayerSpec,
-    compressible_layers,
-    inspect_layers,
-    is_decomposable_module,
-    skipping,
-)
+from decomposition.network.kinds import is_decomposable_module
+from decomposition.network.layers import LayerSpec, compressible_layers, inspect_layers, skipping
 
 
 class Forward(nn.Module):

@@ -37,7 +37,7 @@ from decomposition import (
     save_compressed,
 )
 from decomposition.fit.lockstep import RefitProblem
-from decomposition.network.layers import weight_of
+from decomposition.network.kinds import weight_of
 from decomposition.operations import FittedLayer, dense_cost, operation_kind
 from decomposition.operations.base import _OPERATIONS
 

@@ -32,7 +32,7 @@ from decomposition import (
     without_rounding,
 )
 from decomposition.fit.lockstep import RefitProblem
-from decomposition.network.layers import weight_of
+from decomposition.network.kinds import weight_of
 from decomposition.operations import dense_cost
 from decomposition.operations.quantise import PRECISIONS
 

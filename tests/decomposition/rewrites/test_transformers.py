@@ -22,7 +22,7 @@ from decomposition import (
     plan_by_heuristic,
     save_compressed,
 )
-from decomposition.fit.fitting import FitOptions
+from decomposition.fit.fit_options import FitOptions
 
 SHAPE = (9, 12)
 QUICK = FitOptions(iterations=20)

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from decomposition.candidates.library import FitLibrary
-from decomposition.fit.fitting import FitOptions
+from decomposition.fit.fit_options import FitOptions
 from decomposition.formats import list_formats
 from rankrl.plan_search.space.problem import SearchProblem
 

@@ -1,0 +1,127 @@
+"""What a layer has to reproduce on the inputs that arrive: a target weight and the metric to fit it in."""
+
+from __future__ import annotations
+
+import torch
+
+from decomposition.calibration.metric import Metric, RowFactor, gram, shrunk_matrix, shrunk_rows, trace
+from decomposition.calibration.shrinkage import shrinkage
+
+# Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
+RIDGE = 1e-3
+
+
+def from_many_patches(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
+
+    With the labels of the inputs that patches are from, both are shrunk.
+    """
+    count = len(arriving)
+    covariance = gram(arriving).double().cpu() / count - torch.outer(mean, mean)
+    # W C_xy by way of the outputs W x: they are far fewer than the inputs.
+    outputs = dense @ weight.T.to(dense)
+    cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
+    share = 0.0 if labels is None else shrinkage(arriving, labels, covariance, mean.to(arriving))
+    return target_and_metric(weight, covariance, cross, weight @ dense_mean, mean, share, centred=centred)
+
+
+def target_and_metric(
+    weight: torch.Tensor,
+    covariance: torch.Tensor,
+    cross: torch.Tensor,
+    outputs_mean: torch.Tensor,
+    mean: torch.Tensor,
+    share: float,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
+
+    Args:
+        weight: W of the dense layer, (out, in * kernel).
+        covariance: Of the patches y that arrive, (D, D).
+        cross: Covariance of the dense layer's outputs W x and y, (out, D).
+        outputs_mean: Mean of W x, (out,).
+        mean: Mean of y, (D,).
+        share: By which both are shrunk (`decomposition.calibration.shrinkage`).
+        centred: Whether the layer is fitted around the mean.
+    """
+    metric = shrunk_matrix(covariance, share)
+    cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
+    if not centred:
+        metric = metric + torch.outer(mean, mean)
+        cross = cross + torch.outer(outputs_mean, mean)
+    ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
+    regularised = metric.clone()
+    regularised.diagonal().add_(ridge)
+    return _solved(regularised, (cross + ridge * weight).T).T, metric
+
+
+def target_and_row_metric(
+    weight: torch.Tensor,
+    outputs: torch.Tensor,
+    arriving: torch.Tensor,
+    outputs_mean: torch.Tensor,
+    mean: torch.Tensor,
+    share: float,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, RowFactor]:
+    """Return what `target_and_metric` does, of patches that are fewer than the numbers in one.
+
+    With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
+
+    Args:
+        weight: W of the dense layer, (out, in * kernel).
+        outputs: What the dense layer makes of its patches, W x, (n, out).
+        arriving: The patches y that arrive, (n, in * kernel).
+        outputs_mean: As for `target_and_metric`, like the others.
+        mean: Mean of y.
+        share: By which both are shrunk.
+        centred: Whether the layer is fitted around the mean.
+    """
+    scale = len(arriving) ** -0.5
+    metric = shrunk_rows(RowFactor((arriving.double().cpu() - mean) * scale), share)
+    rows = metric.rows
+    wanted = (1 - share) ** 0.5 * scale * (outputs.double().cpu() - outputs_mean)
+    if not centred:
+        rows, wanted = torch.cat([rows, mean[None]]), torch.cat([wanted, outputs_mean[None]])
+        metric = RowFactor(rows, metric.ridge)
+    ridge = metric.ridge + max(RIDGE * trace(metric) / rows.shape[1], 1e-30)
+    regularised = rows @ rows.T
+    regularised.diagonal().add_(ridge)
+    return weight + _solved(regularised, wanted - rows @ weight.T).T @ rows, metric
+
+
+def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return matrix^-1 right for a symmetric matrix that is positive but for rounding."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.linalg.solve(matrix, right) if failed.item() else torch.cholesky_solve(right, factor)
+
+
+def from_few_patches(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return the same where patches are fewer than the numbers in one."""
+    share = 0.0
+    if labels is not None:
+        rows = arriving.double().cpu() - mean
+        share = shrinkage(rows, labels.cpu(), RowFactor(rows * len(rows) ** -0.5))
+    outputs = dense.double().cpu() @ weight.T
+    return target_and_row_metric(weight, outputs, arriving, weight @ dense_mean, mean, share, centred=centred)
