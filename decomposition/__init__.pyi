@@ -46,7 +46,9 @@ from .operations import (
     list_operations,
     register_operation,
 )
-from .plan.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
+from .plan.from_ranks import make_plan
+from .plan.layer_plan import LayerPlan
+from .plan.plan import CompressionPlan, fingerprint
 from .registry import Registry
 from .rewrites.attention import PlainAttention, plain_attention
 from .rewrites.own_layers import plain_layers

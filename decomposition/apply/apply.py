@@ -31,7 +31,8 @@ from decomposition.operations import (
     GroupOperation,
 )
 from decomposition.operations.base import FINAL
-from decomposition.plan.plan import CompressionPlan, LayerPlan, without_growth
+from decomposition.plan.layer_plan import LayerPlan, without_growth
+from decomposition.plan.plan import CompressionPlan
 from decomposition.progress import Progress, ProgressBar, progress_bar
 
 

@@ -21,7 +21,8 @@ from decomposition.network.rewriting import rewrites_of
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import Factorise
 from decomposition.operations.factorise import factors_of
-from decomposition.plan.plan import CompressionPlan, LayerPlan, fingerprint, without_growth
+from decomposition.plan.layer_plan import LayerPlan, without_growth
+from decomposition.plan.plan import CompressionPlan, fingerprint
 
 
 def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str | None = None) -> Fit:

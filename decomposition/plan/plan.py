@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,17 +14,14 @@ from torch import nn
 
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
-from decomposition.formats import get_format
 from decomposition.network.input_specs import InputShape, InputSpec, shape_to_json
-from decomposition.network.inputs import ExampleInputs, input_shape_of
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.opaque import OPAQUE_KINDS
-from decomposition.network.rewriting import Rewrite, rewrites_of
+from decomposition.network.rewriting import Rewrite
 from decomposition.network.wrappers import unwrapped
-from decomposition.operations import Factorise, GroupOperation, Operation
+from decomposition.operations import GroupOperation, Operation
 from decomposition.operations.base import check_keys
-from decomposition.operations.factorise import factors_of
-from decomposition.plan.layer_plan import LayerPlan, from_entry, to_entry, without_growth
+from decomposition.plan.layer_plan import LayerPlan, from_entry, to_entry
 from decomposition.plan.metadata import checked_metadata
 from decomposition.plan.plan_versions import PLAIN_VERSION, PRUNING_VERSION, upgraded_entries
 from decomposition.rewrites.preparation import REWRITERS, prepared
@@ -40,14 +37,6 @@ _INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
 _Kind = TypeVar("_Kind", bound=Operation)
 RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperation]], nn.Module]
 """Applies a group operation, or makes its structure: (kind, model, operation by layer) -> model."""
-
-__all__ = [
-    "CompressionPlan",
-    "LayerPlan",
-    "fingerprint",
-    "make_plan",
-    "without_growth",
-]
 
 
 @dataclass(frozen=True)
@@ -313,69 +302,6 @@ def fingerprint(specs: Any) -> str:
         sorted([s.name, s.kind, list(s.weight_shape), list(s.stride), s.groups, s.bias] for s in specs)
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def make_plan(
-    model: nn.Module,
-    input_shape: ExampleInputs,
-    tensor_format: str,
-    ranks: int | Mapping[str, int | Sequence[int]],
-    *,
-    tensorised: bool = False,
-    chosen_by: str = "user",
-) -> CompressionPlan:
-    """Make a plan from ranks given by hand.
-
-    Args:
-        model: The dense model.
-        input_shape: Shape of one input without the batch axis, or a batch of inputs.
-        tensor_format: Name of the format.
-        ranks: One rank for every compressible layer (capped at each layer's maximum), or ranks by layer name:
-            one integer, or one a bond. Layers that are not named stay dense.
-        tensorised: Split channel counts into small factors.
-        chosen_by: Recorded in the plan.
-
-    Returns:
-        The plan; a layer that would get no smaller stays dense, with the reason.
-
-    Raises:
-        DecompositionError: If a rank is not feasible.
-        PlanError: If a name is no compressible layer of the model.
-    """
-    all_specs = inspect_layers(model, input_shape)
-    form = get_format(tensor_format)
-    by_name = {spec.name: spec for spec in all_specs}
-    if isinstance(ranks, Mapping):
-        for name in ranks:
-            spec = by_name.get(name)
-            if spec is None or spec.refusal is not None:
-                compressible = ", ".join(s.name for s in all_specs if s.refusal is None)
-                why = f": {spec.refusal}" if spec is not None else ""
-                raise PlanError(f"{name!r} is no compressible layer{why}; choose from {compressible}")
-    layers = []
-    for spec in all_specs:
-        if spec.refusal is not None:
-            layers.append(LayerPlan(spec.name, reason=spec.refusal))
-            continue
-        modes = form.modes(spec, tensorised=tensorised)
-        if isinstance(ranks, Mapping):
-            if spec.name not in ranks:
-                layers.append(LayerPlan(spec.name, reason="no rank was given"))
-                continue
-            layer_ranks = ranks[spec.name]
-            layer_ranks = tuple(layer_ranks) if isinstance(layer_ranks, Sequence) else layer_ranks
-        else:
-            layer_ranks = min(ranks, form.max_rank(modes)) if type(ranks) is int else ranks
-        checked = form.check_ranks(modes, layer_ranks, spec.name)
-        operation = Factorise(tensor_format, checked, factors_of(modes))
-        layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
-    return CompressionPlan(
-        tuple(layers),
-        fingerprint(all_specs),
-        input_shape_of(input_shape),
-        chosen_by,
-        preparation=rewrites_of(unwrapped(model)),
-    )
 
 
 def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:

@@ -22,7 +22,7 @@ from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.layers import compressible_layers, inspect_layers
 from decomposition.operations import ChannelFactors, Factorise, dense_cost
 from decomposition.operations.factorise import factors_of
-from decomposition.plan.plan import LayerPlan
+from decomposition.plan.layer_plan import LayerPlan
 
 SHAPE = (3, 10, 10)
 QUICK = FitOptions(iterations=2)
