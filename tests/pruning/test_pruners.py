@@ -10,7 +10,6 @@ from torch import nn
 
 from pruning import (
     ChannelGroup,
-    ChannelMask,
     PruningError,
     channel_groups,
     get_pruner,
@@ -18,8 +17,8 @@ from pruning import (
     list_pruners,
     register_pruner,
     removable_groups,
-    remove_channels,
 )
+from pruning.testing import CriterionContract, MaskContract
 
 Build = Callable[[str], nn.Module]
 MASKS = [pruner.name for pruner in list_pruners() if pruner.is_mask]
@@ -55,44 +54,28 @@ def test_unknown_and_taken_names_are_refused() -> None:
         register_pruner("random", "again")(lambda: None)
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_every_mask_keeps_the_contract(name: str) -> None:
-    mask = get_pruner(name).definition(5)
-    assert isinstance(mask, ChannelMask)
-    features = torch.randn(2, 5, 3, 3)
-    assert mask(features).shape == features.shape
-    for row in (mask.gates(), mask.deterministic_gates(), mask.penalty(), mask.scores(), mask.open_units()):
-        assert row.shape == (5,)
-    closing = torch.tensor([True, False, True, False, False])
-    mask.close(closing)
-    for row in (mask.gates(), mask.deterministic_gates(), mask.penalty(), mask.scores()):
-        assert not row[closing].any()
-    assert mask.open_units().tolist() == (~closing).tolist()
-    mask.freeze()
-    assert not any(parameter.requires_grad for parameter in mask.parameters())
-    assert torch.equal(mask.train()(features), mask.eval()(features))
+class TestMasks(MaskContract):
+    """Every registered mask keeps the contract."""
+
+    names = MASKS
 
 
-@pytest.mark.parametrize("name", CRITERIA)
-def test_every_criterion_prunes_every_network(
-    name: str, network: nn.Module, groups: Sequence[ChannelGroup], images: torch.Tensor
-) -> None:
-    network.train()
-    before = {key: value.clone() for key, value in network.state_dict().items()}
-    generator = torch.Generator().manual_seed(0)
-    scores = get_pruner(name).definition(network, groups, images, generator)
-    assert network.training
-    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
-    assert all(scores[group.name].shape == (group.units,) for group in groups)
-    smaller = remove_channels(network, keep_share(groups, scores, 0.5), images).eval()
-    assert smaller(images).shape == (3, 5)
+class TestCriteria(CriterionContract):
+    """Every registered criterion keeps the contract, on every network."""
 
+    names = CRITERIA
 
-@pytest.mark.parametrize("name", CRITERIA)
-def test_every_criterion_is_deterministic_for_a_seed(name: str, build: Build, images: torch.Tensor) -> None:
-    network = build("plain_chain")
-    first, second = score(name, network, images, 3), score(name, network, images, 3)
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    @pytest.fixture
+    def network(self, network: nn.Module) -> nn.Module:
+        return network
+
+    @pytest.fixture
+    def images(self, images: torch.Tensor) -> torch.Tensor:
+        return images
+
+    @pytest.fixture
+    def groups(self, groups: Sequence[ChannelGroup]) -> Sequence[ChannelGroup]:
+        return groups
 
 
 def test_first_k_removes_the_first_channels(build: Build, images: torch.Tensor) -> None:

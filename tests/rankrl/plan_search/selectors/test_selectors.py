@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decomposition import FitLibrary, FitOptions
 from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from rankrl.errors import ConfigError
 from rankrl.plan_search.selectors import (
@@ -19,76 +18,40 @@ from rankrl.plan_search.selectors import (
     create_selector,
     list_selectors,
     register_selector,
-    selector_description,
     selector_options,
 )
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.selectors.tpe import STUDY_FILE, STUDY_NAME
-from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.testing import SelectorContract
+from rankrl.testing.selectors import plans_of
 
 EPISODES = 8
 FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
 FAST_BAYES = {"warmup_episodes": 3, "candidates": 4}
 REINFORCEMENT = ["ddpg", "sac", "td3"]
 BAYES = ["bayes", "bayes_ddpg"]
-SLOW = pytest.mark.slow
+FAST = {**dict.fromkeys(REINFORCEMENT, FAST_POLICY), **dict.fromkeys(BAYES, FAST_BAYES)}
 
 
 def make(name: str, problem: SearchProblem, seed: int = 0, **options) -> Selector:
     if problem.divergences is None:
         problem = replace(problem, divergences=lambda batches: [site.errors**2 for site in problem.sites])
-    fast = FAST_POLICY if name in REINFORCEMENT else FAST_BAYES if name in BAYES else {}
-    return create_selector(name, problem, seed=seed, episodes=EPISODES, **{**fast, **options})
+    options = {**FAST.get(name, {}), **options}
+    return create_selector(name, problem, seed=seed, episodes=EPISODES, **options)
 
 
-def run(selector: Selector, steps: int = EPISODES) -> list[Choices]:
-    plans = []
-    for _ in range(steps):
-        proposals = selector.propose()
-        plans += [proposal.choices for proposal in proposals]
-        selector.observe(proposals, [float(np.tanh(sum(each.choices) / 20)) for each in proposals])
-    return plans
+class TestSelectors(SelectorContract):
+    """Every registered selector keeps the contract."""
+
+    names = list_selectors()
+    options = FAST
+    episodes = EPISODES
 
 
 def test_the_names_of_the_contract_are_there() -> None:
     searches = {*REINFORCEMENT, *BAYES, "tpe", "cmaes", "local", "random"}
     assert {*searches, "uniform", "energy", "vbmf", "greedy"} <= set(list_selectors())
-
-
-@pytest.mark.parametrize(
-    ("measure", "name"),
-    [
-        pytest.param(
-            measure,
-            name,
-            marks=[] if measure == "params" or name in ("ddpg", "local", "random", "greedy") else [SLOW],
-        )
-        for measure in ("params", "macs", "bytes")
-        for name in list_selectors()
-    ],
-)
-def test_every_proposed_plan_keeps_the_budget(small_problem, small_network, small_library, name, measure):
-    problem = SearchProblem.from_model(
-        small_network, small_problem.sites, (1, 8, 8), **{measure: 0.6}, library=small_library
-    )
-    plans = run(make(name, problem))
-    assert plans
-    assert all(problem.keeps_budget(choices) for choices in plans)
-    assert all(type(choice) is int for choices in plans for choice in choices)
-
-
-@pytest.mark.parametrize("name", list_selectors())
-def test_the_seed_decides_everything(small_problem, name) -> None:
-    first, again, other = (run(make(name, small_problem, seed=seed), steps=6) for seed in (1, 1, 2))
-    assert again == first
-    if len(first) > 1:
-        assert other != first
-
-
-@pytest.mark.parametrize("name", list_selectors())
-def test_listings_describe_every_selector(name) -> None:
-    assert selector_description(name)
-    assert "problem" not in selector_options(name)
 
 
 @pytest.mark.parametrize("name", list_heuristics())
@@ -111,7 +74,7 @@ def test_searches_begin_with_greedys_plan(small_problem, name) -> None:
 @pytest.mark.parametrize("name", [n for n in list_selectors() if "plans_per_step" in selector_options(n)])
 def test_several_plans_can_be_proposed_at_once(small_problem, name) -> None:
     selector = make(name, small_problem, plans_per_step=3)
-    run(selector, steps=2)
+    plans_of(selector, 2)
     assert len(selector.propose()) == 3
     with pytest.raises(ConfigError, match="plans_per_step"):
         make(name, small_problem, plans_per_step=0)
@@ -131,7 +94,7 @@ def test_random_plans_spend_the_budget(small_problem, seed) -> None:
 def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem, small_network) -> None:
     free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     for name in ("random", "ddpg", "bayes"):
-        assert len(set(run(make(name, free)))) > 1
+        assert len(set(plans_of(make(name, free), EPISODES))) > 1
     for name in ("local", "tpe", "cmaes", "divergence", "greedy", "uniform"):
         with pytest.raises(ConfigError, match="budget"):
             make(name, free).propose()
@@ -186,30 +149,10 @@ def test_the_tpe_study_on_disk_holds_the_trials(small_problem, tmp_path) -> None
     optuna = importlib.import_module("optuna")
     selector = make("tpe", small_problem)
     selector.use_folder(tmp_path)
-    run(selector, steps=4)
+    plans_of(selector, 4)
     resumed = make("tpe", small_problem)
     resumed.use_folder(tmp_path)
     resumed.restore(selector.state())
-    run(resumed, steps=2)
+    plans_of(resumed, 2)
     study = optuna.load_study(study_name=STUDY_NAME, storage=f"sqlite:///{tmp_path / STUDY_FILE}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6
-
-
-@pytest.fixture(scope="module")
-def several_formats(small_network, small_library) -> SearchProblem:
-    library = FitLibrary(
-        small_network,
-        list(small_library.specs.values()),
-        ("tucker", "cp"),
-        moments=small_library.moments,
-        options=FitOptions(iterations=3),
-    )
-    sites = library.all_candidates(limit=6)
-    return SearchProblem.from_model(small_network, sites, (1, 8, 8), params=0.5, library=library)
-
-
-@pytest.mark.parametrize("name", list_selectors())
-def test_every_selector_chooses_among_the_candidates_of_several_formats(several_formats, name) -> None:
-    plans = run(make(name, several_formats), steps=6)
-    assert all(several_formats.keeps_budget(choices) for choices in plans)
-    assert any(site.mixed for site in several_formats.sites)

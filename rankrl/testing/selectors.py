@@ -1,0 +1,140 @@
+"""The contract of selectors as tests."""
+# ruff: noqa: D102 (a test says by its name what it holds to)
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decomposition import FitLibrary, FitOptions, compressible_layers
+from rankrl.plan_search.selectors import (
+    Selector,
+    SelectorState,
+    create_selector,
+    selector_description,
+    selector_is_seeded,
+    selector_options,
+)
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+
+INPUT_SHAPE = (1, 8, 8)
+
+
+class SelectorContract:
+    """What a search counts on with every selector.
+
+    Attributes:
+        names: Registered names of the selectors that are tested.
+        options: Options of selectors that are slow without them, by their names.
+        episodes: Plans that a search may score.
+    """
+
+    names: Sequence[str]
+    options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    episodes: ClassVar[int] = 8
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run every test for every selector, and for every kind of budget where it takes one."""
+        if "measure" in metafunc.fixturenames:
+            metafunc.parametrize("measure", ("params", "macs", "bytes"))
+        metafunc.parametrize("name", self.names)
+
+    def selector(self, name: str, problem: SearchProblem, seed: int = 0) -> Selector:
+        """Make a selector."""
+        options = self.options.get(name, {})
+        return create_selector(name, problem, seed=seed, episodes=self.episodes, **options)
+
+    def test_it_says_what_it_is(self, name: str) -> None:
+        assert selector_description(name)
+        assert "problem" not in selector_options(name)
+
+    def test_every_proposed_plan_keeps_the_budget(self, name: str, measure: str) -> None:
+        problem = small_problem(("tucker",), **{measure: 0.6})
+        plans = plans_of(self.selector(name, problem), self.episodes)
+        assert plans
+        assert all(problem.keeps_budget(choices) for choices in plans)
+        assert all(type(choice) is int for choices in plans for choice in choices)
+
+    def test_it_chooses_among_the_candidates_of_several_formats(self, name: str) -> None:
+        problem = small_problem(("tucker", "cp"), params=0.5)
+        plans = plans_of(self.selector(name, problem), 6)
+        assert all(problem.keeps_budget(choices) for choices in plans)
+        assert any(site.mixed for site in problem.sites)
+
+    def test_the_seed_decides_everything(self, name: str) -> None:
+        problem, before = small_problem(params=0.5), surroundings()
+        first, again, other = (plans_of(self.selector(name, problem, seed), 6) for seed in (1, 1, 2))
+        assert again == first
+        assert (other != first) == selector_is_seeded(name)
+        assert surroundings() == before, "random numbers come from generators of the selector's own"
+
+    def test_it_goes_on_from_its_state(self, name: str) -> None:
+        problem = small_problem(params=0.5)
+        whole, resumed = self.selector(name, problem), self.selector(name, problem)
+        plans_of(whole, 4)
+        state = whole.state()
+        assert all(isinstance(each, torch.Tensor) for each in state.tensors.values())
+        resumed.restore(
+            SelectorState(
+                {key: each.clone() for key, each in state.tensors.items()},
+                json.loads(json.dumps(dict(state.values))),
+            )
+        )
+        assert plans_of(resumed, 3) == plans_of(whole, 3)
+
+
+@cache
+def small_network() -> nn.Module:
+    """Return three convolutions and a linear layer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(8, 12, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(12, 12, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(12, 5),
+        ).eval()
+
+
+@cache
+def small_library(formats: tuple[str, ...]) -> FitLibrary:
+    """Return fits of the small network's layers to their weights."""
+    layers = compressible_layers(small_network(), INPUT_SHAPE)
+    return FitLibrary(small_network(), layers, formats, options=FitOptions(iterations=3))
+
+
+def small_problem(formats: tuple[str, ...] = ("tucker",), **budget: Any) -> SearchProblem:
+    """Return the search for a plan of the small network within a budget."""
+    library = small_library(formats)
+    sites = library.all_candidates(limit=8)
+    problem = SearchProblem.from_model(small_network(), sites, INPUT_SHAPE, library=library, **budget)
+    return replace(problem, divergences=lambda _: [site.errors**2 for site in problem.sites])
+
+
+def plans_of(selector: Selector, steps: int) -> list[Choices]:
+    """Return the plans that a selector proposes in so many steps; larger candidates are rewarded."""
+    plans = []
+    for _ in range(steps):
+        proposals = selector.propose()
+        plans += [proposal.choices for proposal in proposals]
+        selector.observe(proposals, [float(np.tanh(sum(each.choices) / 20)) for each in proposals])
+    return plans
+
+
+def surroundings() -> list[Any]:
+    """Return the states of everybody's random numbers."""
+    return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]
