@@ -17,15 +17,17 @@ from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.options.search import Cluster, SearchOptions
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.module_session import session_on_inputs
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.selectors import check_selector
 from rankrl.progress import Progress
 from rankrl.runs.run_lock import alone_in_folder
-from rankrl.workers.base import Cluster
 
 __all__ = ["apply_plan", "load_compressed", "search"]
 
@@ -138,14 +140,7 @@ def search(
             f"{type(model).__name__} and a {type(score).__name__}"
         )
     model = unwrapped(model)
-    options = SearchOptions(
-        params=params,
-        macs=macs,
-        bytes=bytes,
-        latency=latency,
-        timing=(LatencyOptions() if timing is None else timing).kept_in(cache, folder),
-        reward=reward,
-        reward_options=reward_options or {},
+    limits = SearchOptions(
         finalists=finalists,
         episodes=episodes,
         seconds=seconds,
@@ -155,7 +150,14 @@ def search(
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
     )
-    if options.needs_budget:
+    goal = SearchGoal(
+        BudgetOptions(params, macs, bytes, latency),
+        limits,
+        (LatencyOptions() if timing is None else timing).kept_in(cache, folder),
+        reward,
+        reward_options or {},
+    )
+    if goal.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, macs=... likewise")
     checked = checked_batches(calibration, model)
     batches = [part for batch in checked for part in split(batch, CALIBRATION_BATCH)]
@@ -163,7 +165,7 @@ def search(
     chosen = CandidateOptions(
         formats,
         precisions=tuple(precisions),
-        reduce_range=options.timing.reduce_range,
+        reduce_range=goal.timing.reduce_range,
         candidates=candidates,
         weigh_outputs=weigh_outputs,
         channels=tuple(channels),
@@ -171,13 +173,13 @@ def search(
         skip=tuple(skip),
         only=tuple(only),
     )
-    check_selector(selector, selector_options or {}, options.setting(chosen))
+    check_selector(selector, selector_options or {}, goal.setting(chosen))
     session = session_on_inputs(
         model,
         batches,
         score,
         chosen,
-        options,
+        goal,
         cache=None if cache is None else Path(cache),
         seed=seed,
         progress=progress,

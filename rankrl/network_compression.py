@@ -32,8 +32,11 @@ from rankrl.files import storage_errors, write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
 from rankrl.onnx.export import export_onnx, verify_onnx
 from rankrl.onnx.export.verification import BATCH_SIZES
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.options.search import Cluster, SearchOptions
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.module_session import session_on_inputs
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.plan_search.scores.score_evaluator import Score, scored
@@ -52,7 +55,6 @@ from rankrl.verify.file_export import export_file
 from rankrl.verify.measure import layer_rows
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 from rankrl.verify.rewritten import check_rewritten
-from rankrl.workers.base import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -208,12 +210,7 @@ def compress(
     recipe = _checked_recipe(finetune, loss)
     run, kept = RunFolder(Path(folder)), None if cache is None else Path(cache)
     timing = (LatencyOptions() if timing is None else timing).kept_in(kept, run.state)
-    options = SearchOptions(
-        params=params,
-        macs=macs,
-        bytes=bytes,
-        latency=latency,
-        timing=timing,
+    limits = SearchOptions(
         finalists=finalists,
         episodes=episodes,
         workers=workers,
@@ -221,7 +218,8 @@ def compress(
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
     )
-    if options.needs_budget:
+    goal = SearchGoal(BudgetOptions(params, macs, bytes, latency), limits, timing)
+    if goal.needs_budget:
         raise ConfigError("give a budget: params=0.4 keeps at most 40 % of the parameters, latency= likewise")
     formats = (decomposition,) if isinstance(decomposition, str) else tuple(decomposition)
     chosen = CandidateOptions(
@@ -236,9 +234,9 @@ def compress(
         skip=tuple(skip),
         only=tuple(only),
     )
-    check_selector(selector, selector_options or {}, options.setting(chosen))
+    check_selector(selector, selector_options or {}, goal.setting(chosen))
     check_writable(run.path, "folder")
-    record = call_record(model, chosen, options, selector, selector_options or {}, seed=seed)
+    record = call_record(model, chosen, goal, selector, selector_options or {}, seed=seed)
     run.check(record, composed=lambda _: record, advice=SAME_CALL)
     if multiple is None and latency is not None:
         chosen = replace(chosen, multiple=fast_multiple(timing.folder))
@@ -273,7 +271,7 @@ def compress(
         batches,
         judge,
         chosen,
-        options,
+        goal,
         cache=None if kept is None else kept / "fits",
         seed=seed,
         progress=progress,
@@ -308,7 +306,7 @@ def compress(
         opset=None,
         channel_block=timing.channel_block,
         reduce_range=timing.reduce_range,
-        timing={"batch": timing.batch, "threads": timing.threads, "runs": timing.runs},
+        timing=timing.timing,
         metadata={"plan": found.plan.to_json()},
         scratch=run.state,
     )

@@ -32,8 +32,11 @@ from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats, writable_formats
 from rankrl.onnx.graph.site import Site
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.options.search import SearchOptions
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors import check_selector
@@ -191,14 +194,10 @@ def compress_onnx(
         StorageError: The target cannot be written, or the disk is full.
     """
     timing = (LatencyOptions(batch=TIMED_BATCH) if timing is None else timing).kept_in(cache, folder)
-    search = SearchOptions(
-        params=params,
-        macs=macs,
-        bytes=bytes,
-        latency=latency,
-        timing=timing,
-        finalists=finalists,
-        episodes=episodes,
+    goal = SearchGoal(
+        BudgetOptions(params, macs, bytes, latency),
+        SearchOptions(finalists=finalists, episodes=episodes),
+        timing,
     )
     chosen = CandidateOptions(
         chosen_formats(decomposition),
@@ -215,7 +214,7 @@ def compress_onnx(
         inputs,
         target,
         chosen,
-        search,
+        goal,
         selector,
         selector_options or {},
         Finishing(score, timing, weigh_outputs, final_options, seed),
@@ -235,7 +234,7 @@ def compress_file(
     inputs: Inputs,
     target: str | Path,
     candidates: CandidateOptions,
-    search: SearchOptions,
+    goal: SearchGoal,
     selector: str,
     selector_options: Mapping[str, Any],
     finishing: Finishing,
@@ -257,7 +256,7 @@ def compress_file(
         inputs: What it will be used on.
         target: The file to write.
         candidates: What may become of its nodes.
-        search: Budget, reward, limits.
+        goal: Budget, reward, limits.
         selector: Name of what chooses.
         selector_options: Its options.
         finishing: How the chosen plan is carried out and judged.
@@ -275,11 +274,11 @@ def compress_file(
     Raises:
         RankrlError: As `compress_onnx`.
     """
-    if search.needs_budget:
+    if goal.needs_budget:
         raise ConfigError(
             "give a budget: latency=0.5 keeps at most half of the time; params=, macs=, bytes= likewise"
         )
-    check_selector(selector, selector_options, search.setting(candidates))
+    check_selector(selector, selector_options, goal.setting(candidates))
     seed, score = finishing.seed, finishing.score
     searches = selector not in list_heuristics()
     _check_target(target, path)
@@ -300,12 +299,12 @@ def compress_file(
             candidates, precisions=without_integers(candidates.precisions, given.network.source)
         )
     network = _network(given, finishing, options)
-    check_reachable(network, candidates, search)
+    check_reachable(network, candidates, goal)
     timing = replace(finishing.timing, batch=given.network.axes.size(network.feed))
-    if search.latency is not None:
+    if goal.budget.latency is not None:
         if suit_processor:
             candidates = replace(candidates, multiple=fast_multiple(timing.folder))
-        in_time_alone = not any(search.further.values())
+        in_time_alone = not any(goal.budget.counted.values())
         if in_time_alone:
             faster = faster_positions(given.network, given.sites, network.feed, timing)
             given = given.with_several_positions(faster)
@@ -314,7 +313,7 @@ def compress_file(
         if given.network is not given.original:
             beside = time_beside(given.original, given.network, network.feed, timing)
             network = replace(network, given=given, time_of_original=beside)
-            if in_time_alone and beside <= search.latency:
+            if in_time_alone and beside <= goal.budget.latency:
                 log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", beside)
                 return _finished(network, _as_it_is(given), Path(target), {}, finishing)
     library = network.library(candidates, cache=_fits(cache), seed=seed)
@@ -322,8 +321,8 @@ def compress_file(
     split = given.split
     scored, single = split.scored or split.heldout, split.scored or split.calibration
     scoring = OnnxScoring(given.network, given.sites, scored, score, term, single)
-    search = replace(search, timing=timing)
-    with SearchSession(network, library, scoring, search, candidates=candidates.candidates) as session:
+    goal = replace(goal, timing=timing)
+    with SearchSession(network, library, scoring, goal, candidates=candidates.candidates) as session:
         found = session.search(selector, selector_options, seed=seed, folder=folder, on_episode=on_episode)
     if found.stopped_by == "interrupt":
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")

@@ -21,9 +21,10 @@ from bench_decomposition import load_network
 from rankrl import reuse_memory
 from rankrl.data import load_dataset
 from rankrl.onnx.export.int8 import sums_overflow
+from rankrl.options.timing import ExportOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
-from rankrl.verify.measure import ExportOptions, export_dense, int8_numbers, test_accuracy
+from rankrl.verify.measure import export_dense, int8_numbers, test_accuracy
 
 HEAD = [
     "| network | dense, % | 8 bits, % | time | 7 bits, % | time | of 8 bits |",

@@ -39,8 +39,11 @@ from rankrl.data.calibration import calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.search import CandidateOptions, SearchOptions
-from rankrl.options.timing import LatencyOptions
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.options.search import SearchOptions
+from rankrl.options.timing import ExportOptions, LatencyOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors.random_plans import spend_at_random
@@ -52,7 +55,6 @@ from rankrl.timing import fast_multiple
 from rankrl.training import TrainingRecipe
 from rankrl.training.networks import run_training
 from rankrl.verify.measure import (
-    ExportOptions,
     cost_ratios,
     export_dense,
     export_numbers,
@@ -307,7 +309,7 @@ def _session(
         network,
         network.library(candidates, cache=cache / "fits", seed=0),
         ImageScoring(model, data, EvaluatorOptions(augmented=True), images=1000),
-        SearchOptions(latency=cell.latency, timing=timed, episodes=1),
+        SearchGoal(BudgetOptions(latency=cell.latency), SearchOptions(episodes=1), timed),
         candidates=candidates.candidates,
     )
 

@@ -11,9 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from decomposition import get_format, list_formats
-from rankrl.cli.config import schema
 from rankrl.cli.config.groups import GROUPS
-from rankrl.cli.config.taken import REFERENCES, live_default
 from rankrl.cli.tasks import get_task, list_tasks
 
 CATALOGUE = Path(__file__).parents[1] / "rankrl" / "cli" / "config" / "catalogue.py"
@@ -35,13 +33,10 @@ from rankrl.cli.config.group import Choice, Group, catalogued
 
 def catalogue() -> str:
     """Return the module's text."""
-    schema.AppConfig()  # asks for every default
-    defaults = {reference: live_default(reference) for reference in sorted(REFERENCES)}
     tasks = {name: get_task(name).description for name in list_tasks()}
     formats = {name: get_format(name).tensorisable for name in list_formats()}
     parts = [
         HEAD,
-        _mapping("DEFAULTS", "Any", defaults, "Defaults by reference (`rankrl.cli.config.taken`)."),
         _mapping("TASKS", "str", tasks, "What each task does."),
         _mapping("FORMATS", "bool", formats, "The tensor formats; whether they can split channel counts."),
         "GROUPS: dict[str, Group] = {",

@@ -32,9 +32,9 @@ from rankrl.cli.config.choices import group_choices, group_names
 from rankrl.cli.config.docstrings import explanations
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.groups import GROUPS
-from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.taken import owner_of
-from rankrl.option_types import described, parameter_defaults, parameter_types
+from rankrl.cli.config.schema import AppConfig, Choice
+from rankrl.cli.config.structured import option_fields
+from rankrl.option_types import described, parameter_defaults
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# All options
@@ -76,16 +76,11 @@ def section_options(section: type, values: Mapping[str, Any], prefix: str) -> It
         prefix: What the names begin with.
     """
     hints, own = typing.get_type_hints(section), explanations(section)
-    for field in dataclasses.fields(section):
+    for field in option_fields(section):
         hint, explanation = hints[field.name], own.get(field.name, "")
         if dataclasses.is_dataclass(hint):
             yield from section_options(typing.cast(type, hint), values[field.name], f"{prefix}{field.name}.")
             continue
-        if "owner" in field.metadata:
-            owner, name = owner_of(field.metadata["owner"]), field.metadata["name"]
-            explanation = explanation or explanations(owner)[name]
-            taken = parameter_types(owner)[name]
-            hint = hint if type(None) in typing.get_args(hint) else taken
         yield row(f"{prefix}{field.name}", hint, values[field.name], explanation)
 
 
@@ -212,7 +207,7 @@ def reference() -> str:
 
 
 def _holds_options(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint) or hint == dict[str, Any]
+    return dataclasses.is_dataclass(hint) or hint == Choice
 
 
 def _group(group: str, hint: Any, default: Mapping[str, Any], registered: Mapping[str, Any]) -> Iterator[str]:

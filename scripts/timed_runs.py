@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 from result_rows import epochs_of
 
-from rankrl.cli.config.options import default_precisions
 from rankrl.data import load_dataset
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import default_precisions
+from rankrl.options.timing import ExportOptions
 from rankrl.report.run_folder import read_metrics
 from rankrl.timing.latency import TimedTurns, time_in_turns
-from rankrl.verify.measure import ExportOptions, range_batches
+from rankrl.verify.measure import range_batches
 
 HEAD = [
     "| network | chosen from | asked | time | of the integers' | ms | before | after | in the file | epochs "
@@ -84,7 +86,7 @@ class Run:
         found, budget = self.settings["decomposition"], self.settings["budget"]
         formats = found["formats"] or [found["format"]]
         kinds = "+".join(formats) + "+channels" * bool(found["channels"]) + "+blocks" * found["blocks"]
-        usual = default_precisions(latency=budget["latency"], size=budget["bytes"])
+        usual = default_precisions(BudgetOptions(**budget))
         return f"{kinds}, {'+'.join(found['precisions'] or usual)}"
 
 

@@ -32,7 +32,7 @@ from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.search import CandidateOptions
+from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, PolicyFile, PolicyTask, read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator

@@ -27,6 +27,7 @@ from rankrl.cli.config.choices import group_names, store_groups
 from rankrl.cli.config.composition import composed_config, composing
 from rankrl.cli.config.overrides import parsed_overrides
 from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.structured import built
 from rankrl.errors import ConfigError, RankrlError
 from rankrl.models import save_checkpoint
 from rankrl.runs.run_folder import RunFolder
@@ -126,8 +127,8 @@ def values(*overrides: str) -> dict[str, Any]:
 
 def settings(*overrides: str) -> AppConfig:
     """Return the configuration with these overrides, as tasks get it."""
-    typed: Any = OmegaConf.to_object(configuration(*overrides))
-    return typed
+    plain: Any = OmegaConf.to_container(configuration(*overrides), resolve=True)
+    return built(AppConfig, plain)
 
 
 def refusal(*arguments: str) -> str:
@@ -141,7 +142,7 @@ def refusal(*arguments: str) -> str:
 def task_refusal(*arguments: str) -> str:
     """Return why a task refuses its options: a run without Hydra, and without the checks before it."""
     with pytest.raises((RankrlError, DecompositionError)) as refused:
-        _run_task(settings(*arguments), values(*arguments), RunFolder(Path("run")))
+        _run_task(values(*arguments), RunFolder(Path("run")))
     return " ".join(str(refused.value).split())
 
 

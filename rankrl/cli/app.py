@@ -26,6 +26,7 @@ from rankrl.cli.config.quoting import readable_arguments
 from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
 from rankrl.cli.config.run_folders import check_folders, refuse_used_folder, write_record
 from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.structured import built
 from rankrl.cli.config.sweep_arguments import sweep_arguments
 from rankrl.cli.config.values import check_values
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
@@ -44,8 +45,6 @@ _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def _run(config: DictConfig) -> None:
-    settings = OmegaConf.to_object(config)
-    assert isinstance(settings, AppConfig)
     hydra_config = HydraConfig.get()
     folder = RunFolder(Path(hydra_config.runtime.output_dir))
     overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
@@ -53,7 +52,7 @@ def _run(config: DictConfig) -> None:
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(
-                lambda: _run_task(settings, plain, folder),
+                lambda: _run_task(plain, folder),
                 folder,
                 number=int(hydra_config.job.num),
                 config=plain,
@@ -65,7 +64,7 @@ def _run(config: DictConfig) -> None:
             )
         else:
             with locked(folder.path):
-                notes = _run_alone(settings, config, plain, overrides, folder)
+                notes = _run_alone(config, plain, overrides, folder)
             if notes.collapsed is not None:
                 _leave(RankrlError(f"the run is finished, but {notes.collapsed}."), COLLAPSED)
             if notes.missed is not None:
@@ -81,7 +80,6 @@ def _run(config: DictConfig) -> None:
 
 
 def _run_alone(
-    settings: AppConfig,
     config: DictConfig,
     plain: dict[str, Any],
     overrides: list[str],
@@ -89,7 +87,7 @@ def _run_alone(
 ) -> RunNotes:
     """Run the task in a folder that no other run can get; return what its steps noted."""
     try:
-        if settings.resume is None:
+        if plain["resume"] is None:
             refuse_used_folder(folder)
         elif folder.finished:  # by another `resume`, since the command line was checked
             _show_finished(folder.path)
@@ -97,18 +95,19 @@ def _run_alone(
         folder.prepare()
         folder.claim(plain, overrides, resume=True)
         write_record(config, folder.path)
-        notes = _run_task(settings, plain, folder)
+        notes = _run_task(plain, folder)
     except Exception as error:
-        if settings.resume is None and _for_users(error, folder) is not None:
+        if plain["resume"] is None and _for_users(error, folder) is not None:
             folder.discard()
         raise
     folder.error.unlink(missing_ok=True)  # of an earlier attempt, as the job of a sweep
     return notes
 
 
-def _run_task(settings: AppConfig, plain: dict[str, Any], folder: RunFolder) -> RunNotes:
+def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     """Run the task, tracked; return what its steps noted."""
     check_values(plain)  # what sweepers draw is known only now
+    settings = built(AppConfig, plain)
     check_input_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

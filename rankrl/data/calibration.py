@@ -7,20 +7,10 @@ from torch import Tensor
 
 from rankrl.data import ImageData, Images, batches
 from rankrl.data.batches import augmented_copy
-from rankrl.errors import ConfigError
+from rankrl.options.tasks import check_calibration
 
 CALIBRATION_BATCH = 256
 """Inputs that pass through a network at a time."""
-
-
-def check_calibration(count: int) -> None:
-    """Refuse a number of calibration images.
-
-    Raises:
-        ConfigError: It is not positive.
-    """
-    if count < 1:
-        raise ConfigError(f"calibration.images must be at least 1, got {count}")
 
 
 def calibration_images(data: ImageData, count: int, *, seed: int, augmented: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import METHOD, collect_sensitivities
 from rankrl.onnx.graph.site import SiteModules
-from rankrl.options.search import CandidateOptions
+from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
 from rankrl.timing.graph_files import GraphFiles

@@ -29,7 +29,7 @@ from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data import Preprocessing
 from rankrl.networks.blocks import block_removals
 from rankrl.networks.channels import channel_narrowings
-from rankrl.options.search import CandidateOptions
+from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import Progress
 from rankrl.timing.module_files import ModuleFiles

@@ -1,11 +1,17 @@
-"""How time is measured, as plain values."""
+"""How time is measured and networks are exported."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from rankrl.device import channel_block
+from rankrl.errors import ConfigError
+
+DEFAULT_RUNTIME = "onnxruntime"
+"""The runtime that budgets and choices go by; its Python package quantises too."""
+NO_OPTION = {"option": False}
+"""Metadata of a field that the configuration has no option for."""
 
 
 @dataclass(frozen=True)
@@ -13,23 +19,33 @@ class LatencyOptions:
     """How time is measured; the exported network is timed alike.
 
     Attributes:
-        batch: Inputs of a forward pass.
+        preprocess: Whether the normalisation is part of the graph: the file then takes images as bytes, uint8
+            (N, height, width, channels). If not, it takes float32 (N, channels, height, width), normalised as
+            its metadata says.
+        pad_channels: Whether channels that are fewer than the processor computes at a time (16 with AVX-512,
+            8 with AVX2) are filled up with zeros when onnxruntime loads a file, where it is faster then. What
+            is filled up is no constant of the graph any more, as other tools may want it.
+        reduce_range: Whether the weights of layers that compute in 8-bit integers take 7 of the 8 bits, as
+            files need it for x86 processors without VNNI, whose sums overflow otherwise; None: where this
+            processor is one. Times are the same.
+        batch: Inputs of a timed forward pass.
         threads: Threads of onnxruntime.
-        runs: Timed passes.
+        runs: Timed runs of each network.
         folder: Where tables of measured layers are kept for later runs, or None.
-        preprocess: Whether the exported network normalises its images itself.
-        pad_channels: Whether fewer channels than the processor computes at a time are filled up.
-        reduce_range: Whether weights of what computes in 8-bit integers take 7 of the 8 bits in the finished
-            file (`quantise_onnx`); times are the same.
     """
 
-    batch: int = 64
-    threads: int = 1
-    runs: int = 30
-    folder: Path | None = None
     preprocess: bool = False
     pad_channels: bool = True
     reduce_range: bool | None = None
+    batch: int = 64
+    threads: int = 1
+    runs: int = 30
+    folder: Path | None = field(default=None, metadata=NO_OPTION)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "threads", "runs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"export.{name} must be at least 1, got {getattr(self, name)}")
 
     def kept_in(self, cache: str | Path | None, folder: str | Path | None) -> LatencyOptions:
         """Return these options with times kept in a cache, or without one in the folder of the search.
@@ -45,4 +61,31 @@ class LatencyOptions:
     @property
     def channel_block(self) -> int:
         """What channels are filled up to in exported networks (`export_onnx`)."""
+        from rankrl.device import channel_block  # imports torch
+
         return channel_block() if self.pad_channels else 1
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """What functions that time files are told."""
+        return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
+
+
+@dataclass(frozen=True)
+class ExportOptions(LatencyOptions):
+    """The ONNX file and how its latency in onnxruntime is measured; one thread is timed in processor time.
+
+    Attributes:
+        opset: ONNX operator set; None for the exporter's default.
+        int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
+            to beat, since onnxruntime makes it in half a minute without any training.
+        runtimes: Where the finished files are verified and timed side by side: onnxruntime, by which budgets
+            and choices go and which is measured in any case; onnxruntime_cuda, on an NVIDIA GPU; openvino
+            (extra `openvino`).
+        training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
+    """
+
+    opset: int | None = None
+    int8: bool = True
+    runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
+    training: bool = False

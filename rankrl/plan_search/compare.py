@@ -183,4 +183,4 @@ def _check_held_out(session: SearchSession, compared: ComparedSearch) -> None:
 
 def _check_options(session: SearchSession, compared: ComparedSearch) -> None:
     entry = compared.entry
-    create_selector(entry.selector, session.problem, episodes=session.options.episodes, **entry.options)
+    create_selector(entry.selector, session.problem, episodes=session.goal.search.episodes, **entry.options)

@@ -9,7 +9,8 @@ from torch import nn
 
 from decomposition import Inputs
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
@@ -21,7 +22,7 @@ def session_on_inputs(
     inputs: Sequence[Inputs],
     score: Score,
     candidates: CandidateOptions,
-    options: SearchOptions,
+    goal: SearchGoal,
     *,
     cache: Path | None,
     seed: int,
@@ -34,7 +35,7 @@ def session_on_inputs(
         inputs: Batches of calibration inputs, at least one.
         score: From a network to a number, higher is better.
         candidates: What may become of its layers.
-        options: Budget, reward, limits.
+        goal: Budget, reward, limits.
         cache: Folder of fits that later searches reuse, or None.
         seed: Seed of everything random.
         progress: As for `SearchSession`.
@@ -46,12 +47,12 @@ def session_on_inputs(
     network = ModuleNetwork.on_inputs(
         model, inputs, weigh_outputs=candidates.weigh_outputs, seed=seed, progress=progress
     )
-    check_reachable(network, candidates, options)
+    check_reachable(network, candidates, goal)
     return SearchSession(
         network,
         network.library(candidates, cache=cache, seed=seed),
         FunctionScoring(model, score, inputs),
-        options,
+        goal,
         candidates=candidates.candidates,
         progress=progress,
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import ConfigError
+from rankrl.options.search import check_limits
 from rankrl.plan_search.interrupt import FinishOnInterrupt
 from rankrl.plan_search.scores.evaluator import Evaluator
 from rankrl.plan_search.scores.history import (
@@ -227,18 +228,6 @@ def _set_aside(folder: Path) -> None:
         STATE_FILE,
         EPISODES_FILE,
     )
-
-
-def check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:
-    """Refuse limits of a search that leave no plan to score.
-
-    Raises:
-        ConfigError: A limit is not positive.
-    """
-    for name, value in (("episodes", episodes), ("seconds", seconds), ("patience", patience)):
-        if value is not None and not value > 0:
-            advice = "" if name == "episodes" else "; null means no limit"
-            raise ConfigError(f"search.{name} must be positive, got {value}{advice}")
 
 
 def _limit(

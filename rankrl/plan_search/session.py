@@ -14,8 +14,9 @@ from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
 from rankrl.errors import ConfigError
 from rankrl.networks.base import Network
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.finalists import best_finalist, finalists
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import SearchResult, choosing, run_search
 from rankrl.plan_search.scores.evaluator import Evaluator, MeasuresDivergences
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 def problem_of(
     network: Network,
     sites: Sequence[CandidateSet],
-    options: SearchOptions,
+    goal: SearchGoal,
     library: FitLibrary | None = None,
 ) -> SearchProblem:
     """Return what is searched over in a network where there is no budget in time.
@@ -43,7 +44,7 @@ def problem_of(
     Args:
         network: The network.
         sites: The candidates of its layers.
-        options: The budgets, as fractions of the original.
+        goal: The budgets, as fractions of the original.
         library: The fits that the candidates come from.
 
     Raises:
@@ -55,13 +56,13 @@ def problem_of(
         sites,
         network.input_shape,
         network.costs,
-        network.fractions({**options.further, "params": options.kept_params}),
+        network.fractions(goal.counted),
         library=library,
         preparation=network.preparation,
     )
 
 
-def check_reachable(network: Network, candidates: CandidateOptions, search: SearchOptions) -> None:
+def check_reachable(network: Network, candidates: CandidateOptions, goal: SearchGoal) -> None:
     """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
 
     Ranks are not rounded up to multiples here, nor are layers left out that integers do not suit, so a budget
@@ -70,13 +71,13 @@ def check_reachable(network: Network, candidates: CandidateOptions, search: Sear
     Args:
         network: The network, trained or not; no inputs are needed.
         candidates: What may become of its layers.
-        search: The budgets.
+        goal: The budgets.
 
     Raises:
         ConfigError: The network has nothing to search over, or blocks may go and no budget says how many.
         DecompositionError: No plan can reach a budget, or no layer can be compressed.
     """
-    if candidates.blocks and not search.setting(candidates).measures:
+    if candidates.blocks and not goal.setting(candidates).measures:
         raise ConfigError(
             "decomposition.blocks removes as many blocks as a budget asks for, and there is none; set "
             "budget.latency, budget.macs or budget.params"
@@ -84,7 +85,7 @@ def check_reachable(network: Network, candidates: CandidateOptions, search: Sear
     lister = network.lister(candidates)
     sites = [lister.candidates(name, limit=candidates.candidates) for name in lister.specs]
     try:
-        problem_of(network, sites, search)
+        problem_of(network, sites, goal)
     except DecompositionError as error:
         if network.caveat is None:
             raise
@@ -101,7 +102,7 @@ class SearchSession:
         network: The dense network.
         library: The fits of its layers.
         scoring: What plans are scored by.
-        options: Budget, reward, limits.
+        goal: Budget, reward, limits.
         candidates: Candidate ranks a layer and format at most.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage, the number of its steps that are done and the number of all.
@@ -127,13 +128,13 @@ class SearchSession:
         network: Network,
         library: FitLibrary,
         scoring: Scoring,
-        options: SearchOptions,
+        goal: SearchGoal,
         *,
         candidates: int,
         progress: Progress = None,
     ) -> None:
         self.progress = progress
-        self.network, self.library, self.scoring, self.options = network, library, scoring, options
+        self.network, self.library, self.scoring, self.goal = network, library, scoring, goal
         self.candidates = candidates
         self._network_score: Callable[[Any], float] | None = None
         self._cluster: WorkerCluster | None = None
@@ -146,28 +147,29 @@ class SearchSession:
         return self
 
     def _prepare(self) -> None:
-        options = self.options
+        goal, search = self.goal, self.goal.search
+        latency = goal.budget.latency
         if self.candidates < 1:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
         unfitted = [self.library.unfitted(name, limit=self.candidates) for name in self.library.specs]
-        if options.latency is None:
-            problem_of(self.network, unfitted, options)
+        if latency is None:
+            problem_of(self.network, unfitted, goal)
         self.scoring.check()
-        if options.workers is not None:
-            asked = Workers(options.workers, options.cluster, options.worker_cpus, options.worker_gpus)
+        if search.workers is not None:
+            asked = Workers(search.workers, search.cluster, search.worker_cpus, search.worker_gpus)
             self._cluster = open_cluster(asked)
             self._stack.callback(self._cluster.close)
         sites = self._fitted(unfitted)
         self.latency = None
-        if options.latency is None:
-            self.problem = problem_of(self.network, sites, options, self.library)
+        if latency is None:
+            self.problem = problem_of(self.network, sites, goal, self.library)
         else:
             self.latency = LatencyBudget(
-                self.network, sites, options.latency, options.timing, self.library, further=options.further
+                self.network, sites, latency, goal.timing, self.library, further=goal.budget.counted
             )
             self.problem = self.latency.problem(self.library)
         self.reward = create_reward(
-            options.reward, budgeted=self.problem.budget is not None, **options.reward_options
+            goal.reward, budgeted=self.problem.budget is not None, **goal.reward_options
         )
         evaluator = self.scoring.evaluator(self.library, self.problem, cluster=self._cluster)
         self.evaluator = self._stack.enter_context(evaluator)
@@ -214,7 +216,7 @@ class SearchSession:
             ConfigError: The selector or an option is unknown, or an option is out of range.
             NonFiniteError: A score or reward is NaN or infinite.
         """
-        options = self.options
+        options = self.goal.search
         chosen = create_selector(
             selector, self.problem, seed=seed, episodes=options.episodes, **selector_options
         )
@@ -260,7 +262,7 @@ class SearchSession:
 
     def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
         """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""
-        if self.options.finalists == 1:
+        if self.goal.search.finalists == 1:
             return rows[0]
         if self._network_score is None:
             self._network_score = self.scoring.of_networks()

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.runs.run_folder import COMPRESS
 
 
 def call_record(
     model: nn.Module,
     candidates: CandidateOptions,
-    options: SearchOptions,
+    goal: SearchGoal,
     selector: str,
     selector_options: Mapping[str, Any],
     *,
@@ -28,17 +29,17 @@ def call_record(
     Args:
         model: The network.
         candidates: What may become of its layers.
-        options: Budgets and limits.
+        goal: Budgets and limits.
         selector: Name of what chooses.
         selector_options: Its options.
         seed: Seed of everything random.
     """
-    timing = {"batch": options.timing.batch, "threads": options.timing.threads, "runs": options.timing.runs}
     return {
         "task": COMPRESS,
         "network": network_digest(model),
-        **{name: getattr(options, name) for name in ("params", "macs", "bytes", "latency", "episodes")},
-        "timing": None if options.latency is None else timing,
+        **asdict(goal.budget),
+        "episodes": goal.search.episodes,
+        "timing": None if goal.budget.latency is None else goal.timing.timing,
         "candidates": asdict(candidates),
         "selector": selector,
         "selector options": {name: repr(each) for name, each in selector_options.items()},

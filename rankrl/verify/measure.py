@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from decomposition import (
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
-from rankrl.device import channel_block, select_device
+from rankrl.device import select_device
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quantise_onnx, verify_onnx
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch
+from rankrl.onnx.runtimes import Batch
+from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
 from rankrl.report import LayerRow
 from rankrl.timing import compare_latency
 from rankrl.training import report_accuracy
@@ -51,53 +52,9 @@ _LEAST_AGREEMENT = 0.99
 _SLACK = 0.02
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """The ONNX file and how its latency is measured.
-
-    Attributes:
-        opset: ONNX operator set; None for the exporter's default.
-        batch: Images a timed batch.
-        threads: Threads of onnxruntime.
-        runs: Timed runs of each network.
-        preprocess: Whether the normalisation is part of the graph: the file then takes images as bytes, uint8
-            (N, height, width, channels). If not, it takes float32 (N, channels, height, width), normalised as
-            its metadata says.
-        pad_channels: Whether channels that are fewer than the processor computes at a time (16 with AVX-512,
-            8 with AVX2) are filled up with zeros when onnxruntime loads a file, where it is faster then. What
-            is filled up is no constant of the graph any more, as other tools may want it.
-        reduce_range: Whether the weights of layers that compute in 8-bit integers take 7 of the 8 bits, as
-            files need it for x86 processors without VNNI, whose sums overflow otherwise; null: where this
-            processor is one.
-        int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
-            to beat, since onnxruntime makes it in half a minute without any training.
-        runtimes: Where the finished files are verified and timed side by side; budgets and choices go by
-            onnxruntime alone.
-    """
-
-    opset: int | None = None
-    batch: int = 64
-    threads: int = 1
-    runs: int = 30
-    preprocess: bool = False
-    pad_channels: bool = True
-    reduce_range: bool | None = None
-    int8: bool = True
-    runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
-
-    @property
-    def channel_block(self) -> int:
-        """What channels are filled up to (`export_onnx`)."""
-        return channel_block() if self.pad_channels else 1
-
-    @property
-    def timing(self) -> dict[str, Any]:
-        """What `compare_latency` is told."""
-        return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
-
-    def inside(self, data: ImageData) -> Preprocessing | None:
-        """Return the preprocessing that becomes part of the graph, if any does."""
-        return data.preprocessing if self.preprocess else None
+def _inside(options: LatencyOptions, data: ImageData) -> Preprocessing | None:
+    """Return the preprocessing that becomes part of the graph, if any does."""
+    return data.preprocessing if options.preprocess else None
 
 
 def network_numbers(network: nn.Module, data: ImageData) -> dict[str, Any]:
@@ -137,7 +94,7 @@ def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: Expor
         path,
         data.input_shape,
         opset=options.opset,
-        preprocessing=options.inside(data),
+        preprocessing=_inside(options, data),
         channel_block=options.channel_block,
     ).path
 
@@ -199,7 +156,7 @@ class ImageInputs(FileInputs):
 
     def __init__(self, data: ImageData, options: ExportOptions) -> None:
         self.data, self.options = data, options
-        self.shape, self.preprocessing = data.input_shape, options.inside(data)
+        self.shape, self.preprocessing = data.input_shape, _inside(options, data)
 
     def ranges(self) -> Iterator[Inputs]:
         """Walk through the held-out images that set ranges of activations."""
@@ -295,7 +252,7 @@ def verified(
     Raises:
         ExportError: Either is beyond what rounding errors explain.
     """
-    inside = options.inside(data)
+    inside = _inside(options, data)
     images = data.heldout.first(_VERIFIED_IMAGES)
     (inputs, _), *_ = file_batches(images, len(images), data, options)
     if not is_rounded(network):

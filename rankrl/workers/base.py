@@ -7,7 +7,6 @@ other.
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import pickle
@@ -17,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 
 from decomposition.candidates.processes import in_processes
-from rankrl.errors import ConfigError, RankrlError, did_you_mean
+from rankrl.errors import ConfigError, RankrlError
 from rankrl.memory import reuse_memory
+from rankrl.options.search import Cluster, check_workers
 
-Cluster = Literal["local", "ray"]
 Scorer = Callable[[Any], Any]
 Builder = Callable[[], Scorer]
 
@@ -202,39 +201,6 @@ class LocalCluster:
 
     def close(self) -> None:
         """Do nothing: processes end with their work."""
-
-
-def check_workers(size: int | None, cluster: str, cpus: int = 1, gpus: float = 0.0) -> None:
-    """Refuse options of workers that cannot be right.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
-    if cluster not in get_args(Cluster):
-        raise ConfigError(
-            f"search.cluster must be one of {', '.join(get_args(Cluster))}, got {cluster!r}."
-            f"{did_you_mean(cluster, get_args(Cluster))}"
-        )
-    if size is None and cluster != "local":
-        raise ConfigError(f"search.cluster={cluster} needs search.workers=N, the number of workers")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ConfigError(
-            f"search.workers must be a whole number >= 1, or null to score in this process; got {size!r}"
-        )
-    if isinstance(cpus, bool) or not isinstance(cpus, int) or cpus < 1:
-        raise ConfigError(
-            f"search.worker_cpus must be a whole number >= 1, the cores of each worker; got {cpus!r}"
-        )
-    if not 0 <= gpus < math.inf or (gpus > 1 and gpus != int(gpus)):
-        raise ConfigError(
-            "search.worker_gpus must be a whole number of GPUs for each worker, or a share of one such as "
-            f"0.5; got {gpus!r}"
-        )
-    if gpus > 0 and cluster == "local":
-        raise ConfigError(
-            f"search.worker_gpus={gpus:g} asks a cluster for GPUs; local workers use the one that this "
-            "process uses. Leave it out, or set search.cluster=ray"
-        )
 
 
 class _Process:

@@ -19,7 +19,6 @@ from hydra.core.config_store import ConfigStore
 from rankrl.cli.config import catalogue
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.group import Group
-from rankrl.cli.config.taken import live_default
 from rankrl.errors import ConfigError
 
 # What the schema types and gives defaults to, and a file may choose otherwise.
@@ -110,9 +109,6 @@ def _outdated() -> Iterator[str]:
     """Yield the names of what the catalogue knows otherwise than the code."""
     from rankrl.cli.config.groups import GROUPS
 
-    for reference, known in catalogue.DEFAULTS.items():
-        if live_default(reference) != known:
-            yield reference
     for name, group in catalogue.GROUPS.items():
         live = GROUPS[name]
         for choice in group.known():

@@ -1,37 +1,30 @@
-"""From the configuration to the plain typed arguments of the workflow."""
+"""What tasks make of the configuration's options before they compute."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
 from decomposition import FitOptions
-from decomposition.apply.apply import BatchNormCorrection
-from decomposition.operations.quantise import PRECISIONS
-from rankrl.cli.config.schema import AppConfig, BudgetConfig, OptimConfig, RecipeConfig
+from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import check_calibration
-from rankrl.errors import ConfigError, did_you_mean
+from rankrl.errors import ConfigError
 from rankrl.models import default_lr
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, get_runtime
-from rankrl.options.search import CandidateOptions, SearchOptions
-from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.pretraining.tasks import EpisodeOptions
-from rankrl.plan_search.pretraining.training import PretrainingOptions
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, Term
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.options.timing import ExportOptions
+from rankrl.options.training import OptimizerOptions, RecipeOptions
+from rankrl.plan_search.goal import SearchGoal
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.runs.run_folder import cache_folder
 from rankrl.timing import fast_multiple
 from rankrl.training import TrainingRecipe
-from rankrl.verify.measure import ExportOptions
-
-AUTO = "auto"
-"""What `metrics.json` calls a choice among several formats."""
 
 # Where optim.lr is null: the rate that keeps most, of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
 # CIFAR-10), after a removal of channels (half of the MACs, 2 epochs on 10,000 images) 90.1, 91.4 and 92.6 %.
@@ -51,76 +44,17 @@ def dataset(config: AppConfig) -> ImageData:
 
 def candidate_options(config: AppConfig) -> CandidateOptions:
     """Return which candidates are fitted, and how; of a budget in time the processor may be measured."""
-    multiple = config.decomposition.rank_multiple
-    if multiple is None and config.budget.latency is not None:
-        multiple = fast_multiple(cache_folder() / "latencies")
-    return _candidate_options(config, multiple)
-
-
-def _candidate_options(config: AppConfig, multiple: int | None) -> CandidateOptions:
-    chosen = config.decomposition
-    if multiple is not None and multiple < 1:
-        raise ConfigError(f"decomposition.rank_multiple must be at least 1, got {multiple}")
-    return CandidateOptions(
-        precisions=_precisions(config),
+    measured = config.decomposition.rank_multiple is None and config.budget.latency is not None
+    return config.decomposition.candidate_options(
+        config.budget,
+        multiple=fast_multiple(cache_folder() / "latencies") if measured else None,
         reduce_range=config.export.reduce_range,
-        channels=tuple(chosen.channels),
-        blocks=chosen.blocks,
-        skip=tuple(chosen.skip),
-        only=tuple(chosen.only),
-        formats=(chosen.format,) if chosen.formats is None else tuple(chosen.formats),
-        tensorised=chosen.tensorised,
-        candidates=chosen.candidates,
-        multiple=multiple or 1,
-        iterations=chosen.iterations,
-        weigh_outputs=chosen.weigh_outputs,
     )
-
-
-def _precisions(config: AppConfig) -> tuple[str, ...]:
-    """Return what layers may compute with or be stored in; by default what lowers the budget's measure."""
-    given = config.decomposition.precisions
-    if given is None:
-        return default_precisions(latency=config.budget.latency, size=config.budget.bytes)
-    for name in given:
-        if name not in PRECISIONS:
-            raise ConfigError(
-                f"decomposition.precisions: there is no {name!r}; choose from {', '.join(PRECISIONS)}."
-                f"{did_you_mean(name, list(PRECISIONS))}"
-            )
-    if not given:
-        raise ConfigError(f"decomposition.precisions is empty; choose from {', '.join(PRECISIONS)}")
-    return tuple(given)
-
-
-def default_precisions(*, latency: float | None, size: float | None) -> tuple[str, ...]:
-    """Return the precisions that lower what budgets in time and in bytes measure, beside float32."""
-    finer = {"int8": latency, "int8_weights": size}
-    return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
-
-
-def decomposition_name(config: AppConfig) -> str:
-    """Return the tensor format, or `auto` where every layer chooses among several."""
-    formats = config.decomposition.formats
-    return config.decomposition.format if formats is None else AUTO
 
 
 def final_fit(config: AppConfig) -> FitOptions:
     """Return the effort of the chosen plan's fits."""
     return FitOptions(config.decomposition.final_iterations, config.decomposition.final_starts)
-
-
-def batch_norm_correction(config: AppConfig) -> BatchNormCorrection:
-    """Return how batch normalisation is corrected for a plan."""
-    chosen = config.decomposition.batch_norm
-    if chosen not in get_args(BatchNormCorrection):
-        allowed = get_args(BatchNormCorrection)
-        raise ConfigError(
-            f"decomposition.batch_norm must be one of {', '.join(allowed)}, got {chosen!r}."
-            f"{did_you_mean(chosen, allowed)}"
-        )
-    correction: BatchNormCorrection = chosen  # type: ignore[assignment]
-    return correction
 
 
 def check(config: AppConfig, *, finetuning: bool = True) -> None:
@@ -133,77 +67,27 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     Raises:
         RankrlError: If an option is out of its range.
     """
-    check_calibration(config.calibration.images)
     final_fit(config)
-    batch_norm_correction(config)
-    evaluator_options(config)
-    setting = search_options(config).setting(_candidate_options(config, config.decomposition.rank_multiple))
+    candidates = config.decomposition.candidate_options(
+        config.budget, reduce_range=config.export.reduce_range
+    )
+    setting = search_goal(config).setting(candidates)
     if config.task == "compare":
         chosen = [(each.selector, each.options) for each in compared_selectors(config)]
     else:
         chosen = [selector(config)]
     for name, given in chosen:
         check_selector(name, given, setting)
-    if config.finetune.epochs < 0:
-        raise ConfigError(
-            f"finetune.epochs must be a whole number >= 0, got {config.finetune.epochs}; 0 leaves "
-            "fine-tuning out"
-        )
     if finetuning:
         finetuning_recipe(config)
     training_recipe(config, None)
     export_options(config)
 
 
-def search_options(config: AppConfig) -> SearchOptions:
+def search_goal(config: AppConfig) -> SearchGoal:
     """Return budget, reward and limits of a search."""
-    search, budget, export = config.search, config.budget, config.export
-    reward, reward_options = _named(config.reward)
-    return SearchOptions(
-        params=budget.params,
-        macs=budget.macs,
-        bytes=budget.bytes,
-        latency=budget.latency,
-        timing=LatencyOptions(
-            batch=export.batch,
-            threads=export.threads,
-            runs=export.runs,
-            folder=cache_folder() / "latencies",
-            preprocess=export.preprocess,
-            pad_channels=export.pad_channels,
-            reduce_range=export.reduce_range,
-        ),
-        reward=reward,
-        reward_options=reward_options,
-        finalists=search.finalists,
-        episodes=search.episodes,
-        seconds=search.seconds,
-        patience=search.patience,
-        workers=search.workers,
-        cluster=search.cluster,  # type: ignore[arg-type]  # checked there, with a message for users
-        worker_cpus=search.worker_cpus,
-        worker_gpus=search.worker_gpus,
-    )
-
-
-def pretraining(config: AppConfig) -> tuple[EpisodeOptions, PretrainingOptions]:
-    """Return how the tasks of task=pretrain are played, and how the policy is trained on them."""
-    given = dataclasses.asdict(config.pretrain)
-    check_calibration(config.calibration.images)
-    if given["formats"] == []:
-        raise ConfigError(
-            "pretrain.formats is empty; name formats, as in [tucker], or null for decomposition's"
-        )
-    if given["term"] not in get_args(Term):
-        raise ConfigError(f"pretrain.term must be one of {', '.join(get_args(Term))}, got {given['term']!r}")
-    plain: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
-
-    def chosen(owner: type[Any]) -> dict[str, Any]:
-        return {each.name: plain[each.name] for each in dataclasses.fields(owner)}
-
-    return EpisodeOptions(**chosen(EpisodeOptions)), PretrainingOptions(**chosen(PretrainingOptions))
+    timing = dataclasses.replace(config.export, folder=cache_folder() / "latencies")
+    return SearchGoal(config.budget, config.search, timing, *_named(config.reward))
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
@@ -217,25 +101,9 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def evaluator_options(config: AppConfig) -> EvaluatorOptions:
-    """Return what is scored of a plan, and how."""
-    search = config.search
-    if search.images < 1:
-        raise ConfigError(f"search.images must be at least 1, got {search.images}")
-    return EvaluatorOptions(
-        term=search.term,  # type: ignore[arg-type]  # checked there, with a message for users
-        augmented=search.augmented,
-        statistics=search.statistics,  # type: ignore[arg-type]
-        reestimation_images=search.reestimation_images,
-        refit_images=search.refit_images,
-        batch_size=search.batch_size,
-        seed=config.seed,
-    )
-
-
 def scoring(config: AppConfig, data: ImageData, dense: nn.Module) -> ImageScoring:
     """Return what plans are scored by."""
-    return ImageScoring(dense, data, evaluator_options(config), config.search.images)
+    return ImageScoring(dense, data, EvaluatorOptions.of(config.search, config.seed), config.search.images)
 
 
 def pruning(config: AppConfig) -> PruningOptions:
@@ -243,37 +111,16 @@ def pruning(config: AppConfig) -> PruningOptions:
     name, given = _named(config.pruner)
     budget = config.budget
     chosen = pruning_options(name, given, params=budget.params, macs=budget.macs, seed=config.seed)
+    decomposition = config.decomposition
     return dataclasses.replace(
-        chosen, sequential=config.decomposition.sequential, batch_norm=batch_norm_correction(config)
+        chosen, sequential=decomposition.sequential, batch_norm=decomposition.batch_norm
     )
 
 
 def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
-    """Return the configuration of the decomposition that follows pruning, or None if there is to be none.
-
-    Raises:
-        ConfigError: If its budget is set twice or out of range.
-    """
-    chosen = config.prune
-    if chosen.decompose_params is None and chosen.decompose_macs is None:
-        return None
-    if chosen.decompose_params is not None and chosen.decompose_macs is not None:
-        raise ConfigError("set prune.decompose_params or prune.decompose_macs, not both")
-    for name in ("decompose_params", "decompose_macs"):
-        value = getattr(chosen, name)
-        if value is not None and not 0 < value < 1:
-            raise ConfigError(
-                f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to keep"
-            )
-    if chosen.finetune_epochs is not None and chosen.finetune_epochs < 0:
-        raise ConfigError(
-            f"prune.finetune_epochs must be a whole number >= 0, got {chosen.finetune_epochs}; 0 decomposes "
-            "the pruned network as it is"
-        )
-    budget = BudgetConfig(
-        params=chosen.decompose_params, macs=chosen.decompose_macs, bytes=None, latency=None
-    )
-    return dataclasses.replace(config, budget=budget)
+    """Return the configuration of the decomposition that follows pruning, or None if there is to be none."""
+    budget = config.prune.budget
+    return None if budget is None else dataclasses.replace(config, budget=budget)
 
 
 def before_decomposition(config: AppConfig) -> AppConfig:
@@ -331,7 +178,7 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
     Raises:
         ConfigError: A selector or option is unknown, or an entry named twice.
     """
-    found = []
+    entries = []
     for text in config.compare.selectors:
         if config.compare.selectors.count(text) > 1:
             raise ConfigError(f"compare.selectors names {text!r} twice; compare.seeds repeats a search")
@@ -341,43 +188,24 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
             raise ConfigError(f"compare.selectors: {error}") from error
         configured = entry.selector == config.selector["name"]
         base = _named(config.selector)[1] if configured else selector_options(entry.selector)
-        found.append(dataclasses.replace(entry, options={**base, **entry.options}))
-    return found
+        entries.append(dataclasses.replace(entry, options={**base, **entry.options}))
+    return entries
 
 
 def export_options(config: AppConfig) -> ExportOptions:
-    """Return how the network is exported and timed."""
-    export = config.export
-    for name in ("batch", "threads", "runs"):
-        if getattr(export, name) < 1:
-            raise ConfigError(f"export.{name} must be at least 1, got {getattr(export, name)}")
-    return ExportOptions(
-        opset=export.opset,
-        batch=export.batch,
-        threads=export.threads,
-        runs=export.runs,
-        preprocess=export.preprocess,
-        pad_channels=export.pad_channels,
-        reduce_range=export.reduce_range,
-        int8=export.int8,
-        runtimes=_runtimes(config),
-    )
-
-
-def _runtimes(config: AppConfig) -> tuple[str, ...]:
-    """Return the runtimes to measure in, the one that decides first; each can be used here."""
+    """Return how the network is exported and timed: in runtimes that can be used here, our own first."""
     names = tuple(dict.fromkeys((DEFAULT_RUNTIME, *config.export.runtimes)))
     try:
         for name in names:
             get_runtime(name).check()
     except ConfigError as error:
         raise ConfigError(f"export.runtimes: {error}") from error
-    return names
+    return dataclasses.replace(config.export, runtimes=names)
 
 
 def _recipe(
-    recipe: RecipeConfig,
-    optim: OptimConfig,
+    recipe: RecipeOptions,
+    optim: OptimizerOptions,
     group: str,
     seed: int,
     default: float | None,
@@ -390,29 +218,12 @@ def _recipe(
             f"the learning rate of {optim.name} is null, and none is known that suits it here; set a number, "
             f"such as {group}.lr=0.01"
         )
-    return TrainingRecipe(
-        epochs=recipe.epochs,
-        batch_size=recipe.batch_size,
-        lr=lr,
-        halvings=recipe.halvings,
-        optimizer=optim.name,
-        optimizer_options=optim.options,
-        product_decay=recipe.product_decay,
-        balance_cores=recipe.balance_cores,
-        schedule=recipe.schedule,
-        warmup=recipe.warmup,
-        label_smoothing=recipe.label_smoothing,
-        gradient_clip=recipe.gradient_clip,
-        ema_decay=recipe.ema_decay,
-        distillation=recipe.distillation,
-        temperature=recipe.temperature,
-        augment=recipe.augment,
-        early_stop_patience=recipe.early_stop_patience,
-        restore_best=heldout_is_new if recipe.restore_best is None else recipe.restore_best,
-        seed=seed,
-    )
+    given = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(RecipeOptions)}
+    if recipe.restore_best is None:
+        given["restore_best"] = heldout_is_new
+    return TrainingRecipe(**given, lr=lr, optimizer=optim.name, optimizer_options=optim.options, seed=seed)
 
 
-def _named(group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _named(group: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Split a config group into its `name` and the options."""
     return group["name"], {key: value for key, value in group.items() if key != "name"}

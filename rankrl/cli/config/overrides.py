@@ -21,6 +21,8 @@ from rankrl.cli.config.applicable import check_applicable
 from rankrl.cli.config.choices import group_names, groups
 from rankrl.cli.config.composition import composed_config, composing, offered_choices, parsed_flags
 from rankrl.cli.config.quoting import is_readable, quoting_advice
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.structured import built
 from rankrl.cli.config.values import check_value, check_values
 from rankrl.errors import ConfigError, did_you_mean
 
@@ -52,8 +54,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
                 config = composed_config(overrides)
                 plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
                 check_values(plain)
-                OmegaConf.to_object(config)
                 check_applicable(plain, [each.key_or_group for each in parsed_overrides(overrides)])
+                built(AppConfig, plain)
         except RecursionError as error:
             raise ConfigError(_TOO_DEEP) from error
         # Hydra itself raises ValueError for some choices of groups that it cannot read.

@@ -13,7 +13,8 @@ from typing import Any
 
 from rankrl.cli.config.choices import formats, groups, tasks
 from rankrl.cli.config.group import Group
-from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.schema import AppConfig, Choice
+from rankrl.cli.config.structured import option_fields
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
 
@@ -72,7 +73,7 @@ def check_value(name: str, value: Any, config: Mapping[str, Any] | None = None) 
     wanted = _schema_type(name)
     if wanted is None and config is not None:
         wanted = _owned_types(config).get(name)
-    if wanted is None or wanted == dict[str, Any] or (isinstance(value, str) and "${" in value):
+    if wanted is None or wanted == Choice or (isinstance(value, str) and "${" in value):
         return
     if dataclasses.is_dataclass(wanted):
         _check_section(name, value, wanted)
@@ -98,14 +99,15 @@ def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
-    for key, wanted in typing.get_type_hints(section).items():
+    hints = typing.get_type_hints(section)
+    for key, wanted in ((each.name, hints[each.name]) for each in option_fields(section)):
         name = f"{prefix}{key}"
         if key not in values:
             raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
         if dataclasses.is_dataclass(wanted):
             _check_section(name, values[key], wanted)
             _check_typed(typing.cast(type, wanted), values[key], f"{name}.")
-        elif wanted == dict[str, Any]:  # its entries have an owner
+        elif wanted == Choice:  # its entries have an owner
             check_option(name, {} if isinstance(values[key], Mapping) else values[key], wanted)
         else:
             check_option(name, values[key], wanted)
@@ -113,7 +115,7 @@ def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
 
 def _check_section(name: str, value: Any, section: Any) -> None:
     if not isinstance(value, Mapping):
-        options = ", ".join(f"{name}.{field.name}" for field in dataclasses.fields(section))
+        options = ", ".join(f"{name}.{field.name}" for field in option_fields(section))
         raise ConfigError(f"{name} holds options of its own, got {shown(value)}; set {options}")
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from decomposition import CompressionPlan, Factorise, count_macs, count_parameters, load_compressed
 from decomposition.errors import DecompositionError, PlanError
 from pruning import list_pruners
-from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
+from rankrl.options.decomposition import AUTO
 from rankrl.training.networks import build_network
 from rankrl.verify.measure import network_numbers
 
@@ -67,7 +67,7 @@ def method_of(plan: CompressionPlan) -> dict[str, str | None]:
     """Return what a network was compressed with, for metrics.json: its formats, who chose, who removed."""
     formats = {operation.format for operation in plan.chosen(Factorise).values()}
     found: dict[str, str | None] = {
-        "decomposition": options.AUTO if len(formats) > 1 else next(iter(formats), None),
+        "decomposition": AUTO if len(formats) > 1 else next(iter(formats), None),
         "selector": plan.chosen_by,
     }
     first, then, second = plan.chosen_by.partition(_THEN)

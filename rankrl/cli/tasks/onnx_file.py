@@ -67,7 +67,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
             inputs,
             folder.onnx,
             replace(chosen, formats=chosen_formats(formats)),
-            options.search_options(config),
+            options.search_goal(config),
             selector,
             selector_options,
             _finishing(config),

@@ -33,7 +33,6 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
 
     The episodes of a task are in `state/tasks`; a run that was killed goes on with the next task.
     """
-    episode_options, training = options.pretraining(config)
     networks = _networks(config)
     added = [each for run in config.pretrain.add for each in _added(Path(run))]
     data = options.dataset(config)
@@ -45,7 +44,7 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
         for each in play_tasks(
             network,
             options.scoring(config, data, network.model),
-            episode_options,
+            config.pretrain,
             kept,
             seed=config.seed,
             warn=folder.warn,
@@ -58,9 +57,9 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
             "pretrain: no task is left, none of the budgets can be reached; raise pretrain.params or "
             "pretrain.macs"
         )
-    policy = pretrained(episodes, episode_options, training, seed=config.seed)
+    policy = pretrained(episodes, config.pretrain, config.pretrain, seed=config.seed)
     policy.save(folder.path / POLICY_FILE)
-    fits = task_fits(episodes, policy, training, seed=config.seed)
+    fits = task_fits(episodes, policy, config.pretrain, seed=config.seed)
     write_json(
         folder.metrics,
         {
@@ -96,14 +95,11 @@ def _networks(config: AppConfig) -> list[AppConfig]:
         decompositions = [
             dataclasses.replace(config.decomposition, format=name, formats=None) for name in formats
         ]
-    found = [
+    return [
         dataclasses.replace(config, model=dict(network), decomposition=decomposition)
         for network in chosen
         for decomposition in decompositions
     ]
-    for each in found:
-        options.candidate_options(each)
-    return found
 
 
 def _fitted(config: AppConfig, data: ImageData, folder: RunFolder) -> Iterator[FittedNetwork]:

@@ -80,7 +80,7 @@ def check_budget(config: AppConfig, data: ImageData) -> None:
     check_reachable(
         ModuleNetwork(network, data.input_shape),
         options.candidate_options(config),
-        options.search_options(config),
+        options.search_goal(config),
     )
 
 
@@ -136,7 +136,7 @@ def search_session(config: AppConfig, data: ImageData, dense: nn.Module, images:
         network,
         candidate_fits(config, network),
         options.scoring(config, data, dense),
-        options.search_options(config),
+        options.search_goal(config),
         candidates=options.candidate_options(config).candidates,
     )
 
@@ -181,7 +181,7 @@ def applied_plan(
         images,
         sequential=config.decomposition.sequential,
         weigh_outputs=config.decomposition.weigh_outputs,
-        batch_norm=options.batch_norm_correction(config),
+        batch_norm=config.decomposition.batch_norm,
         options=options.final_fit(config),
         seed=config.seed,
         statistics=calibration_images(data, len(images), seed=config.seed, augmented=True),
@@ -315,7 +315,7 @@ def head(
 
 def searched(config: AppConfig) -> dict[str, str | None]:
     """Return what a search of this run compresses a network with: the format and the selector."""
-    return {"decomposition": options.decomposition_name(config), "selector": config.selector["name"]}
+    return {"decomposition": config.decomposition.name, "selector": config.selector["name"]}
 
 
 def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -7,9 +7,7 @@ from pathlib import Path
 from decomposition.registry import Registry
 from rankrl.errors import ConfigError
 from rankrl.onnx.runtimes.base import Runtime, Session
-
-DEFAULT_RUNTIME = "onnxruntime"
-"""The runtime that budgets and choices go by; its Python package quantises too."""
+from rankrl.options.timing import DEFAULT_RUNTIME
 
 _RUNTIMES: Registry[Runtime] = Registry("runtime", ConfigError)
 

@@ -12,13 +12,11 @@ import numpy as np
 from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.allocation import allocate, allocate_many
 from rankrl.errors import ConfigError
+from rankrl.options.pretraining import IMPORTANCE_SCALE, check_importance_scale
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
 
 ActionKind = Literal["importance", "rank"]
-
-IMPORTANCE_SCALE = 2.0
-"""Log-importance of action 1: a layer then counts e^2 = 7.4 times what it does at action 0."""
 
 
 class ActionMap(ABC):
@@ -250,16 +248,6 @@ def check_action(action: ActionKind | None, *, setting: SearchSetting) -> Action
             "or decomposition.precisions=[float32]"
         )
     return action
-
-
-def check_importance_scale(scale: float) -> None:
-    """Refuse a log-importance of action 1 that is not positive.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if not scale > 0:
-        raise ConfigError(f"selector.importance_scale must be positive, got {scale}")
 
 
 def _loss_roots(sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:

@@ -14,60 +14,18 @@ from torch import nn
 
 from decomposition import DecompositionError, FitLibrary
 from rankrl.data import ImageData
-from rankrl.errors import ConfigError
+from rankrl.options.pretraining import EpisodeOptions, PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
-from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, check_importance_scale
 from rankrl.plan_search.envs.features import DESCRIBING
 from rankrl.plan_search.pretraining.episodes import TaskEpisodes, play_episodes, task_of
-from rankrl.plan_search.pretraining.training import PretrainingOptions, train_policy, unexplained
-from rankrl.plan_search.scores.evaluator import Term
+from rankrl.plan_search.pretraining.training import train_policy, unexplained
 from rankrl.plan_search.scores.scoring import ImageScoring
-from rankrl.plan_search.space.problem import SearchProblem, check_budgets
+from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("rankrl", "torch", "stable-baselines3")
-
-
-@dataclass(frozen=True)
-class EpisodeOptions:
-    """Which budgets tasks have, and how their plans are drawn and scored.
-
-    Attributes:
-        params: Fractions of the parameters to keep, a task each.
-        macs: Fractions of the multiply-accumulates to keep, a task each.
-        plans: Plans around greedy's that every task scores.
-        noises: Standard deviations of their actions, in turn.
-        batches: Batches of held-out images that each plan is scored on, in turn; greedy's is on all of them.
-        term: What plans gain over greedy's: accuracy, agreement or soft_agreement.
-        importance_scale: Log-importance of action 1.
-    """
-
-    params: tuple[float, ...] = (0.35, 0.25, 0.167, 0.11)
-    macs: tuple[float, ...] = (0.4,)
-    plans: int = 64
-    noises: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
-    batches: int = 2
-    term: Term = "soft_agreement"
-    importance_scale: float = IMPORTANCE_SCALE
-
-    def __post_init__(self) -> None:
-        for name, fraction in self.budgets:
-            check_budgets({name: fraction})
-        if not self.budgets:
-            raise ConfigError("pretrain.params and pretrain.macs are both empty; set a budget, such as 0.25")
-        for name in ("plans", "batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"pretrain.{name} must be at least 1, got {getattr(self, name)}")
-        if not self.noises or not all(noise > 0 for noise in self.noises):
-            raise ConfigError(f"pretrain.noises must hold positive numbers, got {list(self.noises)}")
-        check_importance_scale(self.importance_scale)
-
-    @property
-    def budgets(self) -> list[tuple[str, float]]:
-        """Measure and fraction of every task."""
-        return [("params", each) for each in self.params] + [("macs", each) for each in self.macs]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.errors import NonFiniteError
+from rankrl.options.pretraining import PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, linear_layers
 from rankrl.plan_search.pretraining.episodes import TaskEpisodes
 
@@ -24,42 +25,6 @@ from rankrl.plan_search.pretraining.episodes import TaskEpisodes
 _GAIN_UNIT = 0.03
 # Plans that lose more than this many times what greedy's does are left out.
 _FARTHEST = 2.0
-
-
-@dataclass(frozen=True)
-class PretrainingOptions:
-    """How a policy is trained on what tasks teach.
-
-    Attributes:
-        hidden: Units of its hidden layers.
-        steps: Gradient steps (AdamW), each on all tasks.
-        learning_rate: Their learning rate; it falls to 0 along a cosine.
-        weight_decay: Decay of the weights.
-        jitter: Standard deviation of the noise on descriptors, which lie in [0, 1].
-        restraint: What the square of an action costs: the policy leaves greedy's plan where it knows nothing.
-    """
-
-    hidden: tuple[int, ...] = (32, 32)
-    steps: int = 400
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    jitter: float = 0.15
-    restraint: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or not self.learning_rate > 0:
-            raise ConfigError(
-                "pretrain.steps must be at least 1 and pretrain.learning_rate positive, got "
-                f"{self.steps} and {self.learning_rate}"
-            )
-        for name in ("weight_decay", "jitter", "restraint"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"pretrain.{name} must not be negative, got {getattr(self, name)}")
-        if not self.hidden or any(units < 1 for units in self.hidden):
-            raise ConfigError(
-                "pretrain.hidden must hold numbers of units >= 1, one or more, as in [32, 32], got "
-                f"{list(self.hidden)}"
-            )
 
 
 @dataclass(frozen=True)

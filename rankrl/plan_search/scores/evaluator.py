@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal, Protocol, get_args, runtime_checkable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,13 +17,11 @@ from decomposition.candidates.library import FitLibrary
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
+from rankrl.options.scores import ScoringOptions, Term
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.refitting_network import RefittingNetwork
 from rankrl.plan_search.scores.scoring_network import CACHE_BYTES, ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-
-Term = Literal["accuracy", "agreement", "soft_agreement"]
-Statistics = Literal["corrected", "reestimated", "refitted"]
 
 # Small batches keep the feature maps in the processor's cache; a GPU wants large ones.
 _BATCH_SIZE = {"cpu": 125, "cuda": 1000}
@@ -61,46 +59,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class EvaluatorOptions:
-    """How plans are scored.
+class EvaluatorOptions(ScoringOptions):
+    """How plans are scored, and in how much memory.
 
     Attributes:
-        term: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense
-            network choose the same class; `soft_agreement`, the mean overlap sum_k min(p_k, q_k) of their
-            class probabilities, which moves with every change of the weights.
-        augmented: Score one fixed augmented copy of the held-out images: a network that has seen them in its
-            training has not seen them like this.
-        statistics: `corrected` moves biases and batch-norm means analytically; `reestimated` measures all
-            batch-norm statistics anew for every plan (which costs one forward pass more over those images);
-            `refitted` solves every layer for what reaches it, as applying the plan does, which is what a plan
-            becomes and takes several times as long (`decomposition.candidates.quick_refit`).
-        reestimation_images: Held-out images that `reestimated` measures on, augmented as in training.
-        refit_images: Training images that `refitted` solves on.
         seed: Seed of the augmented copy.
-        batch_size: Images in a batch; None for what suits the device.
         cache_bytes: Memory for reconstructed weights.
     """
 
-    term: Term = "accuracy"
-    augmented: bool = True
-    statistics: Statistics = "corrected"
-    reestimation_images: int = 500
-    refit_images: int = 512
     seed: int = 0
-    batch_size: int | None = None
     cache_bytes: int = CACHE_BYTES
 
-    def __post_init__(self) -> None:
-        if self.term not in get_args(Term):
-            raise ConfigError(f"search.term must be one of {', '.join(get_args(Term))}, got {self.term!r}")
-        if self.statistics not in get_args(Statistics):
-            raise ConfigError(
-                f"search.statistics must be one of {', '.join(get_args(Statistics))}, got {self.statistics!r}"
-            )
-        for name in ("reestimation_images", "refit_images", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"search.{name} must be at least 1, got {value}")
+    @classmethod
+    def of(cls, options: ScoringOptions, seed: int) -> EvaluatorOptions:
+        """Return the options with the seed of the augmented copy."""
+        return cls(**{each.name: getattr(options, each.name) for each in fields(ScoringOptions)}, seed=seed)
 
 
 class Evaluator(Protocol):

@@ -29,6 +29,7 @@ from decomposition.operations.base import FLOAT_BYTES
 from decomposition.plan.plan import CompressionPlan, fingerprint
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
+from rankrl.options.budget import check_number_of_budgets
 from rankrl.plan_search.space.setting import SearchSetting
 
 Measure = Literal["params", "macs", "bytes", "latency"]
@@ -37,32 +38,6 @@ Choices = tuple[int, ...]
 
 # Without a budget, greedy's plan at this fraction of the parameters is where a search starts.
 _PRESET_FRACTION = 0.5
-
-
-def check_budgets(given: Mapping[str, float | None]) -> None:
-    """Refuse fractions that are none, and more than two budgets.
-
-    Args:
-        given: Fractions to keep by what is counted; None sets no budget.
-
-    Raises:
-        ConfigError: One is outside (0, 1], or more than two are set.
-    """
-    for name, value in given.items():
-        if value is not None and not 0 < value <= 1:
-            raise ConfigError(
-                f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
-            )
-    _check_number_of_budgets(given)
-
-
-def _check_number_of_budgets(given: Mapping[str, float | None]) -> None:
-    asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
-    if len(asked) > 2:
-        raise ConfigError(
-            f"{', '.join(asked[:-1])} and {asked[-1]} are all set; a search keeps at most two budgets: set "
-            "the others to null"
-        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +160,7 @@ class SearchProblem:
             ConfigError: As `from_model`.
             DecompositionError: As `from_model`.
         """
-        _check_number_of_budgets(fractions)
+        check_number_of_budgets(fractions)
         latency = fractions.get("latency")
         if latency is not None and latencies is None:
             raise ConfigError(

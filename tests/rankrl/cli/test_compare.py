@@ -11,8 +11,9 @@ import pytest
 from command_line import QUICK, call, read_json, small_network, workplace
 
 from rankrl.cli.config import options
-from rankrl.cli.config.schema import AppConfig, CompareConfig
+from rankrl.cli.config.schema import AppConfig
 from rankrl.errors import ConfigError
+from rankrl.options.tasks import CompareOptions
 from rankrl.plan_search import compare
 from rankrl.plan_search.compare import compared_searches
 from rankrl.plan_search.selectors import SelectorEntry, list_selectors, selector_options
@@ -133,7 +134,9 @@ def test_fine_tuning_can_be_left_out(rankrl: Command, arguments: list[str], tmp_
 
 
 def test_each_selector_has_the_options_of_its_file() -> None:
-    config = AppConfig(selector={"name": "ddpg", "noise": 0.7}, compare=CompareConfig(list_selectors(), [0]))
+    config = AppConfig(
+        selector={"name": "ddpg", "noise": 0.7}, compare=CompareOptions(tuple(list_selectors()), (0,))
+    )
     found = {each.text: each.options for each in options.compared_selectors(config)}
     assert found["ddpg"] == {"noise": 0.7}
     for name in ("local", "random", "tpe", "greedy"):
@@ -142,7 +145,7 @@ def test_each_selector_has_the_options_of_its_file() -> None:
 
 def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
     entries = ["bayes", "bayes:policy=pretrained_refitted,step=0.4", "local:step=0.5"]
-    config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareConfig(entries, [0]))
+    config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareOptions(tuple(entries), (0,)))
     plain, with_policy, local = options.compared_selectors(config)
     assert plain.options == {"step": 0.2}
     assert with_policy.options == {"step": 0.4, "policy": "pretrained_refitted"}
@@ -169,7 +172,9 @@ def test_selectors_that_draw_nothing_run_once() -> None:
 )
 def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        options.compared_selectors(AppConfig(selector={"name": "ddpg"}, compare=CompareConfig(selectors)))
+        options.compared_selectors(
+            AppConfig(selector={"name": "ddpg"}, compare=CompareOptions(tuple(selectors)))
+        )
 
 
 @pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])

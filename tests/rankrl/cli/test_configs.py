@@ -21,6 +21,7 @@ from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.overrides import check_overrides
 from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.structured import structured
 from rankrl.data import list_datasets
 from rankrl.errors import ConfigError
 from rankrl.models import list_models
@@ -113,7 +114,7 @@ def test_files_hold_only_what_differs(path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     content.pop("defaults", None)
     content.pop("hydra", None)
-    default = dict(leaves(OmegaConf.to_container(OmegaConf.structured(AppConfig))))
+    default = dict(leaves(OmegaConf.to_container(OmegaConf.structured(structured(AppConfig)))))
     group = "" if path.parent.name in ("configs", "experiment") else f"{path.parent.name}."
     key = GROUPS[group[:-1]].key if group[:-1] in GROUPS else None
     written = {f"{group}{name}": value for name, value in leaves(content) if name != key}

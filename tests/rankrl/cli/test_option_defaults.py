@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,23 @@ import pytest
 from omegaconf import OmegaConf
 
 import rankrl
-from decomposition import apply_plan
+from decomposition import FitOptions, apply_plan
+from decomposition.operations.base import FINAL
+from decomposition.operations.quantise import PRECISIONS
 from rankrl import api
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.taken import owner_of
 from rankrl.data import load_dataset
-from rankrl.options.search import CandidateOptions, SearchOptions
-from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.pretraining.tasks import EpisodeOptions
-from rankrl.plan_search.pretraining.training import PretrainingOptions
+from rankrl.options import decomposition as decomposition_options
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import CandidateOptions, DecompositionOptions
+from rankrl.options.pretraining import EpisodeOptions, PretrainingOptions
+from rankrl.options.search import SearchOptions
+from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.selectors import create_selector
 from rankrl.pruners.options import PruningOptions
 from rankrl.training import TrainingRecipe
-from rankrl.verify.measure import ExportOptions
 
 # Options that are derived from others, or called otherwise, where the workflow takes them.
 DERIVED = {
@@ -59,7 +60,8 @@ DERIVED = {
 OWNERS: list[tuple[Any, tuple[str, ...]]] = [
     (CandidateOptions, ("decomposition.",)),
     (EvaluatorOptions, ("search.", "")),
-    (SearchOptions, ("search.", "budget.")),
+    (SearchOptions, ("search.",)),
+    (BudgetOptions, ("budget.",)),
     (ExportOptions, ("export.",)),
     (LatencyOptions, ("export.",)),
     (TrainingRecipe, ("finetune.", "")),
@@ -72,7 +74,7 @@ OWNERS: list[tuple[Any, tuple[str, ...]]] = [
 ]
 RENAMED = {("search", "decomposition"): "decomposition.format", ("search", "selector"): "selector.name"}
 RENAMED |= {("TrainingRecipe", "optimizer"): "optim.name"}
-RENAMED |= {("search", "reward"): "reward.name", ("SearchOptions", "reward"): "reward.name"}
+RENAMED |= {("search", "reward"): "reward.name", ("SearchGoal", "reward"): "reward.name"}
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +113,14 @@ def test_the_code_has_the_defaults_of_the_configuration(owner: Any, defaults: di
         assert plain(parameter.default) == defaults[option], f"{function.__name__}.{name} and {option}"
 
 
-def test_an_option_of_the_schema_has_a_default_of_its_own_or_its_owners() -> None:
-    owners = {owner for owner, _ in OWNERS}
-    owned = {}
-    for section, field in schema_fields(AppConfig):
-        if "owner" in field.metadata:
-            owner, name = owner_of(field.metadata["owner"]), field.metadata["name"]
-            owned[f"{section}.{field.name}"] = owner
-            known = inspect.signature(owner).parameters[name].default
-            assert field.default == (None if known is inspect.Parameter.empty else known), field.name
-    assert len(owned) > 40
-    assert set(owned.values()) <= owners | {apply_plan}
-
-
-def schema_fields(section: type) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from schema_fields(hints[field.name])
-        else:
-            yield section.__name__, field
+def test_light_modules_repeat_what_the_libraries_know() -> None:
+    """Options are read without torch, which the libraries that take them import."""
+    own = DecompositionOptions()
+    assert own.iterations == FitOptions.iterations
+    assert (own.final_iterations, own.final_starts) == (FINAL.iterations, FINAL.starts)
+    assert tuple(PRECISIONS) == decomposition_options.PRECISIONS
+    taken = inspect.signature(apply_plan).parameters
+    assert (own.sequential, own.batch_norm) == (taken["sequential"].default, taken["batch_norm"].default)
 
 
 @pytest.fixture(scope="module")

@@ -13,33 +13,33 @@ from rankrl.models import build_model
 
 
 def test_a_budget_in_time_is_measured_as_the_export_is() -> None:
-    found = options.search_options(settings("budget.latency=0.6", "export.batch=8", "export.threads=2"))
-    assert found.latency == 0.6
+    found = options.search_goal(settings("budget.latency=0.6", "export.batch=8", "export.threads=2"))
+    assert found.budget.latency == 0.6
     assert (found.timing.batch, found.timing.threads) == (8, 2)
-    assert found.kept_params is None
+    assert found.counted["params"] is None
 
 
 def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
-    assert options.search_options(settings()).kept_params == 0.4
-    assert options.search_options(settings("reward=amc")).kept_params is None
+    assert options.search_goal(settings()).counted["params"] == 0.4
+    assert options.search_goal(settings("reward=amc")).counted["params"] is None
 
 
 @pytest.mark.parametrize("name", ["params", "macs", "bytes", "latency"])
 @pytest.mark.parametrize("value", ["0", "1.5", "-0.2"])
 def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"budget\.{name}=.* is outside \(0, 1\]"):
-        options.search_options(settings(f"budget.{name}={value}"))
+        options.search_goal(settings(f"budget.{name}={value}"))
 
 
 def test_a_search_keeps_two_budgets_at_most() -> None:
-    found = options.search_options(settings("budget.bytes=0.3"))
-    assert (found.bytes, found.kept_params) == (0.3, None)
-    found = options.search_options(settings("budget.latency=0.5", "budget.bytes=0.3"))
-    assert (found.bytes, found.latency) == (0.3, 0.5)
+    found = options.search_goal(settings("budget.bytes=0.3"))
+    assert (found.budget.bytes, found.counted["params"]) == (0.3, None)
+    found = options.search_goal(settings("budget.latency=0.5", "budget.bytes=0.3"))
+    assert (found.budget.bytes, found.budget.latency) == (0.3, 0.5)
     with pytest.raises(
         ConfigError, match=r"budget\.params=0\.5, budget\.macs=0\.4 and budget\.bytes=0\.3 are all set"
     ):
-        options.search_options(settings("budget.params=0.5", "budget.macs=0.4", "budget.bytes=0.3"))
+        options.search_goal(settings("budget.params=0.5", "budget.macs=0.4", "budget.bytes=0.3"))
 
 
 def test_layers_choose_among_the_formats_that_are_listed() -> None:
@@ -47,7 +47,7 @@ def test_layers_choose_among_the_formats_that_are_listed() -> None:
     assert options.candidate_options(settings("decomposition=tucker")).formats == ("tucker",)
     auto = settings("decomposition=auto")
     assert options.candidate_options(auto).formats == ("cp", "tucker", "tensor_ring")
-    assert options.decomposition_name(auto) == "auto"
+    assert auto.decomposition.name == "auto"
     few = settings("decomposition=auto", "decomposition.formats=[cp,tucker]")
     assert options.candidate_options(few).formats == ("cp", "tucker")
 

@@ -12,7 +12,6 @@ import pytest
 from rankrl.cli.config import catalogue
 from rankrl.cli.config.choices import check_catalogue
 from rankrl.cli.config.groups import GROUPS
-from rankrl.errors import ConfigError
 
 HEAVY = ("torch", "sklearn", "scipy", "stable_baselines3", "torchvision", "onnx", "onnxruntime", "matplotlib")
 COMMANDS = """
@@ -133,9 +132,3 @@ def test_the_catalogue_knows_what_is_registered() -> None:
         assert [choice for choice in group.known() if choice in catalogue.GROUPS[name].known()] == list(
             catalogue.GROUPS[name].known()
         )
-
-
-def test_a_run_with_an_old_catalogue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalogue.DEFAULTS, "rankrl.plan_search.session:SearchOptions.episodes", 7)
-    with pytest.raises(ConfigError, match=r"SearchOptions\.episodes.*make_config_reference"):
-        check_catalogue()

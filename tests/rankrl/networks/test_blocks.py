@@ -28,7 +28,9 @@ from rankrl.models.resnet import CifarResNet
 from rankrl.networks.blocks import block_removals
 from rankrl.networks.module import ModuleNetwork
 from rankrl.operations import RemoveBlock, removed_blocks
-from rankrl.options.search import CandidateOptions, SearchOptions
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import CandidateOptions
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
@@ -266,6 +268,6 @@ def test_what_cannot_be_is_refused(network: nn.Module) -> None:
         block_removals(plain, SHAPE)
     candidates = CandidateOptions(("spatial_svd",), blocks=True)
     with pytest.raises(ConfigError, match=r"decomposition\.blocks removes as many blocks as a budget asks"):
-        check_reachable(ModuleNetwork(network, SHAPE), candidates, SearchOptions(reward="amc"))
+        check_reachable(ModuleNetwork(network, SHAPE), candidates, SearchGoal(reward="amc"))
     with pytest.raises(DecompositionError, match=r"budget\.macs=0\.001 cannot be reached"):
-        check_reachable(ModuleNetwork(network, SHAPE), candidates, SearchOptions(macs=0.001))
+        check_reachable(ModuleNetwork(network, SHAPE), candidates, SearchGoal(BudgetOptions(macs=0.001)))

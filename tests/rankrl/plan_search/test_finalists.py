@@ -9,10 +9,12 @@ import torch
 
 from rankrl.data import load_dataset
 from rankrl.models import create_model
+from rankrl.options.budget import BudgetOptions
 from rankrl.options.search import SearchOptions
 from rankrl.plan_search import compare
 from rankrl.plan_search.compare import ComparedSearch, winner
 from rankrl.plan_search.finalists import best_finalist, finalists
+from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import best_rows, choosing, run_search
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
@@ -85,7 +87,8 @@ class Finalists(SearchSession):
 
     def __init__(self, problem, evaluator, reward, score, finalists: int) -> None:
         self.problem, self.evaluator, self.reward, self.latency = problem, evaluator, reward, None
-        self.options = SearchOptions(params=0.5, episodes=12, finalists=finalists)
+        limits = SearchOptions(episodes=12, finalists=finalists)
+        self.goal = SearchGoal(BudgetOptions(params=0.5), limits)
         self._network_score = score
         self.progress = None
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rankrl.data import ImageData, load_dataset
-from rankrl.verify.measure import ExportOptions
+from rankrl.options.timing import ExportOptions
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph
 from rankrl.onnx.graph import GivenFile, OnnxNetwork
-from rankrl.options.search import CandidateOptions
+from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.space.problem import SearchProblem
 
 Searched = Callable[..., tuple[GivenFile, FitLibrary, SearchProblem]]

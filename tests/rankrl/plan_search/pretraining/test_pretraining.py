@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError
+from rankrl.options.pretraining import PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.envs.features import DESCRIBING, ObservationEncoder
@@ -21,7 +22,7 @@ from rankrl.plan_search.pretraining.episodes import (
     weights_fingerprint,
 )
 from rankrl.plan_search.pretraining.tasks import task_fits
-from rankrl.plan_search.pretraining.training import PretrainingOptions, train_policy, unexplained
+from rankrl.plan_search.pretraining.training import train_policy, unexplained
 from rankrl.plan_search.scores.evaluator import PlanEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
 

@@ -1,0 +1,157 @@
+"""What may become of a network's layers, and how it is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from rankrl.errors import ConfigError, did_you_mean
+from rankrl.options.budget import BudgetOptions
+
+BatchNormCorrection = Literal["keep", "mean", "reestimate"]
+AUTO = "auto"
+"""What `metrics.json` calls a choice among several formats."""
+PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
+"""Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittingOptions:
+    """What is fitted while ranks are chosen.
+
+    Attributes:
+        tensorised: Whether channel counts are split into small factors (64 = 4x4x4), for very high
+            compression; tensor ring and tensor train alone.
+        candidates: Candidate ranks a layer and format at most.
+        iterations: L-BFGS iterations of each fit.
+        weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
+            backward pass, no labels).
+        channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
+            first layer loses the others, where the second alone reads them. Empty keeps all of them.
+        blocks: Whether whole residual blocks may be removed.
+        skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
+            names, for example [fc, layer1, "*.downsample.*"].
+        only: Layers that alone may change, named likewise; empty for all.
+    """
+
+    tensorised: bool = False
+    candidates: int = 16
+    iterations: int = 60
+    weigh_outputs: bool = True
+    channels: tuple[float, ...] = ()
+    blocks: bool = False
+    skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1:
+            raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
+
+
+@dataclass(frozen=True)
+class CandidateOptions(FittingOptions):
+    """Which candidates there are and how they are fitted.
+
+    Attributes:
+        formats: Names of the tensor formats that every layer chooses from.
+        precisions: Names of what every layer may compute with or be stored in (`PRECISIONS`); `int7` takes
+            the place of `int8` where weights are to have 7 of 8 bits.
+        reduce_range: Whether they are, as in `quantise_onnx`.
+        multiple: Ranks are multiples of it.
+    """
+
+    formats: tuple[str, ...]
+    precisions: tuple[str, ...] = ("float32",)
+    reduce_range: bool | None = None
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        from rankrl.onnx.export.int8 import runnable  # imports torch and onnx
+
+        super().__post_init__()
+        # Fits, scores and fine-tuning round as the finished file does, so nothing sees what was asked for.
+        object.__setattr__(self, "precisions", runnable(self.precisions, self.reduce_range))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecompositionOptions(FittingOptions):
+    """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits.
+
+    Attributes:
+        format: The tensor format; auto for the best of `formats` in every layer.
+        formats: What every layer chooses from, with format auto.
+        precisions: What every layer may compute with or be stored in: float32, int8 (weights and
+            activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
+            int8_weights, int4_weights. None takes float32 and int8 for budget.latency, float32 and
+            int8_weights for budget.bytes, else float32.
+        rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
+            a few for budget.latency and takes what suits this machine, else 1.
+        final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
+        final_starts: Starting points of each of these fits.
+        sequential: Fit each layer to the inputs it receives in the compressed network (one pass of twice the
+            images through the model); otherwise to those of the dense network.
+        batch_norm: `keep` the running statistics, correct their `mean` for the change of each input's mean,
+            or `reestimate` them on training images.
+    """
+
+    format: str = "tensor_ring"
+    formats: tuple[str, ...] | None = None
+    precisions: tuple[str, ...] | None = None
+    rank_multiple: int | None = None
+    final_iterations: int = 200
+    final_starts: int = 1
+    sequential: bool = True
+    batch_norm: BatchNormCorrection = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank_multiple is not None and self.rank_multiple < 1:
+            raise ConfigError(f"decomposition.rank_multiple must be at least 1, got {self.rank_multiple}")
+        check_precisions(self.precisions)
+
+    @property
+    def name(self) -> str:
+        """The tensor format, or `auto` where every layer chooses among several."""
+        return self.format if self.formats is None else AUTO
+
+    def candidate_options(
+        self, budget: BudgetOptions, *, multiple: int | None = None, reduce_range: bool | None = None
+    ) -> CandidateOptions:
+        """Return which candidates there are under a budget.
+
+        Args:
+            budget: What plans keep to, which says what precisions lower.
+            multiple: What ranks are multiples of where `rank_multiple` is None.
+            reduce_range: As in `quantise_onnx`.
+        """
+        return CandidateOptions(
+            (self.format,) if self.formats is None else self.formats,
+            default_precisions(budget) if self.precisions is None else self.precisions,
+            reduce_range,
+            self.rank_multiple or multiple or 1,
+            **{each.name: getattr(self, each.name) for each in fields(FittingOptions)},
+        )
+
+
+def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
+    """Return the precisions that lower what budgets in time and in bytes measure, beside float32."""
+    finer = {"int8": budget.latency, "int8_weights": budget.bytes}
+    return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
+
+
+def check_precisions(names: Sequence[str] | None) -> None:
+    """Refuse names of precisions that there are not, and none at all; null is allowed.
+
+    Raises:
+        ConfigError: Naming the precision and what is allowed.
+    """
+    allowed = ", ".join(PRECISIONS)
+    for name in names or ():
+        if name not in PRECISIONS:
+            raise ConfigError(
+                f"decomposition.precisions: there is no {name!r}; choose from {allowed}."
+                f"{did_you_mean(name, PRECISIONS)}"
+            )
+    if names is not None and not names:
+        raise ConfigError(f"decomposition.precisions is empty; choose from {allowed}")

@@ -1,0 +1,118 @@
+"""What single tasks do, and with what images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankrl.errors import ConfigError
+from rankrl.options.budget import BudgetOptions
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The training images that layers are fitted on.
+
+    Attributes:
+        images: How many. More than 1,000 rarely help.
+    """
+
+    images: int = 768
+
+    def __post_init__(self) -> None:
+        check_calibration(self.images)
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """What task=prune does when budget.params or budget.macs is reached (0.5 of the MACs if neither is set).
+
+    Attributes:
+        decompose_params: Decompose what is left (decomposition, selector, search) to this fraction of its
+            parameters; None does not.
+        decompose_macs: The same for its multiply-accumulates.
+        finetune_epochs: Epochs of fine-tuning before the decomposition; None takes finetune.epochs, 0 is
+            none.
+    """
+
+    decompose_params: float | None = None
+    decompose_macs: float | None = None
+    finetune_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.decompose_params is not None and self.decompose_macs is not None:
+            raise ConfigError("set prune.decompose_params or prune.decompose_macs, not both")
+        for name in ("decompose_params", "decompose_macs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ConfigError(
+                    f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to "
+                    "keep"
+                )
+        if self.finetune_epochs is not None and self.finetune_epochs < 0:
+            raise ConfigError(
+                f"prune.finetune_epochs must be a whole number >= 0, got {self.finetune_epochs}; 0 "
+                "decomposes the pruned network as it is"
+            )
+
+    @property
+    def budget(self) -> BudgetOptions | None:
+        """What the decomposition keeps of the pruned network; None where there is none."""
+        if self.decompose_params is None and self.decompose_macs is None:
+            return None
+        return BudgetOptions(params=self.decompose_params, macs=self.decompose_macs)
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What task=inspect shows beside every layer's shape, cost and feasible ranks.
+
+    Attributes:
+        errors: Fit every layer at a few ranks on the calibration images and show what they cost and lose.
+    """
+
+    errors: bool = False
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What task=compare runs on the same evaluator, with search.episodes evaluations each.
+
+    Selectors that are not random run once. finetune.epochs=0 leaves out fine-tuning.
+
+    Attributes:
+        selectors: Their names. Each has its own defaults; the one that `selector` names has the options
+            given. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may enter
+            several times: [bayes, "bayes:policy=pretrained_refitted"].
+        seeds: The seeds that each runs with.
+    """
+
+    selectors: tuple[str, ...] = (
+        *("bayes_ddpg", "bayes", "ddpg", "tpe", "cmaes", "local", "random"),
+        *("greedy", "energy", "vbmf", "uniform"),
+    )
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class TrackingOptions:
+    """Where the run is tracked while it goes on.
+
+    Attributes:
+        name: A registered tracker.
+        options: Its own options.
+    """
+
+    name: str = "tensorboard"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_calibration(count: int) -> None:
+    """Refuse a number of calibration images.
+
+    Raises:
+        ConfigError: It is not positive.
+    """
+    if count < 1:
+        raise ConfigError(f"calibration.images must be at least 1, got {count}")

@@ -1,0 +1,146 @@
+"""How networks are trained and fine-tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """How a network is trained.
+
+    Attributes:
+        epochs: Passes through the training images.
+        batch_size: Images in a step, at least 1; a smaller training set makes one batch.
+        halvings: How often a training that diverges, or falls back to guessing, starts again from its first
+            weights with half the learning rate; 0 never.
+        product_decay: Weight decay on the weight that each factorised layer's cores contract to, 0 or more;
+            the optimizer's own then spares the cores (Frobenius decay, Khodak et al., ICLR 2021).
+        balance_cores: Whether the cores of factorised layers are sized alike before the first step, so that
+            one learning rate suits them all; layers in integers stay as they are.
+        schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.schedule`.
+        warmup: Fraction of all steps in which the learning rate rises, 0 to below 1.
+        label_smoothing: Probability mass spread over all classes, 0 to below 1 (Szegedy et al. 2016).
+        gradient_clip: Largest Euclidean norm of the whole gradient, or None for no clipping.
+        ema_decay: Decay of the moving average of the weights, below 1, or None for no average. With one, the
+            average is what is scored and returned.
+        distillation: Share m of the teacher in the loss, 0 (no teacher) to 1: (1 - m) * cross-entropy +
+            m * T^2 * KL(teacher || student) (Hinton et al. 2015).
+        temperature: T of the distillation, positive.
+        augment: Whether training images are cropped and flipped at random.
+        early_stop_patience: Epochs without a better held-out accuracy after which training ends, or None.
+        restore_best: Whether the weights with the best held-out accuracy are returned, those before the first
+            epoch included, rather than the last. None does so unless the dense network may have been trained
+            on these images: a checkpoint that was not trained here with the same ones held out.
+    """
+
+    epochs: int = 10
+    batch_size: int = 128
+    halvings: int = 4
+    product_decay: float = 0.0
+    balance_cores: bool = False
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    label_smoothing: float = 0.0
+    gradient_clip: float | None = None
+    ema_decay: float | None = None
+    distillation: float = 0.0
+    temperature: float = 4.0
+    augment: bool = True
+    early_stop_patience: int | None = None
+    restore_best: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("batch_size", self.batch_size, 1)
+        for name in ("epochs", "halvings"):
+            check_whole(name, getattr(self, name), 0)
+        if self.early_stop_patience is not None:
+            check_whole("early_stop_patience", self.early_stop_patience, 1)
+        check_number(self, "temperature", "positive", lambda value: 0 < value < float("inf"))
+        check_number(self, "product_decay", "0 or more", lambda value: 0 <= value < float("inf"))
+        check_number(self, "warmup", "at least 0 and below 1", lambda value: 0 <= value < 1)
+        check_number(self, "label_smoothing", "at least 0 and below 1", lambda value: 0 <= value < 1)
+        check_number(self, "distillation", "between 0 and 1", lambda value: 0 <= value <= 1)
+        if self.gradient_clip is not None:
+            check_number(self, "gradient_clip", "positive", lambda value: 0 < value < float("inf"))
+        if self.ema_decay is not None:
+            check_number(self, "ema_decay", "at least 0 and below 1", lambda value: 0 <= value < 1)
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """An optimizer.
+
+    Attributes:
+        name: A registered optimizer.
+        lr: Its learning rate; for fine-tuning None takes that of finetune.rates, but 1e-3 for onnx_adam after
+            a removal of channels, which moves weights further. For training from scratch None takes what
+            suits the network: for sgd 0.1 for the CIFAR ResNets, 0.01 for lenet5 and 0.05 for conv4; for
+            torchvision's and your own 0.1 with batch normalisation, 0.01 without. 1e-3 for onnx_adam, 1e-2
+            for onnx_adagrad.
+        options: What the optimizer takes beside its rate, where it is not to have its own default. For
+            training from scratch sgd has momentum 0.9, nesterov, and weight_decay 5e-4.
+    """
+
+    name: str = "onnx_adam"
+    lr: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FineTuningOptions(RecipeOptions):
+    """Fine-tuning of the compressed network, with the dense one as teacher.
+
+    Attributes:
+        epochs: Passes through the training images; 0 leaves fine-tuning out.
+        rates: Highest learning rate after a decomposition by optimizer, where optim.lr is null.
+    """
+
+    rates: Mapping[str, float] = field(
+        default_factory=lambda: {"onnx_adam": 1e-4, "onnx_adagrad": 1e-2, "sgd": 1e-2}
+    )
+
+    def __post_init__(self) -> None:
+        if self.epochs < 0:
+            raise ConfigError(
+                f"finetune.epochs must be a whole number >= 0, got {self.epochs}; 0 leaves fine-tuning out"
+            )
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class TrainingOptions(RecipeOptions):
+    """How a network without a checkpoint is trained first (He et al. 2016, shortened)."""
+
+    optim: OptimizerOptions = field(default_factory=lambda: OptimizerOptions("sgd"))
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number from `least` on.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def check_number(options: object, name: str, allowed: str, holds: Callable[[float], bool]) -> None:
+    """Refuse an option that is no number or out of its range.
+
+    Args:
+        options: What has the option.
+        name: The option.
+        allowed: The range, in words.
+        holds: Tells whether a number lies in it.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    value = getattr(options, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
