@@ -17,8 +17,8 @@ from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.search import Cluster, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal

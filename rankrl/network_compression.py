@@ -30,10 +30,10 @@ from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors, write_json
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.export import export_onnx, verify_onnx
 from rankrl.onnx.export.verification import BATCH_SIZES
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.search import Cluster, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal

@@ -18,6 +18,7 @@ from decomposition.plan.plan import fingerprint
 from rankrl.argument_types import checked_arguments
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.onnx.graph.axis_suggestions import Axes
@@ -33,7 +34,6 @@ from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats, writable_formats
 from rankrl.onnx.graph.site import Site
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal

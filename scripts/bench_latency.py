@@ -38,9 +38,9 @@ from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, list_models, load_checkpoint
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.goal import SearchGoal

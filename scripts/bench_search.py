@@ -25,8 +25,8 @@ import torch
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
 from rankrl.models import create_model, load_checkpoint
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.run import run_search
 from rankrl.plan_search.scores.evaluator import PlanEvaluator
 from rankrl.plan_search.selectors import create_selector

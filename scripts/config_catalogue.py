@@ -25,7 +25,6 @@ from __future__ import annotations
 import collections.abc
 import pathlib
 import typing
-from typing import Any
 
 from rankrl.cli.config.group import Choice, Group, catalogued
 '''

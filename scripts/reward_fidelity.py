@@ -36,8 +36,8 @@ from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
 from rankrl.plan_search.space.problem import Choices, SearchProblem

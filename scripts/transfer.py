@@ -31,8 +31,8 @@ from rankrl.data import ImageData, Images, augmented_copy, load_dataset
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, load_checkpoint
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, PolicyFile, PolicyTask, read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator

@@ -10,7 +10,7 @@ from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.candidates.listing import CandidateLister
 from decomposition.network.input_specs import InputShape
 from decomposition.network.rewriting import Rewrite
-from rankrl.options.decomposition import CandidateOptions
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing.network_timer import NetworkTimer
 

@@ -16,6 +16,7 @@ from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.base import FINAL
 from decomposition.operations.quantise import computes_in_integers
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.file import write_graph
 from rankrl.onnx.graph.given import GivenFile
@@ -25,7 +26,6 @@ from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import METHOD, collect_sensitivities
 from rankrl.onnx.graph.site import SiteModules
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
 from rankrl.timing.graph_files import GraphFiles

@@ -28,8 +28,8 @@ from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data import Preprocessing
 from rankrl.networks.blocks import block_removals
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.channels import channel_narrowings
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import Progress
 from rankrl.timing.module_files import ModuleFiles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from rankrl.errors import ConfigError, did_you_mean
@@ -49,31 +49,6 @@ class FittingOptions:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
 
 
-@dataclass(frozen=True)
-class CandidateOptions(FittingOptions):
-    """Which candidates there are and how they are fitted.
-
-    Attributes:
-        formats: Names of the tensor formats that every layer chooses from.
-        precisions: Names of what every layer may compute with or be stored in (`PRECISIONS`); `int7` takes
-            the place of `int8` where weights are to have 7 of 8 bits.
-        reduce_range: Whether they are, as in `quantise_onnx`.
-        multiple: Ranks are multiples of it.
-    """
-
-    formats: tuple[str, ...]
-    precisions: tuple[str, ...] = ("float32",)
-    reduce_range: bool | None = None
-    multiple: int = 1
-
-    def __post_init__(self) -> None:
-        from rankrl.onnx.export.int8 import runnable  # imports torch and onnx
-
-        super().__post_init__()
-        # Fits, scores and fine-tuning round as the finished file does, so nothing sees what was asked for.
-        object.__setattr__(self, "precisions", runnable(self.precisions, self.reduce_range))
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecompositionOptions(FittingOptions):
     """How layers are factorised: format, shape of the weight, candidate ranks, effort of the fits.
@@ -114,24 +89,6 @@ class DecompositionOptions(FittingOptions):
     def name(self) -> str:
         """The tensor format, or `auto` where every layer chooses among several."""
         return self.format if self.formats is None else AUTO
-
-    def candidate_options(
-        self, budget: BudgetOptions, *, multiple: int | None = None, reduce_range: bool | None = None
-    ) -> CandidateOptions:
-        """Return which candidates there are under a budget.
-
-        Args:
-            budget: What plans keep to, which says what precisions lower.
-            multiple: What ranks are multiples of where `rank_multiple` is None.
-            reduce_range: As in `quantise_onnx`.
-        """
-        return CandidateOptions(
-            (self.format,) if self.formats is None else self.formats,
-            default_precisions(budget) if self.precisions is None else self.precisions,
-            reduce_range,
-            self.rank_multiple or multiple or 1,
-            **{each.name: getattr(self, each.name) for each in fields(FittingOptions)},
-        )
 
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decomposition.operations.quantise import computes_in_integers
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.rewards import check_reward, reward_source

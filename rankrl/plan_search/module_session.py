@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from decomposition import Inputs
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.scores.scoring import FunctionScoring

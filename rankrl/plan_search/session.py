@@ -14,7 +14,7 @@ from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
 from rankrl.errors import ConfigError
 from rankrl.networks.base import Network
-from rankrl.options.decomposition import CandidateOptions
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankrl.options.decomposition import CandidateOptions
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.runs.run_folder import COMPRESS
 

@@ -13,8 +13,8 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
 from rankrl.models import default_lr
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, get_runtime
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
 from rankrl.plan_search.goal import SearchGoal
@@ -45,7 +45,8 @@ def dataset(config: AppConfig) -> ImageData:
 def candidate_options(config: AppConfig) -> CandidateOptions:
     """Return which candidates are fitted, and how; of a budget in time the processor may be measured."""
     measured = config.decomposition.rank_multiple is None and config.budget.latency is not None
-    return config.decomposition.candidate_options(
+    return CandidateOptions.of(
+        config.decomposition,
         config.budget,
         multiple=fast_multiple(cache_folder() / "latencies") if measured else None,
         reduce_range=config.export.reduce_range,
@@ -68,8 +69,8 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
         RankrlError: If an option is out of its range.
     """
     final_fit(config)
-    candidates = config.decomposition.candidate_options(
-        config.budget, reduce_range=config.export.reduce_range
+    candidates = CandidateOptions.of(
+        config.decomposition, config.budget, reduce_range=config.export.reduce_range
     )
     setting = search_goal(config).setting(candidates)
     if config.task == "compare":

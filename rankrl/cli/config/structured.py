@@ -52,8 +52,8 @@ def built(section: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return built(typing.cast(type, hint), value)
+    if _is_section(hint):
+        return built(hint, value)
     if isinstance(value, list) and any(typing.get_origin(each) is tuple for each in _members(hint)):
         return tuple(value)
     return float(value) if isinstance(value, int) and _takes_floats(hint, value) else value
@@ -66,13 +66,16 @@ def _takes_floats(hint: Any, value: Any) -> bool:
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
     """Return the type and the default of a field for OmegaConf."""
-    if dataclasses.is_dataclass(hint):
-        made = field.default_factory
-        default = hint if made is dataclasses.MISSING else made
-        return structured(typing.cast(type, hint)), dataclasses.field(
-            default_factory=lambda: _thawed(default())
-        )
+    if _is_section(hint):
+        default: Any = hint
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory
+        return structured(hint), dataclasses.field(default_factory=lambda: _thawed(default()))
     return _annotation(hint), _default(field)
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -92,7 +95,8 @@ def _thawed(options: Any) -> Any:
             values[name] = _thawed(value)
         elif isinstance(value, tuple):
             values[name] = list(value)
-    return structured(type(options))(**values)
+    section: Any = type(options)
+    return structured(section)(**values)
 
 
 def _annotation(hint: Any) -> Any:

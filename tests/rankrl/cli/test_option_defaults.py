@@ -22,9 +22,10 @@ from rankrl import api
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import load_dataset
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.options import decomposition as decomposition_options
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions, DecompositionOptions
+from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.pretraining import EpisodeOptions, PretrainingOptions
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions

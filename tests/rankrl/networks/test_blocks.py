@@ -26,10 +26,10 @@ from rankrl.device import Precision
 from rankrl.errors import ConfigError
 from rankrl.models.resnet import CifarResNet
 from rankrl.networks.blocks import block_removals
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.operations import RemoveBlock, removed_blocks
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.selectors import create_selector

@@ -15,10 +15,10 @@ from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, s
 
 from decomposition import FitLibrary, FitOptions
 from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph
 from rankrl.onnx.graph import GivenFile, OnnxNetwork
-from rankrl.options.decomposition import CandidateOptions
 from rankrl.plan_search.space.problem import SearchProblem
 
 Searched = Callable[..., tuple[GivenFile, FitLibrary, SearchProblem]]

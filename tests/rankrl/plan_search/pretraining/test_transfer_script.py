@@ -14,7 +14,7 @@ import transfer as script
 from rankrl.data import load_dataset
 from rankrl.errors import ConfigError
 from rankrl.models import create_model, save_checkpoint
-from rankrl.options.decomposition import CandidateOptions
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
 from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.plan_search.envs.features import CURVE_POINTS, DESCRIBING
