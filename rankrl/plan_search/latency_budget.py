@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -225,27 +225,26 @@ class LatencyBudget:
             folder: Where the times are kept, so that a search that is resumed comes to the same plan, which
                 its fine-tuning may have begun with; None keeps nothing.
         """
-        found: list[EpisodeRow] = []
-        cache = Cache(folder)
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
-        nearest, least = tried[0], float("inf")
-        for row in tried:
-            plan = problem.plan(row.key, result.plan.chosen_by)
-            key = digest(problem.fingerprint, row.key)
-            kept = cache.value("plan-time", key, partial(self._once, plan))
-            if kept < least:
-                nearest, least = row, kept
-            if kept <= self.fraction:
-                found.append(row)
-            if len(found) == count:
-                break
+
+        def times() -> list[float]:
+            measured: list[float] = []
+            for row in tried:
+                measured.append(self._once(problem.plan(row.key, result.plan.chosen_by)))
+                if sum(time <= self.fraction for time in measured) == count:
+                    break
+            return measured
+
+        key = digest(problem.fingerprint, [row.key for row in tried], self.fraction, count)
+        kept = Cache(folder).value("plan-times", key, times)
+        found = [row for row, time in zip(tried, kept, strict=False) if time <= self.fraction]
         if found:
             return TimedPlans(found)
         return TimedPlans(
-            [nearest],
+            [tried[int(np.argmin(kept))]],
             f"budget.latency={self.asked} is missed: {_none_of(len(tried))} that fast when it is exported. "
-            f"The fastest was taken; it keeps {self._ratio * least:.3f} of the dense network's time. Ask for "
-            "a little less, measure on a quiet machine, or raise search.episodes",
+            f"The fastest was taken; it keeps {self._ratio * min(kept):.3f} of the dense network's time. "
+            "Ask for a little less, measure on a quiet machine, or raise search.episodes",
         )
 
     def _key(self, table: LatencyTable, *others: object) -> str:
