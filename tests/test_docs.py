@@ -278,6 +278,18 @@ def test_what_the_page_on_adding_defines_is_explained_in_the_reference(
     assert f'"{name}": Choice(' in config_catalogue.catalogue()
 
 
+@pytest.mark.slow
+def test_what_the_page_on_adding_defines_keeps_the_contracts_that_it_shows(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "extending.md"
+    code = "\n".join(text for language, text in blocks(page) if language == "python")
+    (tmp_path / "test_page.py").write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    for contract in ("Format", "Selector", "Criterion", "Runtime"):
+        assert f"({contract}Contract)" in code
+
+
 def test_an_option_that_nothing_explains_is_named_by_the_script(workplace: pytest.MonkeyPatch) -> None:
     register_reward("thrifty", "the accuracy term per kept parameter")(lambda *, power=1.0: lambda _: power)
     with pytest.raises(SystemExit, match=r"the reward 'thrifty' does not explain its option 'power'; add"):
