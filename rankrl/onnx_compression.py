@@ -33,6 +33,7 @@ from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats, writable_formats
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.protobuf import to_proto
 from rankrl.options.budget import BudgetOptions
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import LatencyOptions
@@ -469,7 +470,7 @@ def _finished(
         originals=tuple(given.original_sites),
         rewritten=given.rewritten,
         heldout=heldout,
-        before={**before, "file_bytes": network.model.ByteSize()},
+        before={**before, "file_bytes": to_proto(network.model).ByteSize()},
         after={**after, "file_bytes": target.stat().st_size},
         outputs=tuple(outputs),
         score=found,

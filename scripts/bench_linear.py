@@ -38,7 +38,8 @@ from rankrl.onnx.graph import GivenFile, Site
 from rankrl.onnx.graph.capture import Captured, collect_moments
 from rankrl.onnx.graph.inputs import checked
 from rankrl.onnx.graph.network import GraphSession
-from rankrl.onnx.graph.rewrite import open_constants, without_unused
+from rankrl.onnx.graph.rewrite import open_constants
+from rankrl.onnx.graph_edits import without_unused
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 

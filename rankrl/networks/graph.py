@@ -190,5 +190,5 @@ def measured_sensitivities(
             )
 
     names = [node.name for site in usable for node in site.nodes]
-    key = digest(METHOD, seed, names, network.axes, network.model.SerializeToString(), batches)
+    key = digest(METHOD, seed, names, network.axes, network.digest, batches)
     return Cache(folder).tensors("sensitivities", key, measured)

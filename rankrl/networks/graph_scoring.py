@@ -10,16 +10,17 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime
 
 from decomposition import CandidateSet, FitLibrary
 from decomposition.cache import digest
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.batch_axes import BatchAxes
-from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, open_session
-from rankrl.onnx.graph.rewrite import open_constants, without_unused
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx.graph.rewrite import open_constants
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import Array, without_unused
+from rankrl.onnx.protobuf import to_proto
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.evaluator import Evaluator
 from rankrl.plan_search.scores.remembering import RememberingEvaluator
@@ -61,7 +62,7 @@ class ScoringGraph:
         model = network.graph_model()
         self._nodes = {site.name: site for site in found}
         self._open = {site.name: open_constants(model, self._nodes[site.name]) for site in self.sites}
-        self._model = ir.to_proto(without_unused(model))
+        self._model = to_proto(without_unused(model))
         self._constants = {each.name: each for each in self._model.graph.initializer}
         self._known: OrderedDict[tuple[int, int], _Values] = OrderedDict()
         self._bytes = 0
@@ -190,7 +191,7 @@ class OnnxScoring:
     def fingerprint(self) -> str:
         """Hash of all that scores depend on beside the plan."""
         scored_by = (self.term, self.feeds) if self.score is None else score_identity(self.score)
-        return digest(self.network.model.SerializeToString(), scored_by)[:16]
+        return digest(self.network.digest, scored_by)[:16]
 
     @property
     def _numbers(self) -> range:

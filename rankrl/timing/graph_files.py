@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
 from torch import nn
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
@@ -56,12 +55,12 @@ class GraphFiles:
     @property
     def conditions(self) -> str:
         """The whole graph."""
-        return digest(self.given.network.model.SerializeToString())
+        return self.given.network.digest
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
         """Write the graph under a plan with the fits that it was chosen by, or as it is."""
         if plan is None:
-            onnx.save(self.given.network.as_in_file().model, path)
+            self.given.network.as_in_file().save(path)
             return
         graph = structured_graph(self.given.network, self.given.sites, plan, self.library)
         write_graph(graph, path, [self.feed])
@@ -80,11 +79,11 @@ def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options
     def measured() -> float:
         with tempfile.TemporaryDirectory() as scratch:
             rewritten = Path(scratch) / "rewritten.onnx"
-            onnx.save(network.as_in_file().model, rewritten)
+            network.as_in_file().save(rewritten)
             return 1 / compared_with_original(original, rewritten, feed, options).ratio
 
     conditions = measuring_conditions(original.axes.size(feed), options.threads)
-    key = digest(conditions, *(each.model.SerializeToString() for each in (original, network)))
+    key = digest(conditions, original.digest, network.digest)
     return Cache(options.folder).value("rewritten", key, measured)
 
 
@@ -94,7 +93,7 @@ def compared_with_original(
     """Time a file beside the network it was made from, on the same inputs, in turns."""
     with tempfile.TemporaryDirectory() as scratch:
         original = Path(scratch) / "original.onnx"
-        onnx.save(network.as_in_file().model, original)
+        network.as_in_file().save(original)
         return compare_latency(
             original,
             path,

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx.utils
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +28,8 @@ from decomposition.operations import Operation
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import export_onnx
+from rankrl.onnx.graph_edits import part_of
+from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import open_session
 from rankrl.timing.latency import clock_for, ticks
 
@@ -166,14 +166,12 @@ class LayerTimer:
         inputs = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
         if weights:
             quantise_onnx(path, path, [inputs], weights=weights)
-        whole = onnx.load(path)
-        extractor = onnx.utils.Extractor(whole)
-        entry = whole.graph.input[0].name
+        whole = load_model(path)
         sessions = []
-        for output in whole.graph.output:
-            part = extractor.extract_model([entry], [output.name])
+        for output in whole.graph.outputs:
+            part = part_of(whole, list(whole.graph.inputs), [str(output.name)])
             pad_channels(part, self.channel_block)
-            onnx.save(part, path)
+            save_model(part, path)
             sessions.append(open_session(path, threads=self.threads))
         read = ticks(clock_for(self.threads))
         times = np.zeros((self.runs, len(sessions)))

@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 
 from decomposition.cache import Cache, digest
-from rankrl.onnx.graph.network import Feed, OnnxNetwork, free_ends, part_of
+from rankrl.onnx.graph.network import Feed, OnnxNetwork, free_ends
 from rankrl.onnx.graph.positions import (
     SeveralPositions,
     possible_positions,
@@ -22,6 +20,7 @@ from rankrl.onnx.graph.positions import (
     with_several_positions,
 )
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import part_of
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
@@ -56,7 +55,7 @@ def faster_positions(
         return to_metadata(_measured(network, sites, ways, feed, options))
 
     conditions = measuring_conditions(network.axes.size(feed), options.threads)
-    key = digest(conditions, network.model.SerializeToString(), ways)
+    key = digest(conditions, network.digest, ways)
     found = Cache(options.folder).value("positions", key, measured)
     return {name: SeveralPositions(**each) for name, each in found.items()}
 
@@ -98,7 +97,7 @@ def _fastest(
     for node in site.nodes:
         part = part_of(model, [node.input_name], [node.output_name])
         free_ends(part)
-        alone, node_alone = OnnxNetwork(ir.to_proto(part), network.source), replace(node, twins=())
+        alone, node_alone = OnnxNetwork(part, network.source), replace(node, twins=())
         graphs = [alone, *(with_several_positions(alone, [node_alone], {node.name: way}) for way in ways)]
         pieces, spatial = node.spec.input_sizes[0], len(node.spec.kernel_size)
         shape = (batch * math.prod(pieces[:-spatial]), node.spec.in_channels, *pieces[-spatial:])
@@ -107,7 +106,7 @@ def _fastest(
             files = []
             for number, graph in enumerate(graphs):
                 files.append(Path(scratch) / f"{number}.onnx")
-                onnx.save(graph.model, files[-1])
+                graph.save(files[-1])
             timed = time_in_turns(
                 [(DEFAULT_RUNTIME, file) for file in files],
                 batch=batch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import onnx
 import onnx_ir as ir
 
 from rankrl.onnx.graph.capture import Captured
@@ -10,7 +9,9 @@ from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.network import Feed, GraphSession, free_sizes, open_session
 from rankrl.onnx.graph.quantised import rounds
-from rankrl.onnx.graph.rewrite import MARKED, replace_node, without_unused
+from rankrl.onnx.graph.rewrite import MARKED, replace_node
+from rankrl.onnx.graph_edits import without_unused
+from rankrl.onnx.protobuf import load_model
 from rankrl.verify.fidelity import COARSE_FLOOR, FLOOR, departure, nudged, relative_error
 
 _INPUTS = 4
@@ -56,13 +57,10 @@ def check_as_read(given: GivenFile) -> None:
     )
 
 
-def _content(source: str) -> onnx.ModelProto | str:
+def _content(source: str) -> ir.Model | str:
     """Return the path of a file, or its content with free sizes where it has 0, which onnxruntime obeys."""
-    if not free_sizes(onnx.load(source, load_external_data=False).graph):
-        return source
-    model = onnx.load(source)
-    free_sizes(model.graph)
-    return model
+    model = load_model(source)
+    return model if free_sizes(model.graph) else source
 
 
 def _written_anew(given: GivenFile) -> ir.Model:
@@ -81,15 +79,16 @@ def _rounds(given: GivenFile) -> bool:
 
 def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> str | None:
     """Return the name of the first node of a file whose output is another one in a graph; None for none."""
+    file = load_model(source)
     made = {output.name for node in dense.graph for output in node.outputs}
     nodes = {
         str(output.name): node.name or f"{node.op_type} that computes {output.name}"
-        for node in ir.load(source).graph
+        for node in file.graph
         for output in node.outputs
         if output.name in made
     }
     try:
-        before, after = (Captured(each, list(nodes), source).run(feed) for each in (ir.load(source), dense))
+        before, after = (Captured(each, list(nodes), source).run(feed) for each in (file, dense))
     except OnnxGraphError:  # a value that is no tensor
         return None
     return next(

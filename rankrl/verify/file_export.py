@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx
-from onnx import helper
 from torch import nn
 
 from decomposition import Inputs, calibrate_ranges
@@ -18,6 +16,8 @@ from rankrl.data import Preprocessing
 from rankrl.files import write_atomically
 from rankrl.onnx.export import export_network
 from rankrl.onnx.export.int8 import as_in_file
+from rankrl.onnx.operators import opset_of
+from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch
 from rankrl.timing import compare_latency
 from rankrl.timing.form import fastest_form
@@ -124,10 +124,10 @@ def export_file(
         options |= {"metadata": metadata, "reduce_range": reduce_range}
         version = export_network(fastest, unverified, inputs.shape, feeds, **options).opset
     else:
-        model = onnx.load(timed)
-        helper.set_model_props(model, {**metadata, **{each.key: each.value for each in model.metadata_props}})
-        write_atomically(unverified, model.SerializeToString())
-        version = next(each.version for each in model.opset_import if each.domain == "")
+        model = load_model(timed)
+        model.metadata_props.update({**metadata, **model.metadata_props})
+        save_model(model, unverified)
+        version = opset_of(model)
     difference, agreement = inputs.verified(in_file, unverified, scratch)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()

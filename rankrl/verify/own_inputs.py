@@ -21,7 +21,8 @@ from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, verify_onnx
 from rankrl.onnx.export.feeds import ONLY_INPUT, feed_of
 from rankrl.onnx.export.outputs import output_names
-from rankrl.onnx.graph.network import Array, OnnxNetwork
+from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.runtimes import Batch
 from rankrl.training.chance import guessing_share
 from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, constant_agreement

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
 
-from rankrl.onnx.export.operators import STANDARD, is_standard
+from rankrl.onnx.graph_edits import add_constant, is_constant, node_of, put_first
+from rankrl.onnx.operators import is_standard, opset_of
 
 _LEAST_OPSET = 11  # the first in which Pad takes its sizes as an input
 _ALIGNMENT = 4  # of channels that are computed in blocks, whatever the block
@@ -39,17 +39,17 @@ class _Channels:
 
     Attributes:
         counts: How many channels they are, by each convolution that says so.
-        writers: Outputs of the convolutions whose output channels they are.
-        readers: Outputs of the convolutions that mix them.
-        tensors: Names of the tensors.
+        writers: The convolutions whose output channels they are.
+        readers: The convolutions that mix them.
+        values: The tensors.
         depthwise: Whether a depthwise convolution is among the writers.
         fixed: Whether something else makes or takes them, so that they stay as they are.
     """
 
     counts: set[int] = field(default_factory=set)
-    writers: list[str] = field(default_factory=list)
-    readers: list[str] = field(default_factory=list)
-    tensors: set[str] = field(default_factory=set)
+    writers: list[ir.Node] = field(default_factory=list)
+    readers: list[ir.Node] = field(default_factory=list)
+    values: set[ir.Value] = field(default_factory=set)
     depthwise: bool = False
     fixed: bool = False
 
@@ -58,7 +58,7 @@ class _Channels:
         self.counts |= other.counts
         self.writers += other.writers
         self.readers += other.readers
-        self.tensors |= other.tensors
+        self.values |= other.values
         self.depthwise |= other.depthwise
         self.fixed |= other.fixed
 
@@ -72,7 +72,7 @@ class _Channels:
         return max(block, -(-count // _ALIGNMENT) * _ALIGNMENT) - count if pays else 0
 
 
-def pad_channels(model: onnx.ModelProto, block: int) -> int:
+def pad_channels(model: ir.Model, block: int) -> int:
     """Fill up channels between convolutions of two axes, where that takes less time.
 
     Fewer than a block become one, more become a multiple of 4. It pays from a quarter of a block on where a
@@ -89,39 +89,24 @@ def pad_channels(model: onnx.ModelProto, block: int) -> int:
         How many convolutions make more channels than before.
     """
     graph = model.graph
-    opset = next((each.version for each in model.opset_import if each.domain in STANDARD), 0)
-    bodies = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)
-    if block < 2 or opset < _LEAST_OPSET or bodies:
+    if block < 2 or opset_of(model) < _LEAST_OPSET or any(True for _ in graph.subgraphs()):
         return 0
-    entries = {each.name for each in graph.input}
-    constants = {each.name: each for each in graph.initializer if each.name not in entries}
-    convs = {node.output[0]: node for node in graph.node if is_standard(node, "Conv")}
-    rows, columns, changed = dict[str, int](), dict[str, int](), set[str]()
-    for channels in _channels(graph, constants):
+    rows, columns = dict[ir.Node, int](), dict[ir.Node, int]()
+    for channels in _channels(graph):
         missing = channels.missing(block)
         if missing:
             rows |= dict.fromkeys(channels.writers, missing)
             columns |= dict.fromkeys(channels.readers, missing)
-            changed |= channels.tensors
-    pads = _Pads()
-    for output in [name for name in convs if name in rows or name in columns]:
-        conv, added = convs[output], rows.get(output, 0)
-        conv.input[1] = pads.padded(conv.input[1], (added, columns.get(output, 0), 0, 0))
-        if added and len(conv.input) > 2 and conv.input[2]:
-            conv.input[2] = pads.padded(conv.input[2], (added,))
-        for attribute in conv.attribute:
-            if attribute.name == "group" and attribute.i > 1:
-                attribute.i += added
-    for position, node in enumerate(pads.nodes.values()):
-        graph.node.insert(position, node)
-    graph.initializer.extend(pads.sizes.values())
-    shapes = [each for each in graph.value_info if each.name not in changed]
-    del graph.value_info[:]
-    graph.value_info.extend(shapes)
+            for value in channels.values:
+                value.shape = value.type = None
+    pads = _Pads(graph)
+    for conv in [node for node in graph if node in rows or node in columns]:
+        _pad_operands(conv, rows.get(conv, 0), columns.get(conv, 0), pads)
+    put_first(graph, list(pads.nodes.values()))
     return len(rows)
 
 
-def unpad_channels(model: onnx.ModelProto) -> bool:
+def unpad_channels(model: ir.Model) -> bool:
     """Undo `pad_channels`, for tools that want to find the weights of convolutions as constants.
 
     Args:
@@ -131,31 +116,24 @@ def unpad_channels(model: onnx.ModelProto) -> bool:
         Whether there was anything to undo.
     """
     graph = model.graph
-    sizes = {
-        each.name: numpy_helper.to_array(each) for each in graph.initializer if each.name.startswith(_PREFIX)
-    }
-    padding = {
-        node.output[0]: node
-        for node in graph.node
-        if is_standard(node, "Pad") and len(node.input) == 2 and node.input[1] in sizes
-    }
-    for conv in graph.node:
-        if not is_standard(conv, "Conv"):
-            continue
-        added = 0
-        for index, name in enumerate(conv.input):
-            if index and name in padding:
-                source, pads = padding[name].input
-                conv.input[index] = source
-                added = int(sizes[pads][len(sizes[pads]) // 2])
-        for attribute in conv.attribute:
-            if attribute.name == "group" and attribute.i > 1:
-                attribute.i -= added
-    for node in padding.values():
-        graph.node.remove(node)
-    kept = [each for each in graph.initializer if each.name not in sizes]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+    sizes = {name: value for name, value in graph.initializers.items() if name.startswith(_PREFIX)}
+    padding = [
+        node
+        for node in graph
+        if is_standard(node, "Pad") and len(node.inputs) == 2 and node.inputs[1] in sizes.values()
+    ]
+    for node in padding:
+        source, pads = node.inputs
+        assert pads is not None
+        assert pads.const_value is not None
+        added = pads.const_value.numpy()
+        for conv, index in node.outputs[0].uses():
+            conv.replace_input_with(index, source)
+            if index == 1:
+                _widen_groups(conv, -int(added[len(added) // 2]))
+    graph.remove(padding, safe=True)
+    for name in sizes:
+        del graph.initializers[name]
     return bool(padding)
 
 
@@ -163,79 +141,98 @@ def unpad_channels(model: onnx.ModelProto) -> bool:
 class _Pads:
     """The nodes that make larger weights, one for each weight and size."""
 
-    nodes: dict[tuple[str, tuple[int, ...]], onnx.NodeProto] = field(default_factory=dict)
-    sizes: dict[tuple[int, ...], onnx.TensorProto] = field(default_factory=dict)
+    graph: ir.Graph
+    nodes: dict[tuple[ir.Value, tuple[int, ...]], ir.Node] = field(default_factory=dict)
+    sizes: dict[tuple[int, ...], ir.Value] = field(default_factory=dict)
 
-    def padded(self, name: str, added: tuple[int, ...]) -> str:
-        """Return the name of a constant with so many zeros behind each of its axes."""
+    def padded(self, value: ir.Value, added: tuple[int, ...]) -> ir.Value:
+        """Return a constant with so many zeros behind each of its axes."""
         if not any(added):
-            return name
+            return value
         if added not in self.sizes:
             pads = np.array([*[0] * len(added), *added], dtype=np.int64)
             words = "_".join(map(str, added))
-            self.sizes[added] = numpy_helper.from_array(pads, f"{_PREFIX}by_{words}")
-        if (name, added) not in self.nodes:
-            output = f"{_PREFIX}{len(self.nodes)}"  # short: there are three in every layer
-            node = helper.make_node("Pad", [name, self.sizes[added].name], [output], output)
-            self.nodes[name, added] = node
-        return self.nodes[name, added].output[0]
+            self.sizes[added] = add_constant(self.graph, f"{_PREFIX}by_{words}", pads)
+        if (value, added) not in self.nodes:
+            name = f"{_PREFIX}{len(self.nodes)}"  # short: there are three in every layer
+            self.nodes[value, added] = node_of("Pad", [value, self.sizes[added]], name)
+        return self.nodes[value, added].outputs[0]
 
 
-def _channels(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) -> Iterable[_Channels]:
+def _pad_operands(conv: ir.Node, rows: int, columns: int, pads: _Pads) -> None:
+    """Let a convolution make and read more channels."""
+    _, weight, *bias = conv.inputs
+    assert weight is not None
+    conv.replace_input_with(1, pads.padded(weight, (rows, columns, 0, 0)))
+    if bias and bias[0] is not None:
+        conv.replace_input_with(2, pads.padded(bias[0], (rows,)))
+    _widen_groups(conv, rows)
+
+
+def _widen_groups(conv: ir.Node, added: int) -> None:
+    """Give a depthwise convolution so many more groups; one of a single group keeps that."""
+    groups = conv.attributes.get_int("group", 1)
+    if groups > 1:
+        conv.attributes["group"] = ir.AttrInt64("group", groups + added)
+
+
+def _channels(graph: ir.Graph) -> Iterable[_Channels]:
     """Return which tensors have their channels in common."""
-    of: dict[str, _Channels] = {}
+    of: dict[ir.Value, _Channels] = {}
 
-    def known(name: str) -> _Channels:
-        return of.setdefault(name, _Channels(tensors={name}))
+    def known(value: ir.Value) -> _Channels:
+        return of.setdefault(value, _Channels(values={value}))
 
-    def join(*names: str) -> _Channels:
-        first, *others = (known(name) for name in names)
+    def join(*values: ir.Value) -> _Channels:
+        first, *others = (known(value) for value in values)
         for other in others:
             if other is not first:
                 first.take(other)
-                of.update(dict.fromkeys(other.tensors, first))
+                of.update(dict.fromkeys(other.values, first))
         return first
 
-    for value in (*graph.input, *graph.output):
-        known(value.name).fixed = True
-    for node in graph.node:
-        operands = [name for name in node.input if name and name not in constants]
-        dims = _plain_weight(node, constants)
+    for value in (*graph.inputs, *graph.outputs):
+        known(value).fixed = True
+    for node in graph:
+        operands = [value for value in node.inputs if value is not None and not is_constant(value)]
+        dims, output = _plain_weight(node), node.outputs[0]
         if dims is not None:
-            output, group = node.output[0], next((a.i for a in node.attribute if a.name == "group"), 1)
+            (x,), group = operands, node.attributes.get_int("group", 1)
             if group == 1:
-                known(node.input[0]).counts.add(dims[1])
-                known(node.input[0]).readers.append(output)
+                known(x).counts.add(dims[1])
+                known(x).readers.append(node)
                 made = known(output)
             elif group == dims[0] and dims[1] == 1:
-                made = join(node.input[0], output)
+                made = join(x, output)
                 made.depthwise = True
             else:
-                known(node.input[0]).fixed, made = True, known(output)
+                known(x).fixed, made = True, known(output)
                 made.fixed = True
             made.counts.add(dims[0])
-            made.writers.append(output)
+            made.writers.append(node)
         elif len(operands) == 1 and (
             is_standard(node, *_POOLING)
-            or (is_standard(node, *_ELEMENTWISE) and node.input[0] == operands[0])
+            or (is_standard(node, *_ELEMENTWISE) and node.inputs[0] is operands[0])
         ):
-            join(operands[0], node.output[0])
-            for extra in node.output[1:]:
+            join(operands[0], output)
+            for extra in node.outputs[1:]:
                 known(extra).fixed = True
         elif is_standard(node, *_JOINING) and len(operands) == 2:
-            join(*operands, node.output[0])
+            join(*operands, output)
         else:
-            for name in (*operands, *node.output):
-                known(name).fixed = True
+            for value in (*operands, *node.outputs):
+                known(value).fixed = True
     return list({id(each): each for each in of.values()}.values())
 
 
-def _plain_weight(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto]) -> tuple[int, ...] | None:
+def _plain_weight(node: ir.Node) -> tuple[int, ...] | None:
     """Return the sizes of a convolution's weight, if it has two axes, and float32 constants alone."""
-    if not is_standard(node, "Conv") or any(name and name not in constants for name in node.input[1:]):
+    if not is_standard(node, "Conv"):
         return None
-    operands = [constants[name] for name in node.input[1:] if name]
-    if any(each.data_type != onnx.TensorProto.FLOAT for each in operands):
+    x, *operands = node.inputs
+    values = [value.const_value for value in operands if value is not None and is_constant(value)]
+    known = [tensor for tensor in values if tensor is not None and tensor.dtype == ir.DataType.FLOAT]
+    if x is None or is_constant(x) or len(known) < sum(each is not None for each in operands):
         return None
-    dims = tuple(operands[0].dims)
+    dims = tuple(known[0].shape.numpy())
     return dims if len(dims) == 4 else None

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as MissingKernel
 
 from rankrl.errors import DefectError
 from rankrl.files import write_atomically
 from rankrl.onnx.errors import ExportError
+from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
 
 
-def write_checked(model: onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False) -> int:
+def write_checked(model: ir.Model, path: str | Path, what: str, *, full_check: bool = False) -> int:
     """Write a file that ONNX's checker accepts and onnxruntime loads; another never appears.
 
     Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
@@ -33,14 +35,15 @@ def write_checked(model: onnx.ModelProto, path: str | Path, what: str, *, full_c
         ExportError: It does not fit into one file.
         StorageError: It cannot be written.
     """
+    proto = to_proto(model)
     try:
-        data = model.SerializeToString()
+        data = proto.SerializeToString()
     except Exception as error:  # ValueError or protobuf's own, by its version
         raise ExportError(
             f"cannot write {what} as one ONNX file: {error}. A model of 2 GiB or more does not fit into one."
         ) from error
     try:
-        onnx.checker.check_model(model, full_check=full_check)
+        onnx.checker.check_model(proto, full_check=full_check)
         onnxruntime.InferenceSession(data, session_options(1), providers=["CPUExecutionProvider"])
     except MissingKernel:
         pass

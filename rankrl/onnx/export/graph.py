@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
 from rankrl.data import Preprocessing
-from rankrl.onnx.export.operators import is_standard
-from rankrl.onnx.export.values import names_in, new_name, rename_values, uses, with_subgraphs
-
-if TYPE_CHECKING:  # onnxscript brings SymPy along, which takes half a second
-    from onnxscript import ir
+from rankrl.onnx.graph_edits import (
+    add_constant,
+    names_in,
+    new_name,
+    node_of,
+    put_first,
+    put_in_place,
+    stored,
+    values_in,
+    without_unused,
+)
+from rankrl.onnx.operators import is_standard
 
 BATCH_AXIS = "batch"
 """What the free batch size is called in the file; runtimes and viewers show it."""
@@ -24,19 +31,17 @@ _SMALL = 256
 """Elements that a folded constant may always have: shapes, axes, short vectors."""
 
 
-def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
+def simplify(model: ir.Model, *, fold_batchnorm: bool) -> None:
     """Fold constants and batch normalisations, and remove what the exporter left over.
 
-    No weight is contracted where the product is larger than its factors: a compressed model stays small.
+    No weight is contracted where the product is larger than its factors: a compressed model stays small. The
+    exporter's notes go, too (stack traces with the paths of source files).
 
     Args:
         model: The exporter's graph; changed in place.
         fold_batchnorm: Whether to fold batch normalisations into the convolution or linear layer before them.
-
-    Returns:
-        The model as protobuf, without the exporter's notes (stack traces with the paths of source files).
     """
-    from onnxscript import ir, optimizer
+    from onnxscript import optimizer  # takes a while to import
 
     turned = {
         str(node.outputs[0].name): str(node.inputs[0].name)
@@ -45,19 +50,16 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> onnx.ModelProto:
     }
     if fold_batchnorm:
         optimizer.optimize_ir(model, should_fold=_should_fold)
+        fold_batchnorm_into_computed_weights(model)
     else:  # the optimizer's rewrite rules would fold them
         optimizer.inline(model)
         optimizer.fold_constants_ir(model, should_fold=_should_fold)
         optimizer.remove_unused_nodes(model)
-    proto = ir.to_proto(model)
-    if fold_batchnorm:
-        fold_batchnorm_into_computed_weights(proto.graph)
-    _name_turned_weights(proto.graph, turned)
-    _remove_notes(proto)
-    return proto
+    _name_turned_weights(model.graph, turned)
+    _remove_notes(model)
 
 
-def _name_turned_weights(graph: onnx.GraphProto, turned: Mapping[str, str]) -> None:
+def _name_turned_weights(graph: ir.Graph, turned: Mapping[str, str]) -> None:
     """Call weights that were transposed on the way into the graph what the network calls them.
 
     Linear layers over sequences are matrix products with the transposed weight, which the exporter folds into
@@ -67,60 +69,56 @@ def _name_turned_weights(graph: onnx.GraphProto, turned: Mapping[str, str]) -> N
         graph: The graph; changed in place.
         turned: Name of the weight by that of the transposed one.
     """
-    constants = {tensor.name for tensor in graph.initializer}
+    constants = graph.initializers
     named = {new: old for new, old in turned.items() if new in constants and old not in constants}
     if len(set(named.values())) == len(named):
-        rename_values(graph, named)
+        for new, old in named.items():
+            constants[new].name = old
 
 
-def fold_batchnorm_into_computed_weights(graph: onnx.GraphProto) -> None:
+def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
     """Fold batch normalisation into convolutions whose weight is itself computed in the graph (from cores).
 
     With s = γ / √(σ² + ε), BN(W ∗ x + b) = (s W) ∗ x + s (b − μ) + β (Ioffe and Szegedy 2015, algorithm 2).
     The product s W is a `Mul` of the computed weight: constant too, hence evaluated once, on loading.
 
     Args:
-        graph: The graph; changed in place. A batch normalisation that does not follow a convolution, or
-            follows one whose output is used elsewhere too, stays.
+        model: Changed in place. A batch normalisation that does not follow a convolution, or follows one
+            whose output is used elsewhere too, stays.
     """
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    producers = {output: node for node in graph.node for output in node.output}
-    counts, taken = uses(graph), names_in(graph)
-    for batchnorm in [node for node in graph.node if is_standard(node, "BatchNormalization")]:
-        conv = producers.get(batchnorm.input[0])
-        if conv is None or not is_standard(conv, "Conv") or counts[conv.output[0]] > 1:
+    graph = model.graph
+    taken = names_in(graph)
+    for batchnorm in [node for node in graph if is_standard(node, "BatchNormalization")]:
+        x, *constants = batchnorm.inputs
+        conv = None if x is None else x.producer()
+        if x is None or conv is None or not is_standard(conv, "Conv"):
             continue
-        kernel = next((a.ints for a in conv.attribute if a.name == "kernel_shape"), None)
-        bias = conv.input[2] if len(conv.input) > 2 else ""
-        operands = [*batchnorm.input[1:], *filter(None, [bias])]
-        if kernel is None or any(name not in constants for name in operands):
+        kernel, bias = conv.attributes.get_ints("kernel_shape"), (*conv.inputs, None)[2]
+        statistics = [stored(value) for value in constants]
+        old_bias = np.zeros(1) if bias is None else stored(bias)
+        alone = len(x.uses()) == 1 and not x.is_graph_output()
+        if not alone or kernel is None or old_bias is None or any(each is None for each in statistics):
             continue
-        gamma, beta, mean, variance = (
-            numpy_helper.to_array(constants[name]).astype(np.float64) for name in batchnorm.input[1:]
-        )
-        epsilon = next((a.f for a in batchnorm.attribute if a.name == "epsilon"), 1e-5)
-        scale = gamma / np.sqrt(variance + epsilon)
-        old_bias = numpy_helper.to_array(constants[bias]).astype(np.float64) if bias else np.zeros_like(mean)
-        name = batchnorm.output[0]
-        weight, factor, constant, node = (
-            new_name(f"{name}_{kind}", taken) for kind in ("weight", "scale", "bias", "scaled_weight")
-        )
+        gamma, beta, mean, variance = (each.astype(np.float64) for each in statistics if each is not None)
+        scale = gamma / np.sqrt(variance + batchnorm.attributes.get_float("epsilon", 1e-5))
         folded = {
-            factor: scale.reshape(-1, *[1] * (len(kernel) + 1)),
-            constant: (old_bias - mean) * scale + beta,
+            "scale": scale.reshape(-1, *[1] * (len(kernel) + 1)),
+            "bias": (old_bias.astype(np.float64) - mean) * scale + beta,
         }
-        graph.initializer.extend(
-            numpy_helper.from_array(value.astype(np.float32), key) for key, value in folded.items()
+        name = batchnorm.outputs[0].name
+        factor, shift = (
+            add_constant(graph, new_name(f"{name}_{kind}", taken), values.astype(np.float32))
+            for kind, values in folded.items()
         )
-        scaled = helper.make_node("Mul", [conv.input[1], factor], [weight], node)
-        graph.node.insert(list(graph.node).index(conv), scaled)
-        conv.input[:] = [conv.input[0], weight, constant]
-        conv.output[0] = name
-        graph.node.remove(batchnorm)
-    remove_unused_constants(graph)
+        scaled = node_of("Mul", [conv.inputs[1], factor], new_name(f"{name}_weight", taken))
+        scaled.name = new_name(f"{name}_scaled_weight", taken)
+        operands = [conv.inputs[0], scaled.outputs[0], shift]
+        merged = ir.node("Conv", operands, conv.attributes, name=conv.name)
+        put_in_place(graph, [conv, batchnorm], [scaled, merged])
+    without_unused(model)
 
 
-def name_batch_axis(graph: onnx.GraphProto) -> None:
+def name_batch_axis(graph: ir.Graph) -> None:
     """Call the first axis of the input `batch`, and sizes that follow from it after it (`2*batch`).
 
     The exporter writes the symbol that tracing made up, such as `s77`.
@@ -128,36 +126,40 @@ def name_batch_axis(graph: onnx.GraphProto) -> None:
     Args:
         graph: The graph; changed in place. One with a fixed batch size stays as it is.
     """
-    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    shape = graph.inputs[0].shape
+    symbol = None if shape is None or isinstance(shape[0], int) else shape[0].value
     if not symbol:
         return
     occurrence = re.compile(rf"\b{re.escape(symbol)}\b")
-    for each in with_subgraphs(graph):
-        for value in (*each.input, *each.output, *each.value_info):
-            for axis in value.type.tensor_type.shape.dim:
-                if axis.dim_param:
-                    axis.dim_param = occurrence.sub(BATCH_AXIS, axis.dim_param)
+
+    def renamed(axis: int | ir.SymbolicDim) -> int | str | None:
+        if isinstance(axis, int):
+            return axis
+        return None if axis.value is None else occurrence.sub(BATCH_AXIS, axis.value)
+
+    for value in (value for each in (graph, *graph.subgraphs()) for value in values_in(each)):
+        if value.shape is not None:
+            value.shape = ir.Shape(map(renamed, value.shape))
 
 
-def name_outputs(graph: onnx.GraphProto, names: Sequence[str]) -> None:
+def name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
     """Give a graph's outputs names, unless inputs or constants have them; other values make way.
 
     Args:
         graph: Changed in place.
         names: Different names, one for each output.
     """
-    fixed = {each.name for each in (*graph.input, *graph.initializer)}
-    outputs = [output.name for output in graph.output]
-    if fixed & set(names):
+    if {value.name for value in (*graph.inputs, *graph.initializers.values())} & set(names):
         return
     taken = names_in(graph) | set(names)
-    others = {name: new_name(name, taken) for name in set(names) - set(outputs)}
-    for each in with_subgraphs(graph):
-        rename_values(each, others)
-    rename_values(graph, dict(zip(outputs, names, strict=True)))
+    for value in (value for each in (graph, *graph.subgraphs()) for value in values_in(each)):
+        if value.name in names and value not in graph.outputs:
+            value.name = new_name(str(value.name), taken)
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
 
 
-def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
+def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:
     """Let the graph take images as bytes, (N, height, width, channels), and normalise them itself.
 
     The normalisation is not folded into the first convolution: that pads with zeros after it, so a mean in
@@ -167,37 +169,29 @@ def take_bytes(graph: onnx.GraphProto, preprocessing: Preprocessing) -> None:
         graph: A graph whose only input is normalised images, (N, channels, height, width); changed in place.
         preprocessing: What is done to the images.
     """
-    entry = graph.input[0]
-    taken = names_in(graph)
-    stages = [
-        new_name(f"{entry.name}_{stage}", taken) for stage in ("planes", "float", "scaled", "normalised")
+    entry, taken = graph.inputs[0], names_in(graph)
+    uses = list(entry.uses())
+    factors = [
+        add_constant(graph, new_name(f"{entry.name}_{kind}", taken), values.view(-1, 1, 1).numpy())
+        for kind, values in zip(("scale", "offset"), preprocessing.scale_and_offset(), strict=True)
     ]
-    for each in with_subgraphs(graph):
-        for node in each.node:
-            for position, name in enumerate(node.input):
-                if name == entry.name:
-                    node.input[position] = stages[-1]
-    constants = {}
-    for kind, values in zip(("scale", "offset"), preprocessing.scale_and_offset(), strict=True):
-        constants[kind] = new_name(f"{entry.name}_{kind}", taken)
-        graph.initializer.append(numpy_helper.from_array(values.view(-1, 1, 1).numpy(), constants[kind]))
-    nodes = [
-        helper.make_node("Transpose", [entry.name], [stages[0]], perm=(0, 3, 1, 2)),
-        helper.make_node("Cast", [stages[0]], [stages[1]], to=onnx.TensorProto.FLOAT),
-        helper.make_node("Mul", [stages[1], constants["scale"]], [stages[2]]),
-        helper.make_node("Add", [stages[2], constants["offset"]], [stages[3]]),
+    steps: list[tuple[str, str, list[ir.Value], dict[str, Any]]] = [
+        ("Transpose", "planes", [], {"perm": (0, 3, 1, 2)}),
+        ("Cast", "float", [], {"to": int(ir.DataType.FLOAT)}),
+        ("Mul", "scaled", factors[:1], {}),
+        ("Add", "normalised", factors[1:], {}),
     ]
-    for position, node in enumerate(nodes):
-        graph.node.insert(position, node)
-    axis = entry.type.tensor_type.shape.dim[0]
-    batch: str | int = axis.dim_param or axis.dim_value
-    shape = (batch, preprocessing.height, preprocessing.width, preprocessing.channels)
-    entry.type.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.UINT8, shape))
-
-
-def set_metadata(proto: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
-    """Store text in the model's `metadata_props`, where any ONNX tool can read it."""
-    helper.set_model_props(proto, dict(metadata))
+    nodes: list[ir.Node] = []
+    x = entry
+    for op_type, stage, operands, attributes in steps:
+        nodes.append(node_of(op_type, [x, *operands], new_name(f"{entry.name}_{stage}", taken), attributes))
+        x = nodes[-1].outputs[0]
+    put_first(graph, nodes)
+    for reader, index in uses:
+        reader.replace_input_with(index, x)
+    batch = 1 if entry.shape is None else entry.shape[0]
+    entry.type = ir.TensorType(ir.DataType.UINT8)
+    entry.shape = ir.Shape((batch, preprocessing.height, preprocessing.width, preprocessing.channels))
 
 
 def _should_fold(node: ir.Node) -> bool | None:
@@ -217,29 +211,10 @@ def _should_fold(node: ir.Node) -> bool | None:
     return None
 
 
-def remove_unused_constants(graph: onnx.GraphProto) -> None:
-    """Remove constants that nothing reads any more, and what is known of tensors that nothing makes."""
-    used = {name for each in with_subgraphs(graph) for node in each.node for name in node.input}
-    used |= {output.name for each in with_subgraphs(graph) for output in each.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    made = {name for node in graph.node for name in node.output}
-    shapes = [value for value in graph.value_info if value.name in made]
-    del graph.initializer[:], graph.value_info[:]
-    graph.initializer.extend(kept)
-    graph.value_info.extend(shapes)
-
-
-def _remove_notes(proto: onnx.ModelProto) -> None:
+def _remove_notes(model: ir.Model) -> None:
     """Remove stack traces and tracing notes: they hold source paths and can outweigh a small model."""
-    graph = proto.graph
-    for item in (
-        proto,
-        graph,
-        *graph.node,
-        *graph.value_info,
-        *graph.input,
-        *graph.output,
-        *graph.initializer,
-    ):
-        item.ClearField("metadata_props")
-        item.ClearField("doc_string")
+    passes.ClearMetadataAndDocStringPass()(model)
+    noted: list[ir.Model | ir.Value] = [model, *values_in(model.graph)]
+    for each in noted:
+        each.metadata_props.clear()
+        each.doc_string = None

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from torch import nn
 
@@ -33,10 +32,11 @@ from decomposition.network.surgery import copied
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.operators import STANDARD, dequantises, is_standard, quantises
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
-from rankrl.onnx.export.sparse import store_densely
 from rankrl.onnx.export.subsampling import selects, store_selections
+from rankrl.onnx.graph_edits import is_constant
+from rankrl.onnx.operators import dequantises, is_standard, opset_of, quantises
+from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch, open_session
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
@@ -83,13 +83,13 @@ def quantise_onnx(
     """
     path, target = Path(path), Path(target)
     session = open_session(path)
-    model = _checked_graph(path, partly=partly and weights is not None)
+    model = _checked_model(path, partly=partly and weights is not None)
     unpad_channels(model)
     store_selections(model)  # the quantiser takes constants alone for weights
+    computing = None if weights is None else integer_nodes(model.graph, weights)
+    before = list(model.graph)
     copy = QuantiserCopy(model)
-    before = {node.name for node in model.graph.node}
-    nodes = None if weights is None else integer_nodes(model.graph, weights)
-    copy.hide_values(model)
+    nodes = None if computing is None else [str(node.name) for node in computing]
     fixed = session.fixed_batch
     feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
     batches = [feed for feed in feeds if fixed is None or fixed == len(feed[session.input_name])]
@@ -107,25 +107,25 @@ def quantise_onnx(
     named = [{copy.values[name]: each for name, each in feed.items()} for feed in batches]
     quantised = _quantised(model, path, named, nodes, copy.apart, _reduces(reduce_range))
     if nodes is not None:
-        _spare_floats(quantised.graph, set(nodes), before)
+        _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
     copy.restore(quantised)
     write_checked(quantised, target, f"{path} in integers")
     return target
 
 
 def _quantised(
-    model: onnx.ModelProto,
+    model: ir.Model,
     path: Path,
     batches: Iterable[Mapping[str, np.ndarray[Any, Any]]],
     nodes: Sequence[str] | None,
     excluded: Sequence[str],
     reduced: bool,
-) -> onnx.ModelProto:
+) -> ir.Model:
     """Return what onnxruntime's quantiser makes of a network; `path` is where that is from, for messages."""
     with tempfile.TemporaryDirectory() as folder:
         plain, scratch = Path(folder) / "network.onnx", Path(folder) / "quantised.onnx"
         try:
-            onnx.save(model, plain)
+            save_model(model, plain)
             with _quiet():
                 quantize_static(
                     plain,
@@ -141,7 +141,7 @@ def _quantised(
                 )
         except Exception as error:  # whatever onnxruntime's Python code stumbles over
             raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
-        return onnx.load(scratch)
+        return load_model(scratch)
 
 
 @cache
@@ -151,17 +151,16 @@ def sums_overflow() -> bool:
     It does on x86 processors without VNNI: AVX2, and AVX-512 before Cascade Lake.
     """
     terms = 64
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger", ["inputs", "weights"], ["sums"])],
-        "largest sums",
-        [helper.make_tensor_value_info("inputs", TensorProto.UINT8, [1, terms])],
-        [helper.make_tensor_value_info("sums", TensorProto.INT32, [1, 16])],
-        [onnx.numpy_helper.from_array(np.full((terms, 16), 127, dtype=np.int8), "weights")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _LEAST_OPSET)], ir_version=8)
+    inputs = ir.val("inputs", ir.DataType.UINT8, [1, terms])
+    weights = ir.val("weights", const_value=ir.tensor(np.full((terms, 16), 127, dtype=np.int8)))
+    result = ir.val("sums", ir.DataType.INT32, [1, 16])
+    node = ir.node("MatMulInteger", [inputs, weights], outputs=[result])
+    opsets = {"": _LEAST_OPSET}
+    graph = ir.Graph([inputs], [result], nodes=[node], initializers=[weights], opset_imports=opsets)
+    graph.name = "largest sums"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sums.onnx"
-        onnx.save(model, path)
+        save_model(ir.Model(graph, ir_version=8), path)
         (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
     overflow = bool((sums != 255 * 127 * terms).any())
     if overflow:
@@ -227,7 +226,7 @@ class _Reader(CalibrationDataReader):
         return None if feed is None else {name: np.asarray(each, order="C") for name, each in feed.items()}
 
 
-def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]:
+def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
     """Return the nodes that compute in integers: those of some weights, and what lies between them.
 
     A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
@@ -241,11 +240,11 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
         ExportError: If a weight belongs to no convolution or matrix product.
     """
     owners = [
-        (name, node)
-        for node in graph.node
+        (value.name, node)
+        for node in graph
         if is_standard(node, *_COMPUTING)
-        for name in node.input
-        if name in weights
+        for value in node.inputs
+        if value is not None and value.name in weights
     ]
     missing = sorted(set(weights) - {name for name, _ in owners})
     if missing:
@@ -253,26 +252,25 @@ def integer_nodes(graph: onnx.GraphProto, weights: Collection[str]) -> list[str]
             f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
             "nothing can compute with it in integers; leave its layer without Quantise"
         )
-    constants = {tensor.name for tensor in graph.initializer}
-    chosen = {node.name for _, node in owners}
-    produced = {name for _, node in owners for name in node.output}
-    taken = {node.input[0] for _, node in owners}
-    summands = {tuple(node.input) for node in graph.node if is_standard(node, "Add")}
+    chosen = {node for _, node in owners}
+    produced = {value for _, node in owners for value in node.outputs}
+    taken = {node.inputs[0] for _, node in owners}
+    summands = {(node.inputs[0], node.inputs[1]) for node in graph if is_standard(node, "Add")}
     added_to = dict(summands) | {second: first for first, second in summands}
-    for node in graph.node:  # in topological order
-        inputs = {name for name in node.input if name and name not in constants}
+    for node in graph:  # in topological order
+        inputs = {value for value in node.inputs if value is not None and not is_constant(value)}
         if selects(node):
-            passes = inputs <= produced or (inputs <= taken and added_to.get(node.output[0]) in produced)
+            passes = inputs <= produced or (inputs <= taken and added_to.get(node.outputs[0]) in produced)
         else:
             known = produced | taken if is_standard(node, "Add") else produced
             passes = is_standard(node, *_PASSING) and bool(inputs & produced) and inputs <= known
         if passes:
-            chosen.add(node.name)
-            produced.update(node.output)
-    return [node.name for node in graph.node if node.name in chosen]
+            chosen.add(node)
+            produced.update(node.outputs)
+    return [node for node in graph if node in chosen]
 
 
-def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str], before: Collection[str]) -> None:
+def _spare_floats(graph: ir.Graph, nodes: Collection[str], before: Collection[str | None]) -> None:
     """Hand tensors that are computed in floating point to nodes that compute in it as they are.
 
     The quantiser rounds a tensor for all that take it as soon as one of them computes in integers.
@@ -282,30 +280,29 @@ def _spare_floats(graph: onnx.GraphProto, nodes: Collection[str], before: Collec
         nodes: Names of the nodes that compute in integers.
         before: Names of the nodes that there were before; what they round stays rounded.
     """
-    producers = {output: node for node in graph.node for output in node.output}
-    unrounded = {}
-    for node in graph.node:
-        if node.name in before:
+    for node in graph:
+        rounding = node.inputs[0].producer() if dequantises(node) and node.inputs[0] is not None else None
+        if rounding is None or node.name in before:
             continue
-        if dequantises(node) and node.input[0] in producers:
-            source = producers[node.input[0]].input[0]  # what went into QuantizeLinear
-            if source not in producers or producers[source].name not in nodes:
-                unrounded[node.output[0]] = source
-    for node in graph.node:
-        if node.name not in nodes and not (quantises(node) or dequantises(node)):
-            node.input[:] = [unrounded.get(name, name) for name in node.input]
+        source = rounding.inputs[0]  # what went into QuantizeLinear
+        producer = None if source is None else source.producer()
+        if producer is not None and producer.name in nodes:
+            continue
+        for user, index in node.outputs[0].uses():
+            inside = user.name in nodes or quantises(user) or dequantises(user)
+            if user.graph is graph and not inside:
+                user.replace_input_with(index, source)
 
 
-def _checked_graph(path: Path, *, partly: bool) -> onnx.ModelProto:
-    model = onnx.load(path)
-    store_densely(model)
-    opset = next((each.version for each in model.opset_import if each.domain in STANDARD), 0)
+def _checked_model(path: Path, *, partly: bool) -> ir.Model:
+    model = load_model(path)
+    opset = opset_of(model)
     if opset < _LEAST_OPSET:
         raise ExportError(
             f"{path} has opset {opset}; 8-bit integers need {_LEAST_OPSET} or newer. Export it with "
             "export.opset=null."
         )
-    if not partly and any(quantises(node) for node in model.graph.node):
+    if not partly and any(quantises(node) for node in model.graph):
         raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
     return model
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import torch
-from onnx import helper
 from onnxruntime.quantization.quant_utils import compute_scale_zp, quantize_onnx_initializer
 from torch import nn
 
@@ -28,8 +27,9 @@ from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.int8 import as_in_file, integer_bits, quantise_onnx
 from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
-from rankrl.onnx.export.operators import is_standard
-from rankrl.onnx.export.values import names_in, new_name
+from rankrl.onnx.graph_edits import Array, add_constant, names_in, new_name, node_of, put_first
+from rankrl.onnx.operators import is_standard
+from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, open_session
 
 INT4_OPSET = 21
@@ -77,19 +77,19 @@ def export_network(
         scratch = Path(folder) / "network.onnx"
         plain = without_rounding(copied(network))
         written = export_onnx(plain, scratch, input_shape, opset=opset, progress=False, **options)
-        model = onnx.load(scratch)
+        model = load_model(scratch)
         store_integers(model, stored)
         if computing:
-            onnx.save(model, scratch)
+            save_model(model, scratch)
             reduced = REDUCED_BITS in integer_bits(network)
             quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduced)
-            model = onnx.load(scratch)
+            model = load_model(scratch)
         pad_channels(model, channel_block)
         size = write_checked(model, path, f"the file of {type(network).__name__}")
     return replace(written, path=path, file_bytes=size)
 
 
-def store_integers(model: onnx.ModelProto, bits: Mapping[str, int]) -> None:
+def store_integers(model: ir.Model, bits: Mapping[str, int]) -> None:
     """Store weights of a float32 graph in integers, one scale an output channel.
 
     The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
@@ -102,38 +102,47 @@ def store_integers(model: onnx.ModelProto, bits: Mapping[str, int]) -> None:
     Raises:
         ExportError: If the graph has no such weight.
     """
-    graph = model.graph
-    columns = {node.input[1] for node in graph.node if is_standard(node, "MatMul")}
-    initializers, taken = {tensor.name: tensor for tensor in graph.initializer}, names_in(graph)
-    missing = sorted(set(bits) - set(initializers))
+    graph, taken = model.graph, names_in(model.graph)
+    missing = sorted(set(bits) - set(graph.initializers))
     if missing:
         raise ExportError(
             f"the weight {missing[0]!r} is no constant of the graph, so it cannot be stored in integers; "
             "leave its layer without Quantise"
         )
     for name, width in bits.items():
-        tensor = initializers[name]
-        axis = len(tensor.dims) - 1 if name in columns else 0
-        values = np.moveaxis(onnx.numpy_helper.to_array(tensor), axis, 0)
-        kind = onnx.TensorProto.INT8 if width == 8 else onnx.TensorProto.INT4
-        largest = 2 ** (width - 1) - 1
-        rows = np.abs(values.reshape(len(values), -1)).max(1)
-        ends = np.array([-largest, largest], dtype=np.int8)
-        pairs = [compute_scale_zp(-each, each, *ends, symmetric=True) for each in rows]
-        zero = np.zeros(len(values), dtype=helper.tensor_dtype_to_np_dtype(onnx.TensorProto.INT8))
-        scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
-        scale[rows == 0] = 1.0
-        stored, factor, back = (
+        weight = graph.initializers[name]
+        last = any(is_standard(node, "MatMul") and index == 1 for node, index in weight.uses())
+        tensor = weight.const_value
+        assert tensor is not None
+        axis = len(tensor.shape) - 1 if last else 0
+        integers, scale = _rounded(tensor, width, axis)
+        integers.name, factor, back = (
             new_name(f"{name}_{kind}", taken) for kind in ("integers", "scale", "DequantizeLinear")
         )
-        graph.initializer.remove(tensor)
-        graph.initializer.extend(
-            [
-                quantize_onnx_initializer(tensor, kind, zero, scale, axis=axis, quant_weight_name=stored),
-                onnx.numpy_helper.from_array(scale, factor),
-            ]
+        rounded = ir.val(integers.name, const_value=integers)
+        node = node_of(
+            "DequantizeLinear", [rounded, add_constant(graph, factor, scale)], back, {"axis": axis}
         )
-        graph.node.insert(0, helper.make_node("DequantizeLinear", [stored, factor], [name], back, axis=axis))
+        node.outputs[0].name = name
+        weight.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
+        del graph.initializers[name]
+        graph.register_initializer(rounded)
+        put_first(graph, [node])
+
+
+def _rounded(tensor: ir.TensorProtocol, width: int, axis: int) -> tuple[ir.TensorProtocol, Array]:
+    """Return a weight in integers of so many bits, and their scales along an axis."""
+    values = np.moveaxis(tensor.numpy(), axis, 0)
+    kind = ir.DataType.INT8 if width == 8 else ir.DataType.INT4
+    largest = 2 ** (width - 1) - 1
+    rows = np.abs(values.reshape(len(values), -1)).max(1)
+    ends = np.array([-largest, largest], dtype=np.int8)
+    pairs = [compute_scale_zp(-each, each, *ends, symmetric=True) for each in rows]
+    scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
+    scale[rows == 0] = 1.0
+    zero = np.zeros(len(values), dtype=np.int8)
+    integers = quantize_onnx_initializer(ir.to_proto(tensor), kind.value, zero, scale, axis=axis)
+    return ir.from_proto(integers), scale
 
 
 def class_agreement(

@@ -29,10 +29,11 @@ from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.feeds import input_names
-from rankrl.onnx.export.graph import name_batch_axis, name_outputs, set_metadata, simplify, take_bytes
+from rankrl.onnx.export.graph import name_batch_axis, name_outputs, simplify, take_bytes
 from rankrl.onnx.export.outputs import return_tensors_alone, say_left_out
 from rankrl.onnx.export.subsampling import convolve_subsampling
 from rankrl.onnx.export.tracing import convert, inference_copy, trace
+from rankrl.onnx.operators import opset_of
 from rankrl.progress import Progress, progress_bar
 
 OLDEST_OPSET = 18
@@ -134,26 +135,26 @@ def export_onnx(
         program = trace(network, batch, dynamic_batch=dynamic_batch)
         say_left_out(name, tuple(outputs.left_out))
         bar.advance()
-        graph = convert(program, name, opset, inputs=input_names(network, batch))
+        translated = convert(program, name, opset, inputs=input_names(network, batch))
         bar.advance()
-        proto = simplify(graph, fold_batchnorm=fold_batchnorm)
+        simplify(translated, fold_batchnorm=fold_batchnorm)
         bar.advance()
-        name_batch_axis(proto.graph)
-        name_outputs(proto.graph, outputs.names)
-        convolve_subsampling(proto)
-        notes = dict(metadata or {})
+        name_batch_axis(translated.graph)
+        name_outputs(translated.graph, outputs.names)
+        convolve_subsampling(translated)
+        translated.metadata_props.update(metadata or {})
         if preprocessing is not None:
-            take_bytes(proto.graph, preprocessing)
-            notes[PREPROCESSING_KEY] = json.dumps(replace(preprocessing, in_graph=True).to_dict())
-        pad_channels(proto, channel_block)
-        set_metadata(proto, notes)
-        size = write_checked(proto, path, f"the ONNX graph of {name}", full_check=True)
+            take_bytes(translated.graph, preprocessing)
+            notes = json.dumps(replace(preprocessing, in_graph=True).to_dict())
+            translated.metadata_props[PREPROCESSING_KEY] = notes
+        pad_channels(translated, channel_block)
+        size = write_checked(translated, path, f"the ONNX graph of {name}", full_check=True)
         bar.advance()
     return ExportResult(
         path=Path(path),
         file_bytes=size,
-        opset=next(entry.version for entry in proto.opset_import if entry.domain == ""),
-        operators=dict(Counter(node.op_type for node in proto.graph.node)),
+        opset=opset_of(translated),
+        operators=dict(Counter(node.op_type for node in translated.graph)),
     )
 
 

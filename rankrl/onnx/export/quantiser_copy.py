@@ -10,24 +10,23 @@ is read outside the nodes of the graph is read through an `Identity`, which the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
-from rankrl.onnx.export.values import captured_by, names_in, new_name, rename_values, sort_nodes, uses
+from rankrl.onnx.graph_edits import names_in, new_name, values_in
 
 
 class QuantiserCopy:
     """A network in which the quantiser's names clash with nothing, until `restore`.
 
     Args:
-        model: The network; changed in place. Its nodes have other names from now on, its values from
-            `hide_values` on.
+        model: The network; changed in place: its nodes and values have other names from now on, and those
+            that are read outside of its nodes are set apart.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._stem = _unused_stem(model.graph)
+    def __init__(self, model: ir.Model) -> None:
+        graph = model.graph
+        self._stem = _unused_stem(graph)
         self._names: dict[str, str] = {}
         """What nodes and values were called, by what they are called in the copy."""
         self.values: dict[str, str] = {}
@@ -35,32 +34,34 @@ class QuantiserCopy:
         self._inside = set[str]()
         self.apart: list[str] = []
         """Names of the nodes through which outputs and bodies read."""
-        for node in model.graph.node:
-            node.name = self._hidden(node.name)
+        for node in graph:
+            node.name = self._hidden(node.name or "")
+        for value in dict.fromkeys(values_in(graph)):
+            if value.name:
+                self.values[value.name] = hidden = self._hidden(value.name)
+                value.name = hidden
+        for value in [value for node in graph for value in node.outputs if value.name]:
+            self._set_apart(graph, value)
+        graph.sort()
 
-    def hide_values(self, model: onnx.ModelProto) -> None:
-        """Rename the values of the main graph and set those apart that are read outside of its nodes."""
-        graph = model.graph
-        self.values = {name: self._hidden(name) for name in dict.fromkeys(_value_names(graph))}
-        rename_values(graph, self.values)
-        captured = {name for node in graph.node for name in captured_by(node)}
-        outputs, counts = {each.name for each in graph.output}, uses(graph)
-        inside: dict[str, str] = {}
-        for name in [name for node in graph.node for name in node.output]:
-            if name in captured or (name in outputs and counts[name] > 1):
-                inside[name] = self._hidden(self._names[name])
-                self._inside.add(inside[name])
-        for node in graph.node:
-            for names in (node.input, node.output):
-                names[:] = [inside.get(name, name) for name in names]
-        for value in graph.value_info:
-            value.name = inside.get(value.name, value.name)
-        for outside, name in inside.items():
-            self.apart.append(self._hidden(""))
-            graph.node.append(helper.make_node("Identity", [name], [outside], self.apart[-1]))
-        sort_nodes(graph)
+    def _set_apart(self, graph: ir.Graph, value: ir.Value) -> None:
+        """Let bodies read a value through an `Identity`, and the graph's output where nodes read it, too."""
+        outside = [use for use in value.uses() if use.node.graph is not graph]
+        if not outside and not (value.is_graph_output() and value.uses()):
+            return
+        name = str(value.name)
+        value.name = self._hidden(self._names[name])
+        self._inside.add(value.name)
+        self.apart.append(self._hidden(""))
+        seen = ir.val(name, type=value.type, shape=value.shape)
+        for position, output in enumerate(graph.outputs):
+            if output is value:
+                graph.outputs[position] = seen
+        graph.append(ir.node("Identity", [value], name=self.apart[-1], outputs=[seen]))
+        for node, index in outside:
+            node.replace_input_with(index, seen)
 
-    def restore(self, model: onnx.ModelProto) -> None:
+    def restore(self, model: ir.Model) -> None:
         """Give the names back and sort the nodes; what was added is named after what it belongs to.
 
         Args:
@@ -69,55 +70,37 @@ class QuantiserCopy:
         graph = model.graph
         self._join(graph)
         taken = names_in(graph) | set(self._names.values())
-        nodes = self._given_back([node.name for node in graph.node], taken)
-        values = self._given_back(_value_names(graph), taken)
-        rename_values(graph, values)
-        for node in graph.node:
-            node.name = nodes.get(node.name, node.name)
-        sort_nodes(graph)
+        for each in (*graph, *dict.fromkeys(values_in(graph))):
+            if each.name:
+                each.name = self._given_back(each.name, taken)
+        graph.sort()
 
-    def _join(self, graph: onnx.GraphProto) -> None:
+    def _join(self, graph: ir.Graph) -> None:
         """Let values that were set apart be read where they are made."""
-        made = {name for node in graph.node for name in node.output}
-        joined = [node for node in graph.node if node.name in self.apart and node.input[0] in made]
-        names = {node.input[0]: node.output[0] for node in joined}
-        for node in joined:
-            graph.node.remove(node)
-        kept = [value for value in graph.value_info if value.name not in {*names, *names.values()}]
-        del graph.value_info[:]
-        graph.value_info.extend(kept)
-        rename_values(graph, names)
+        for node in [node for node in graph if node.name in self.apart]:
+            value, seen = node.inputs[0], node.outputs[0]
+            if value is not None and value.producer() is not None:
+                seen.replace_all_uses_with(value, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
+                value.name, value.type, value.shape = seen.name, seen.type, seen.shape
 
     def _hidden(self, name: str) -> str:
         hidden = f"{self._stem}{len(self._names)}_"
         self._names[hidden] = name
         return hidden
 
-    def _given_back(self, names: Iterable[str], taken: set[str]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        pattern = re.compile(rf"({self._stem}\d+_)(.*)", re.DOTALL)
-        for name in dict.fromkeys(names):
-            match = pattern.fullmatch(name)
-            if match is None:
-                continue
-            known, added = match.groups()
-            if known in self._inside and not added:  # rounded, it has the name that it had
-                added = "_QuantizeLinear_Input"
-            found[name] = self._names[known] + added
-            if added:
-                found[name] = new_name(found[name], taken)
-        return found
+    def _given_back(self, name: str, taken: set[str]) -> str:
+        match = re.fullmatch(rf"({self._stem}\d+_)(.*)", name, re.DOTALL)
+        if match is None:
+            return name
+        known, added = match.groups()
+        if known in self._inside and not added:  # rounded, it has the name that it had
+            added = "_QuantizeLinear_Input"
+        before = self._names[known] + added
+        return new_name(before, taken) if added else before
 
 
-def _value_names(graph: onnx.GraphProto) -> Iterable[str]:
-    """Yield the names of the values that are defined in a graph, its bodies left out."""
-    for values in (graph.input, graph.initializer):
-        yield from (each.name for each in values)
-    for node in graph.node:
-        yield from filter(None, node.output)
-
-
-def _unused_stem(graph: onnx.GraphProto) -> str:
+def _unused_stem(graph: ir.Graph) -> str:
     """Return what no name in a graph and its bodies begins with."""
     names = names_in(graph)
     stem = "q"

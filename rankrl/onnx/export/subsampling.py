@@ -11,18 +11,21 @@ The weight is not stored: `EyeLike` makes it, a constant, so a runtime computes 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
 
-from rankrl.onnx.export.graph import remove_unused_constants
-from rankrl.onnx.export.operators import is_standard
-from rankrl.onnx.export.values import uses
+from rankrl.onnx.graph_edits import (
+    Array,
+    add_constant,
+    node_of,
+    put_first,
+    put_in_place,
+    stored,
+    without_unused,
+)
+from rankrl.onnx.operators import is_standard
 
 _PREFIX = "rankrl_select_"
 _MOST_CHANNELS = 64
@@ -42,13 +45,13 @@ class _Chain:
         after: Channels of zeros behind them.
     """
 
-    nodes: list[onnx.NodeProto]
+    nodes: list[ir.Node]
     strides: dict[int, int]
     before: int = 0
     after: int = 0
 
 
-def convolve_subsampling(model: onnx.ModelProto) -> int:
+def convolve_subsampling(model: ir.Model) -> int:
     """Turn slices that subsample, and padding of channels behind them, into convolutions.
 
     Args:
@@ -59,27 +62,22 @@ def convolve_subsampling(model: onnx.ModelProto) -> int:
         How many convolutions were made.
     """
     graph = model.graph
-    constants = {each.name: each for each in graph.initializer}
-    channels = _channels(graph)
-    counts = uses(graph)
-    readers = {name: node for node in graph.node for name in node.input}
-    made, done = 0, set[str]()
-    for node in list(graph.node):
-        if not is_standard(node, "Slice") or node.output[0] in done:
+    made = 0
+    for node in list(graph):
+        if not is_standard(node, "Slice") or node.graph is not graph:  # taken out with one before
             continue
-        count = channels.get(node.input[0], _MOST_CHANNELS + 1)
-        chain = _chain(node, readers, counts, constants)
-        if chain is None or count > _MOST_CHANNELS:
+        chain, source = _chain(node), node.inputs[0]
+        count = None if source is None else _channels(source)
+        if chain is None or count is None or count > _MOST_CHANNELS:
             continue
-        done.update(each.output[0] for each in chain.nodes)
         _replace(graph, chain, count)
         made += 1
     if made:
-        remove_unused_constants(graph)
+        without_unused(model)
     return made
 
 
-def store_selections(model: onnx.ModelProto) -> bool:
+def store_selections(model: ir.Model) -> bool:
     """Store the weights that `convolve_subsampling` lets a runtime make, for tools that want constants.
 
     Args:
@@ -89,58 +87,48 @@ def store_selections(model: onnx.ModelProto) -> bool:
         Whether there are any.
     """
     graph = model.graph
-    nodes = {node.output[0]: node for node in graph.node if node.output[0].startswith(_PREFIX)}
-    own = [each for each in graph.initializer if each.name.startswith(_PREFIX)]
-    sizes = {each.name: numpy_helper.to_array(each) for each in own}
-    weights = [name for name, node in nodes.items() if node.op_type == "Reshape"]
-    for name in weights:
-        eye = nodes[nodes[name].input[0]]
-        offset = next(each.i for each in eye.attribute if each.name == "k")
-        rows, columns = sizes[nodes[eye.input[0]].input[0]]
-        picked = np.eye(rows, columns, offset, dtype=np.float32)
-        graph.initializer.append(numpy_helper.from_array(picked[:, :, None, None], name))
-    for node in nodes.values():
-        graph.node.remove(node)
+    weights = [node for node in graph if node.op_type == "Reshape" and _selects(node.outputs[0])]
+    for reshape in weights:
+        eye = reshape.inputs[0].producer()  # type: ignore[union-attr]
+        rows, columns = stored(eye.inputs[0].producer().inputs[0])  # type: ignore[union-attr, misc]
+        picked = np.eye(rows, columns, eye.attributes.get_int("k", 0), dtype=np.float32)  # type: ignore[union-attr]
+        weight = add_constant(graph, str(reshape.outputs[0].name), picked[:, :, None, None])
+        reshape.outputs[0].replace_all_uses_with(weight)
     if weights:
-        remove_unused_constants(graph)
+        without_unused(model)
     return bool(weights)
 
 
-def selects(node: onnx.NodeProto) -> bool:
+def selects(node: ir.Node) -> bool:
     """Return whether a node is a convolution that `convolve_subsampling` made."""
-    return is_standard(node, "Conv") and node.input[1].startswith(_PREFIX)
+    return is_standard(node, "Conv") and _selects(node.inputs[1])
 
 
-def _channels(graph: onnx.GraphProto) -> dict[str, int]:
-    """Return the number of channels of each float32 tensor with two spatial axes that says so."""
-    known = {}
-    for value in (*graph.input, *graph.value_info):
-        kind = value.type.tensor_type
-        axes = kind.shape.dim
-        if kind.elem_type == onnx.TensorProto.FLOAT and len(axes) == _RANK and axes[1].dim_value:
-            known[value.name] = axes[1].dim_value
-    return known
+def _selects(value: ir.Value | None) -> bool:
+    return value is not None and str(value.name).startswith(_PREFIX)
 
 
-def _chain(
-    first: onnx.NodeProto,
-    readers: Mapping[str, onnx.NodeProto],
-    counts: Counter[str],
-    constants: Mapping[str, onnx.TensorProto],
-) -> _Chain | None:
+def _channels(value: ir.Value) -> int | None:
+    """Return the number of channels of a float32 tensor with two spatial axes that says so."""
+    if value.dtype != ir.DataType.FLOAT or value.shape is None or len(value.shape) != _RANK:
+        return None
+    count = value.shape[1]
+    return count if isinstance(count, int) and count else None
+
+
+def _chain(first: ir.Node) -> _Chain | None:
     """Return the chain that begins with a node, if that only subsamples."""
-    strides = _strides(first, constants)
+    strides = _strides(first)
     if strides is None:
         return None
     chain = _Chain([first], strides)
-    while counts[chain.nodes[-1].output[0]] == 1 and chain.nodes[-1].output[0] in readers:
-        node = readers[chain.nodes[-1].output[0]]
-        further = _strides(node, constants)
+    while (node := _only_reader(chain.nodes[-1])) is not None:
+        further = _strides(node)
         if further is not None and not further.keys() & chain.strides.keys():
             chain.nodes.append(node)
             chain.strides |= further
             continue
-        zeros = _zero_channels(node, constants)
+        zeros = _zero_channels(node)
         if zeros is not None:
             chain.nodes.append(node)
             chain.before, chain.after = zeros
@@ -148,11 +136,20 @@ def _chain(
     return chain if any(step > 1 for step in chain.strides.values()) else None
 
 
-def _strides(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> dict[int, int] | None:
-    """Return the step along each axis of a slice from the axis' first position to its last."""
-    if not is_standard(node, "Slice") or len(node.input) != 5:
+def _only_reader(node: ir.Node) -> ir.Node | None:
+    """Return the node that alone reads what a node makes; bodies and outputs of the graph read, too."""
+    value = node.outputs[0]
+    uses = list(value.uses())
+    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not node.graph:
         return None
-    values = [_values(name, constants) for name in node.input[1:]]
+    return uses[0].node
+
+
+def _strides(node: ir.Node) -> dict[int, int] | None:
+    """Return the step along each axis of a slice from the axis' first position to its last."""
+    if not is_standard(node, "Slice") or len(node.inputs) != 5:
+        return None
+    values = [_numbers(each) for each in node.inputs[1:]]
     if any(each is None for each in values):
         return None
     whole = np.iinfo(np.int32).max
@@ -167,53 +164,49 @@ def _strides(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) ->
     return strides
 
 
-def _zero_channels(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int] | None:
+def _zero_channels(node: ir.Node) -> tuple[int, int] | None:
     """Return how many channels of zeros a node adds before and after, if that is all it does."""
-    if not is_standard(node, "Pad") or len(node.input) > 3:
+    if not is_standard(node, "Pad") or len(node.inputs) > 3:
         return None
-    mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
-    pads = _values(node.input[1], constants)
-    filled = _values(node.input[2], constants) if len(node.input) > 2 and node.input[2] else np.zeros(1)
-    if mode != b"constant" or pads is None or filled is None or filled.any() or len(pads) != 2 * _RANK:
+    mode, pads = node.attributes.get_string("mode", "constant"), _numbers(node.inputs[1])
+    filled = np.zeros(1) if len(node.inputs) < 3 or node.inputs[2] is None else _numbers(node.inputs[2])
+    if mode != "constant" or pads is None or filled is None or filled.any() or len(pads) != 2 * _RANK:
         return None
     before, after = int(pads[1]), int(pads[_RANK + 1])
     others = [size for index, size in enumerate(pads) if index % _RANK != 1]
     return (before, after) if min(before, after) >= 0 and not any(others) else None
 
 
-def _values(name: str, constants: Mapping[str, onnx.TensorProto]) -> np.ndarray[Any, Any] | None:
-    return numpy_helper.to_array(constants[name]).reshape(-1) if name in constants else None
+def _numbers(value: ir.Value | None) -> Array | None:
+    array = stored(value)
+    return None if array is None else array.reshape(-1)
 
 
-def _replace(graph: onnx.GraphProto, chain: _Chain, channels: int) -> None:
+def _replace(graph: ir.Graph, chain: _Chain, channels: int) -> None:
     """Put a convolution in the place of a chain that reads so many channels."""
-    source, target = chain.nodes[0].input[0], chain.nodes[-1].output[0]
     rows = chain.before + channels + chain.after
     weight = _weight(graph, rows, channels, -chain.before)
     strides = [chain.strides.get(axis, 1) for axis in range(_FIRST_SPATIAL, _RANK)]
-    conv = helper.make_node(
-        "Conv", [source, weight], [target], f"{_PREFIX}{target}", kernel_shape=[1, 1], strides=strides
+    conv = node_of(
+        "Conv",
+        [chain.nodes[0].inputs[0], weight],
+        f"{_PREFIX}{chain.nodes[-1].outputs[0].name}",
+        {"kernel_shape": [1, 1], "strides": strides},
     )
-    position = list(graph.node).index(chain.nodes[-1])
-    graph.node.insert(position, conv)
-    for node in chain.nodes:
-        graph.node.remove(node)
+    put_in_place(graph, chain.nodes, [conv])
 
 
-def _weight(graph: onnx.GraphProto, rows: int, columns: int, offset: int) -> str:
-    """Return the name of the weight (rows, columns, 1, 1) with ones on one diagonal, made in the graph."""
+def _weight(graph: ir.Graph, rows: int, columns: int, offset: int) -> ir.Value:
+    """Return the weight (rows, columns, 1, 1) with ones on one diagonal, made in the graph."""
     base = f"{_PREFIX}{rows}_{columns}_{-offset}"
-    if any(base in node.output for node in graph.node):
-        return base
-    plane, shape = f"{base}_plane", f"{base}_shape"
-    for name, sizes in ((plane, (rows, columns)), (shape, (rows, columns, 1, 1))):
-        graph.initializer.append(numpy_helper.from_array(np.array(sizes, dtype=np.int64), name))
-    zeros, eye = f"{base}_zeros", f"{base}_eye"
-    steps = (
-        helper.make_node("ConstantOfShape", [plane], [zeros], zeros),
-        helper.make_node("EyeLike", [zeros], [eye], eye, dtype=onnx.TensorProto.FLOAT, k=offset),
-        helper.make_node("Reshape", [eye, shape], [base], base),
-    )
-    for position, node in enumerate(steps):
-        graph.node.insert(position, node)
-    return base
+    made = next((node.outputs[0] for node in graph if node.outputs[0].name == base), None)
+    if made is not None:
+        return made
+    plane = add_constant(graph, f"{base}_plane", np.array((rows, columns), np.int64))
+    shape = add_constant(graph, f"{base}_shape", np.array((rows, columns, 1, 1), np.int64))
+    zeros = node_of("ConstantOfShape", [plane], f"{base}_zeros")
+    attributes = {"dtype": int(ir.DataType.FLOAT), "k": offset}
+    eye = node_of("EyeLike", [zeros.outputs[0]], f"{base}_eye", attributes)
+    weight = node_of("Reshape", [eye.outputs[0], shape], base)
+    put_first(graph, [zeros, eye, weight])
+    return weight.outputs[0]

@@ -22,7 +22,7 @@ from rankrl.float32 import in_float32
 from rankrl.onnx.errors import ExportError
 
 if TYPE_CHECKING:
-    from onnxscript import ir
+    import onnx_ir as ir
 
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_NODE = re.compile(r"Error when translating node %(\w+)")

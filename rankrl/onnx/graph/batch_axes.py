@@ -11,7 +11,8 @@ import numpy as np
 from rankrl.onnx.graph.errors import OnnxGraphError
 
 if TYPE_CHECKING:
-    from rankrl.onnx.graph.network import Array, Feed
+    from rankrl.onnx.graph.network import Feed
+from rankrl.onnx.graph_edits import Array
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import numpy as np
 from rankrl.onnx.graph.axis_suggestions import Axes, Shape, declared_batch, suggested_axes
 from rankrl.onnx.graph.batch_axes import BatchAxes, shown_axes
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
+from rankrl.onnx.graph_edits import Array
 
 INFLUENCE = 0.02
 """How far an input may change another one's outputs, relative to them: more than rounding does."""
@@ -40,7 +41,7 @@ def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None
     stated = _checked(stated or {}, network)
     trusted = len(stated) == len(network.inputs) or any(axis is not None for axis in stated.values())
     # Integers whose scale is taken from a whole batch change its inputs' outputs a little, whatever they are.
-    scaled = any(node.op_type == "DynamicQuantizeLinear" for node in network.model.graph.node)
+    scaled = any(node.op_type == "DynamicQuantizeLinear" for node in network.model.graph)
     tolerance = math.inf if scaled else INFLUENCE
     session, trials = network.session(), []
     for inputs in suggested_axes(network.inputs, stated, {name: value.shape for name, value in feed.items()}):

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-import onnx
+import onnx_ir as ir
 
 from decomposition import CompressionPlan
-from decomposition.operations.base import FLOAT_BYTES, dense_cost
+from decomposition.operations.base import dense_cost
 from decomposition.plan.layer_plan import without_growth
-from rankrl.onnx.export.operators import dequantises, is_standard
-from rankrl.onnx.graph.half import HALF
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.quantised import packed, parameters_of
 from rankrl.onnx.graph.site import Site
-
-_BITS = {
-    onnx.TensorProto.INT4: 4,
-    onnx.TensorProto.UINT4: 4,
-    onnx.TensorProto.INT16: 16,
-    onnx.TensorProto.UINT16: 16,
-    onnx.TensorProto.INT32: 32,
-    onnx.TensorProto.INT64: 64,
-}
-"""Bits of an integer, where they are not 8."""
-_FLOAT_BYTES = {
-    onnx.TensorProto.FLOAT: FLOAT_BYTES,
-    onnx.TensorProto.DOUBLE: 8,
-    **dict.fromkeys(HALF, 2),
-}
+from rankrl.onnx.operators import dequantises, is_standard
 
 
 def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
@@ -47,19 +30,16 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
     """
     integers = {site.name for site in sites if site.spec.refusal is not None}
     params = size = 0
-    weights = _integer_weights(network.model.graph, integers)
-    tensors = [(each.name, each) for each in network.model.graph.initializer]
-    for node in network.model.graph.node:
-        if is_standard(node, "Constant"):
-            tensors += [(node.output[0], each.t) for each in node.attribute if each.HasField("t")]
+    graph = network.model.graph
+    weights = _integer_weights(graph, integers)
+    tensors = [*graph.initializers.tensor_items()]
+    for node in graph:
+        if is_standard(node, "Constant") and "value" in node.attributes:
+            tensors.append((str(node.outputs[0].name), node.attributes["value"].as_tensor()))
     for name, tensor in tensors:
-        count = int(np.prod(tensor.dims))
-        if tensor.data_type in _FLOAT_BYTES:
-            params += count
-            size += _FLOAT_BYTES[tensor.data_type] * count
-        elif name in weights:
-            params += count * weights[name]
-            size += -(-count * _BITS.get(tensor.data_type, 8) // 8)
+        if tensor.dtype.is_floating_point() or name in weights:
+            params += tensor.size * weights.get(name, 1)
+            size += tensor.nbytes
     return {"params": params, "macs": sum(site.spec.macs for site in sites), "bytes": size}
 
 
@@ -77,14 +57,14 @@ def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: Compressi
     return found
 
 
-def _integer_weights(graph: onnx.GraphProto, names: set[str]) -> dict[str, int]:
+def _integer_weights(graph: ir.Graph, names: set[str]) -> dict[str, int]:
     """Return the constants that nodes of some names compute with, or that are turned to floats.
 
     Returns:
         How many parameters lie in one of their elements where they are integers, by their names.
     """
-    found = {node.input[0]: 1 for node in graph.node if dequantises(node)}
-    for node in graph.node:
+    found = {str(node.inputs[0].name): 1 for node in graph if dequantises(node) and node.inputs[0]}
+    for node in graph:
         if node.name in names:
             found |= dict.fromkeys(parameters_of(node), packed(node))
     return found

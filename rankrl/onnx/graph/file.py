@@ -7,22 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.graph import set_metadata
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.network_file import INT4_OPSET, store_integers
-from rankrl.onnx.export.operators import STANDARD
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.half import in_half
-from rankrl.onnx.graph.network import Array, Feed, GraphSession, free_ends, part_of
+from rankrl.onnx.graph.network import Feed, GraphSession, free_ends
 from rankrl.onnx.graph.quantised import rounds
 from rankrl.onnx.graph.refit import CompressedGraph
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import Array, part_of
+from rankrl.onnx.operators import opset_of
+from rankrl.onnx.protobuf import save_model, to_proto
 
 TOLERANCE = 1e-3
 """The largest difference that factorised nodes and dense ones of their contracted weights may make at the
@@ -51,21 +51,17 @@ def write_graph(
         ExportError: onnxruntime cannot quantise it.
         DefectError: The graph is damaged, by no fault of the user's.
     """
-    proto = ir.to_proto(graph.model)
-    if graph.half:
-        proto = in_half(proto, graph.half, "the compressed network")
+    model = in_half(graph.model, graph.half, "the compressed network") if graph.half else graph.model.clone()
     if 4 in graph.stored.values():
-        proto = _with_int4(proto)
-    if metadata:
-        known = {entry.key: entry.value for entry in proto.metadata_props}
-        set_metadata(proto, {**known, **metadata})
-    store_integers(proto, graph.stored)
+        model = _with_int4(model)
+    model.metadata_props.update(metadata or {})
+    store_integers(model, graph.stored)
     if not graph.computing:
-        write_checked(proto, path, "the compressed network")
+        write_checked(model, path, "the compressed network")
         return
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / "graph.onnx"
-        onnx.save(proto, scratch)
+        save_model(model, scratch)
         quantise_onnx(
             scratch,
             path,
@@ -76,13 +72,13 @@ def write_graph(
         )
 
 
-def _with_int4(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _with_int4(model: ir.Model) -> ir.Model:
     """Return a graph in an operator set that has weights of 4 bits."""
-    opset = next(each.version for each in proto.opset_import if each.domain in STANDARD)
+    opset = opset_of(model)
     if opset >= INT4_OPSET:
-        return proto
+        return model
     try:
-        return version_converter.convert_version(proto, INT4_OPSET)
+        return ir.from_proto(version_converter.convert_version(to_proto(model), INT4_OPSET))
     except Exception as error:  # the converter's own, and those of what it does not know
         raise OnnxGraphError(
             f"the file has opset {opset}; weights of 4 bits need {INT4_OPSET}, to which onnx cannot convert "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from rankrl.onnx.export.operators import MICROSOFT, is_standard
-from rankrl.onnx.graph.network import Array
+from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.operators import MICROSOFT, is_standard
 
 
 def foreign_weight(node: ir.Node) -> Array | None:

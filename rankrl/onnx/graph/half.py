@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
-from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
 from decomposition import CompressionPlan, PlanError, Quantise
 from rankrl.errors import ConfigError
-from rankrl.onnx.export.operators import is_standard
-from rankrl.onnx.export.values import with_subgraphs
 from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.graph_edits import node_of, put_first, values_in
+from rankrl.onnx.operators import is_standard
 
 log = logging.getLogger(__name__)
 
-HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _TYPES = frozenset(("to", "dtype", "output_dtype", "stash_type", "softmax_precision"))
 """Attributes that name a type."""
 _NO_INTEGERS = (
@@ -45,7 +45,7 @@ class HalfValues:
             name.
     """
 
-    types: Mapping[str, int] = field(default_factory=dict)
+    types: Mapping[str, ir.DataType] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
@@ -53,71 +53,59 @@ class HalfValues:
         return bool(self.types)
 
 
-def half_values(model: onnx.ModelProto) -> HalfValues:
+def half_values(model: ir.Model) -> HalfValues:
     """Find what of a model is in half precision.
 
     Args:
         model: The model, without functions of its own.
     """
-    types: dict[str, int] = {}
-    names: set[str] = set()
+    model = model.clone()
+    passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
     attributes: dict[tuple[str, str], int] = {}
-    for graph in with_subgraphs(shape_inference.infer_shapes(model).graph):
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            types[value.name] = value.type.tensor_type.elem_type
-        types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-        for node in graph.node:
-            names.update(node.output)
-            known = [types[name] for name in node.input if name in types]
-            guess = next((kind for kind in known if kind in HALF), 0)
-            for name in node.output:  # of foreign operators nothing is inferred
-                if not types.get(name):
-                    types[name] = guess
-            for each in node.attribute:
-                if is_standard(node) and each.name in _TYPES and each.i in HALF:
-                    attributes[node.output[0], each.name] = each.i
-    return HalfValues(
-        {name: kind for name, kind in types.items() if kind in HALF},
-        frozenset(names | types.keys()),
-        attributes,
-    )
+    for node in model.graph.all_nodes():
+        known = [_type(value) for value in node.inputs]
+        guess = next((kind for kind in known if kind in HALF), None)
+        for value in node.outputs:  # of foreign operators nothing is inferred
+            if guess is not None and not value.dtype:
+                value.type = ir.TensorType(guess)
+        for each in node.attributes.values():
+            if is_standard(node) and each.name in _TYPES and each.value in HALF:
+                attributes[str(node.outputs[0].name), each.name] = each.as_int()
+    types = {str(value.name): _type(value) for graph in model.graphs() for value in values_in(graph)}
+    half = {name: kind for name, kind in types.items() if kind in HALF}
+    return HalfValues(half, frozenset(types), attributes)
 
 
-def in_float32(model: onnx.ModelProto, half: HalfValues) -> onnx.ModelProto:
+def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
     """Return a model with everything in float32 that is in half precision, but for its inputs.
 
     Args:
         model: The model; left as it was.
         half: What is in half precision (`half_values`).
     """
-    wide = onnx.ModelProto()
-    wide.CopyFrom(model)
-    for graph in with_subgraphs(wide.graph):
-        for tensor in graph.initializer:
-            _widen(tensor)
-        for value in (*graph.value_info, *graph.output, *(graph.input if graph is not wide.graph else ())):
-            if value.name in half.types:
-                value.type.tensor_type.elem_type = TensorProto.FLOAT
-        for node in graph.node:
-            for each in node.attribute:
-                if each.type == AttributeProto.TENSOR:
-                    _widen(each.t)
-                elif (node.output[0], each.name) in half.attributes:
-                    each.i = TensorProto.FLOAT
-    casts = {
-        entry.name: helper.make_node(
-            "Cast", [entry.name], [f"{_WIDENED}{entry.name}"], f"{_WIDENED}{entry.name}", to=TensorProto.FLOAT
-        )
-        for entry in wide.graph.input
-        if entry.name in half.types
-    }
-    _rename(wide.graph, {name: str(node.output[0]) for name, node in casts.items()})
-    for node in reversed(list(casts.values())):
-        wide.graph.node.insert(0, node)
+    wide = model.clone()
+    for value in [value for graph in wide.graphs() for value in values_in(graph)]:
+        if value.const_value is not None:
+            value.const_value = _widened(value.const_value)
+        if value.name in half.types and value.type is not None and value not in wide.graph.inputs:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+    for node in wide.graph.all_nodes():
+        for each in list(node.attributes.values()):
+            if each.type == ir.AttributeType.TENSOR:
+                node.attributes.add(ir.AttrTensor(each.name, _widened(each.as_tensor())))
+            elif (node.outputs[0].name, each.name) in half.attributes:
+                node.attributes.add(ir.AttrInt64(each.name, ir.DataType.FLOAT))
+    for entry in reversed(wide.graph.inputs):
+        if entry.name in half.types:
+            uses = list(entry.uses())
+            cast = node_of("Cast", [entry], f"{_WIDENED}{entry.name}", {"to": int(ir.DataType.FLOAT)})
+            for node, index in uses:
+                node.replace_input_with(index, cast.outputs[0])
+            put_first(wide.graph, [cast])
     return wide
 
 
-def in_half(model: onnx.ModelProto, half: HalfValues, source: str) -> onnx.ModelProto:
+def in_half(model: ir.Model, half: HalfValues, source: str) -> ir.Model:
     """Return a model that `in_float32` made, changed perhaps, in the precision that the original had.
 
     Args:
@@ -128,29 +116,28 @@ def in_half(model: onnx.ModelProto, half: HalfValues, source: str) -> onnx.Model
     Raises:
         OnnxGraphError: A number is too large for half precision.
     """
-    narrow = onnx.ModelProto()
-    narrow.CopyFrom(model)
-    graph = narrow.graph
-    casts = [node for node in graph.node if node.name.startswith(_WIDENED) and is_standard(node, "Cast")]
-    for node in casts:
-        graph.node.remove(node)
-    _rename(graph, {str(node.output[0]): str(node.input[0]) for node in casts})
-    types = _types_of_new(graph, half)
-    for each in with_subgraphs(graph):
-        for tensor in each.initializer:
-            if tensor.name in types and tensor.data_type == TensorProto.FLOAT:
-                _narrow(tensor, types[tensor.name], source)
-        for value in (*each.input, *each.value_info, *each.output):
-            if value.name in types:
-                value.type.tensor_type.elem_type = types[value.name]
-        for node in each.node:
-            for attribute in node.attribute:
-                key = (node.output[0], attribute.name)
-                if attribute.type == AttributeProto.TENSOR and attribute.t.data_type == TensorProto.FLOAT:
-                    if node.output[0] in types and node.op_type in ("Constant", "ConstantOfShape"):
-                        _narrow(attribute.t, types[node.output[0]], source)
-                elif key in half.attributes:
-                    attribute.i = half.attributes[key]
+    narrow = model.clone()
+    for node in [node for node in narrow.graph if str(node.name).startswith(_WIDENED)]:
+        if is_standard(node, "Cast") and node.inputs[0] is not None:
+            node.outputs[0].replace_all_uses_with(node.inputs[0])
+            narrow.graph.remove(node, safe=True)
+    types = _types_of_new(narrow, half)
+    for value in [value for graph in narrow.graphs() for value in values_in(graph)]:
+        if value.name in types:
+            kind = types[value.name]
+            if value.is_initializer() and value.const_value is not None:
+                value.const_value = _narrowed(value.const_value, kind, source)
+            if value.type is not None:
+                value.type = ir.TensorType(kind)
+    for node in narrow.graph.all_nodes():
+        name = str(node.outputs[0].name)
+        for each in list(node.attributes.values()):
+            if each.type == ir.AttributeType.TENSOR:
+                if name in types and node.op_type in ("Constant", "ConstantOfShape"):
+                    tensor = _narrowed(each.as_tensor(), types[name], source)
+                    node.attributes.add(ir.AttrTensor(each.name, tensor))
+            elif (name, each.name) in half.attributes:
+                node.attributes.add(ir.AttrInt64(each.name, half.attributes[name, each.name]))
     return narrow
 
 
@@ -178,60 +165,57 @@ def check_without_integers(plan: CompressionPlan, source: str) -> None:
         raise PlanError(f"the plan rounds {rounded[0]!r} of {source} to integers; {_NO_INTEGERS}")
 
 
-def _types_of_new(graph: onnx.GraphProto, half: HalfValues) -> dict[str, int]:
+def _types_of_new(model: ir.Model, half: HalfValues) -> dict[str, ir.DataType]:
     """Return the types of all values in half precision, of new ones too."""
     types = dict(half.types)
-    for each in with_subgraphs(graph):
-        for node in each.node:
-            kind = _kind(node, types)
-            for name in node.output:
-                if kind and name not in half.names:
-                    types[name] = kind
-    constants = {tensor.name for each in with_subgraphs(graph) for tensor in each.initializer}
-    for each in with_subgraphs(graph):
-        for node in each.node:
-            kind = types.get(node.output[0], 0) or _kind(node, types)
-            for position, name in enumerate(node.input):
-                if name not in constants or name in half.names:
-                    continue
-                beside = node.input[_VARIANCE] if _is_mean(node, position) else None
-                wanted = kind if beside is None else types.get(beside, 0)
-                if wanted:
-                    types[name] = wanted
+    for node in model.graph.all_nodes():
+        kind = _computed_in(node, types)
+        for output in node.outputs:
+            if kind and output.name not in half.names:
+                types[str(output.name)] = kind
+    for node in model.graph.all_nodes():
+        kind = types.get(str(node.outputs[0].name)) or _computed_in(node, types)
+        for position, value in enumerate(node.inputs):
+            if value is None or not value.is_initializer() or value.name in half.names:
+                continue
+            variance = node.inputs[_VARIANCE] if _is_mean(node, position) else None
+            own = kind if variance is None else types.get(str(variance.name))
+            if own:
+                types[str(value.name)] = own
     return types
 
 
-def _is_mean(node: NodeProto, position: int) -> bool:
+def _is_mean(node: ir.Node, position: int) -> bool:
     """Tell whether an input is the mean of a batch normalisation, which has the type of its variance."""
     return is_standard(node, "BatchNormalization") and position == _MEAN
 
 
-def _kind(node: NodeProto, types: Mapping[str, int]) -> int:
-    """Return the type in half precision that a node computes in by its first input, 0 for none."""
-    return next((types[name] for name in node.input[:1] if name in types), 0)
+def _computed_in(node: ir.Node, types: Mapping[str, ir.DataType]) -> ir.DataType | None:
+    """Return the type in half precision that a node computes in by its first input, `None` for none."""
+    return next((types.get(str(value.name)) for value in node.inputs[:1] if value is not None), None)
 
 
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Let nodes read other values, in bodies too."""
-    for each in with_subgraphs(graph):
-        for node in each.node:
-            node.input[:] = [names.get(name, name) for name in node.input]
+def _type(value: ir.Value | None) -> ir.DataType | None:
+    """Return the type of the numbers in a tensor, as far as that is known."""
+    return value.dtype if value is not None and isinstance(value.type, ir.TensorType) else None
 
 
-def _widen(tensor: TensorProto) -> None:
-    if tensor.data_type in HALF:
-        values = numpy_helper.to_array(tensor).astype(np.float32)
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    if tensor.dtype not in HALF:
+        return tensor
+    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
 
 
-def _narrow(tensor: TensorProto, kind: int, source: str) -> None:
-    values = numpy_helper.to_array(tensor)
+def _narrowed(tensor: ir.TensorProtocol, kind: ir.DataType, source: str) -> ir.TensorProtocol:
+    if tensor.dtype != ir.DataType.FLOAT:
+        return tensor
+    values = tensor.numpy()
     with np.errstate(over="ignore"):
-        narrow = values.astype(helper.tensor_dtype_to_np_dtype(kind))
+        narrow = values.astype(kind.numpy())
     if not np.array_equal(np.isfinite(values), np.isfinite(narrow.astype(np.float32))):
         raise OnnxGraphError(
             f"{source} is to be in half precision, which cannot hold {np.abs(values).max():.3g} "
             f"({tensor.name!r}); export the original in float32, compress that, and convert it then "
             "(onnxruntime.transformers.float16.convert_float_to_float16)"
         )
-    tensor.CopyFrom(numpy_helper.from_array(narrow, tensor.name))
+    return ir.tensor(narrow, name=tensor.name)

@@ -12,7 +12,8 @@ import numpy as np
 from rankrl.data.imagefolder import SUFFIXES, decode_images, image_files
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.graph_input import GraphInput
-from rankrl.onnx.graph.network import Array, OnnxNetwork
+from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph_edits import Array
 
 _CHANNELS = (1, 3)
 

@@ -16,7 +16,8 @@ from rankrl.onnx.graph.batch_trials import check_sizes, find_batch_axes
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.graph_input import GraphInput
 from rankrl.onnx.graph.image_files import ImagePreprocessing
-from rankrl.onnx.graph.network import Array, Feed, OnnxNetwork
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph_edits import Array
 
 HELDOUT = 0.2
 """The share of the inputs that results are compared on; nothing is fitted to them."""

@@ -7,8 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import onnx
-
 from rankrl.errors import DefectError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.int8 import quantise_onnx
@@ -31,13 +29,13 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
         sites: The nodes, without a refusal.
         feed: A batch that sets the ranges.
     """
-    given = {node.name: node.input[1] for node in network.model.graph.node if len(node.input) > 1}
+    given = network.weight_inputs
     taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
     runs: list[str] = []
     failing = [site.name for site in sites if site.spread]
     with tempfile.TemporaryDirectory() as folder:
         plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
-        onnx.save(network.model, plain)
+        network.save(plain)
 
         def fails(names: Sequence[str]) -> bool:
             try:

@@ -14,10 +14,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from rankrl.onnx.export.operators import is_standard
-from rankrl.onnx.graph.network import Array, GraphSession, OnnxNetwork, part_of
+from rankrl.onnx.graph.network import GraphSession, OnnxNetwork
 from rankrl.onnx.graph.quantised import constant
-from rankrl.onnx.graph.rewrite import free_name, new_constant, put_in_place, without_unused
+from rankrl.onnx.graph.rewrite import new_constant
+from rankrl.onnx.graph_edits import Array, free_name, part_of, put_in_place, without_unused
+from rankrl.onnx.operators import is_standard
 
 # fmt: off
 _ELEMENTWISE = {
@@ -89,7 +90,7 @@ def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
         node.outputs[0].name = free_name(graph, f"{node.name}_output")
     last = old.producer()
     assert last is not None
-    put_in_place(graph, last, nodes)
+    put_in_place(graph, [last], nodes)
     return True
 
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
-from onnx import TensorProto, helper, inliner, version_converter
+from onnx import inliner, version_converter
+from onnx_ir.passes import common as passes
 
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
-from rankrl.onnx.export.operators import STANDARD
-from rankrl.onnx.export.sparse import store_densely
-from rankrl.onnx.export.values import sort_nodes, with_subgraphs
 from rankrl.onnx.graph.axis_suggestions import axes_in_file
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.graph_input import GraphInput
 from rankrl.onnx.graph.half import HalfValues, half_values, in_float32, in_half
+from rankrl.onnx.graph_edits import Array, part_of, values_in
+from rankrl.onnx.operators import STANDARD, opset_of
+from rankrl.onnx.protobuf import save_model, to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx.sparse import store_densely
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
 
@@ -45,7 +46,7 @@ class OnnxNetwork:
     """A network read from an ONNX file; the file itself is never written.
 
     Args:
-        model: The model, all its data inside; every node has a name of its own.
+        model: The model, all its data inside; every node has a name of its own. It is not changed.
         source: Where it was read from, for messages.
         axes: Which axes count the inputs of a batch; what the file suggests when omitted.
         half: What of it is in half precision in the file, where `model` has it in float32.
@@ -54,7 +55,7 @@ class OnnxNetwork:
 
     def __init__(
         self,
-        model: onnx.ModelProto,
+        model: ir.Model,
         source: str,
         axes: BatchAxes | None = None,
         *,
@@ -78,43 +79,38 @@ class OnnxNetwork:
         if not path.is_file():
             raise OnnxGraphError(f"there is no ONNX file at {path}; check the path (model.path=FILE)")
         try:
-            model = onnx.load(path, load_external_data=False)
+            proto = onnx.load(path, load_external_data=False)
         except (DecodeError, ValueError, OSError) as error:
             raise OnnxGraphError(
                 f"{path} is no ONNX file, or one that is cut off ({error}); fetch or export it again"
             ) from error
-        opset = next((each.version for each in model.opset_import if each.domain in STANDARD), None)
-        if not model.graph.node or opset is None:
+        if not proto.graph.node or not any(each.domain in STANDARD for each in proto.opset_import):
             raise OnnxGraphError(
                 f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
             )
         try:
-            onnx.load_external_data_for_model(model, str(path.parent))
+            onnx.load_external_data_for_model(proto, str(path.parent))
         except (OSError, ValueError, onnx.checker.ValidationError) as error:
             raise OnnxGraphError(
                 f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "
                 f"the folder {path.parent}"
             ) from error
-        if model.ByteSize() > _LARGEST_FILE:
-            raise OnnxGraphError(f"{path} holds {model.ByteSize():,} bytes; networks of up to 2 GiB are read")
-        _check(model, path)
-        try:
-            store_densely(model)
-        except ExportError as error:
-            raise OnnxGraphError(f"{path}: {error}") from error
-        model = _inlined(model)
-        _fix_constants(model)
+        if proto.ByteSize() > _LARGEST_FILE:
+            raise OnnxGraphError(f"{path} holds {proto.ByteSize():,} bytes; networks of up to 2 GiB are read")
+        model = _checked(proto, path)
+        if passes.RemoveInitializersFromInputsPass()(model).modified:  # old files list them, others cannot go
+            model.ir_version = max(model.ir_version, _CONSTANTS_APART)
         free_sizes(model.graph)
-        converted = ""
+        opset, converted = opset_of(model), ""
         if opset < LEAST_OPSET:
             model = _converted(model, path, opset)
             converted = f"onnx's version converter took it from operator set {opset} to {LEAST_OPSET}"
         unpad_channels(model)
-        _name_nodes(model.graph)
+        _name_nodes(model)
         network = cls(model, str(path), converted=converted)
         if not network.inputs:
             raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
-        other = [entry.name for entry in model.graph.output if not entry.type.HasField("tensor_type")]
+        other = [value.name for value in model.graph.outputs if not isinstance(value.type, ir.TensorType)]
         if other:
             raise OnnxGraphError(
                 f"{path}: the output {other[0]!r} is a sequence or a map; only tensors can be compared. Cut "
@@ -126,16 +122,15 @@ class OnnxNetwork:
     def inputs(self) -> tuple[GraphInput, ...]:
         """What the network takes."""
         found = []
-        for entry in self.model.graph.input:
-            if not entry.type.HasField("tensor_type"):
+        for entry in self.model.graph.inputs:
+            if not isinstance(entry.type, ir.TensorType):
                 raise OnnxGraphError(
                     f"{self.source}: the input {entry.name!r} is no tensor; only tensors can be given"
                 )
-            kind = entry.type.tensor_type
-            sizes = tuple(axis.dim_value or None for axis in kind.shape.dim)
-            names = tuple(axis.dim_param for axis in kind.shape.dim)
-            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
-            found.append(GraphInput(entry.name, dtype, sizes, names))
+            axes = () if entry.shape is None else tuple(entry.shape)
+            sizes = tuple(axis if isinstance(axis, int) else None for axis in axes)
+            names = tuple("" if isinstance(axis, int) else axis.value or "" for axis in axes)
+            found.append(GraphInput(str(entry.name), entry.type.dtype.numpy(), sizes, names))
         return tuple(found)
 
     @cached_property
@@ -161,7 +156,7 @@ class OnnxNetwork:
         half = half_values(self.model)
         if not half:
             return self
-        if TensorProto.BFLOAT16 in half.types.values():
+        if ir.DataType.BFLOAT16 in half.types.values():
             raise OnnxGraphError(
                 f"{self.source} is in bfloat16, which onnxruntime does not compute with on a processor, so "
                 "that nothing can be compared; export it in float32 or float16"
@@ -177,12 +172,26 @@ class OnnxNetwork:
 
     def rewritten(self, model: ir.Model) -> OnnxNetwork:
         """Return the same network with another graph."""
-        proto = ir.to_proto(model)
-        return OnnxNetwork(proto, self.source, self.axes, half=self.half, converted=self.converted)
+        return OnnxNetwork(model, self.source, self.axes, half=self.half, converted=self.converted)
 
     def graph_model(self) -> ir.Model:
         """Return the model as a graph of its own that can be changed."""
-        return ir.from_proto(self.model)
+        return self.model.clone()
+
+    def save(self, path: Path) -> None:
+        """Write the network as one file."""
+        save_model(self.model, path)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all that the network computes with."""
+        return hashlib.sha256(to_proto(self.model).SerializeToString()).hexdigest()
+
+    @cached_property
+    def weight_inputs(self) -> dict[str, str]:
+        """Names of the values that nodes read second, as products do their weights, by the nodes' names."""
+        second = {node: node.inputs[1] for node in self.model.graph if len(node.inputs) > 1}
+        return {str(node.name): str(value.name) for node, value in second.items() if value is not None}
 
     def session(self, threads: int = 1) -> GraphSession:
         """Open the network in onnxruntime.
@@ -194,7 +203,7 @@ class OnnxNetwork:
 
 
 def open_session(
-    model: onnx.ModelProto | str, source: str, *, threads: int = 1, optimised: bool = True
+    model: ir.Model | onnx.ModelProto | str, source: str, *, threads: int = 1, optimised: bool = True
 ) -> onnxruntime.InferenceSession:
     """Open a model in onnxruntime, on the processor.
 
@@ -211,7 +220,8 @@ def open_session(
         options = session_options(threads)
         if not optimised:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        content = model if isinstance(model, str) else model.SerializeToString()
+        proto = to_proto(model) if isinstance(model, ir.Model) else model
+        content = proto if isinstance(proto, str) else proto.SerializeToString()
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's error classes have no common base of their own
         raise OnnxGraphError(
@@ -234,7 +244,7 @@ class GraphSession:
 
     def __init__(
         self,
-        model: onnx.ModelProto | ir.Model | onnxruntime.InferenceSession,
+        model: ir.Model | onnx.ModelProto | onnxruntime.InferenceSession,
         source: str,
         *,
         threads: int = 1,
@@ -243,8 +253,7 @@ class GraphSession:
         if isinstance(model, onnxruntime.InferenceSession):
             self._session = model
         else:
-            proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
-            self._session = open_session(proto, source, threads=threads)
+            self._session = open_session(model, source, threads=threads)
         self._inputs = {entry.name for entry in self._session.get_inputs()}
         self.output_names = [entry.name for entry in self._session.get_outputs()]
 
@@ -279,12 +288,6 @@ def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
     return part_of(model, list(model.graph.inputs), values)
 
 
-def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence[str]) -> ir.Model:
-    """Return the part of a model between some values of its main graph; the model is left as it was."""
-    graph = ir.convenience.extract(model.graph, list(inputs), list(outputs))
-    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
-
-
 def free_ends(model: ir.Model) -> None:
     """Let the ends of a graph take and give float32 of any size."""
     for value in (*model.graph.inputs, *model.graph.outputs):
@@ -317,30 +320,36 @@ def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     return found
 
 
-def _check(model: onnx.ModelProto, path: Path) -> None:
-    """Put nodes in order, as onnxruntime does where converters append them at the end; check the model."""
+def _checked(proto: onnx.ModelProto, path: Path) -> ir.Model:
+    """Return the graph of a file that ONNX's checker accepts, without functions and sparse constants.
+
+    Nodes are put in order, as onnxruntime does where converters append them at the end.
+    """
     try:
-        for graph in with_subgraphs(model.graph):
-            sort_nodes(graph)
-        onnx.checker.check_model(model)
-    except onnx.checker.ValidationError as error:
+        try:
+            onnx.checker.check_model(proto)
+        except onnx.checker.ValidationError:
+            store_densely(proto)
+            model = ir.from_proto(proto)
+            model.graph.sort()
+            proto = to_proto(model)
+            onnx.checker.check_model(proto)
+        store_densely(proto)
+    except ExportError as error:
+        raise OnnxGraphError(f"{path}: {error}") from error
+    except Exception as error:  # the checker's, and those of what cannot be put in order
         raise OnnxGraphError(
             f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
         ) from error
+    if proto.functions:
+        proto = inliner.inline_local_functions(proto, convert_version=True)
+    return ir.from_proto(proto)
 
 
-def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model in which the nodes of its own functions stand where those were called."""
-    if not model.functions:
-        return model
-    inlined: onnx.ModelProto = inliner.inline_local_functions(model, convert_version=True)
-    return inlined
-
-
-def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
+def _converted(model: ir.Model, path: Path, opset: int) -> ir.Model:
     """Return a model in the oldest operator set that is taken."""
     try:
-        converted: onnx.ModelProto = version_converter.convert_version(model, LEAST_OPSET)
+        converted: onnx.ModelProto = version_converter.convert_version(to_proto(model), LEAST_OPSET)
         onnx.checker.check_model(converted)
     except Exception as error:  # the converter's own, and those of what it does not know
         raise OnnxGraphError(
@@ -348,36 +357,26 @@ def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProt
             f"cannot convert it ({error}). Export it anew with a newer one"
         ) from error
     converted.ir_version = max(converted.ir_version, _LEAST_IR)
-    return converted
+    return ir.from_proto(converted)
 
 
-def _fix_constants(model: onnx.ModelProto) -> None:
-    """Take constants off the inputs, where old files list them, so that they can go."""
-    constants = {tensor.name for tensor in model.graph.initializer}
-    kept = [entry for entry in model.graph.input if entry.name not in constants]
-    if len(kept) < len(model.graph.input):
-        del model.graph.input[:]
-        model.graph.input.extend(kept)
-        model.ir_version = max(model.ir_version, _CONSTANTS_APART)
-
-
-def free_sizes(graph: onnx.GraphProto) -> bool:
+def free_sizes(graph: ir.Graph) -> bool:
     """Make sizes free that are written as -1 or 0, as Paddle's exporter does; tell whether there were any."""
-    values = [value.type for value in (*graph.input, *graph.output, *graph.value_info)]
-    axes = [axis for each in values if each.HasField("tensor_type") for axis in each.tensor_type.shape.dim]
-    unset = [axis for axis in axes if axis.HasField("dim_value") and axis.dim_value < 1]
-    for axis in unset:
-        axis.ClearField("dim_value")
-    return bool(unset)
+    changed = False
+    for value in values_in(graph):
+        sizes = [] if value.shape is None or value.is_initializer() else list(value.shape)
+        if any(isinstance(axis, int) and axis < 1 for axis in sizes):
+            value.shape = ir.Shape(None if isinstance(axis, int) and axis < 1 else axis for axis in sizes)
+            changed = True
+    return changed
 
 
-def _name_nodes(graph: onnx.GraphProto) -> None:
+def _name_nodes(model: ir.Model) -> None:
     """Give every node of the graph and of its bodies a name of its own, which plans go by."""
-    graphs = list(with_subgraphs(graph))
-    taken = {node.name for each in graphs for node in each.node if node.name}
+    taken = {node.name for node in model.graph.all_nodes() if node.name}
     seen: set[str] = set()
-    for each in graphs:
-        for index, node in enumerate(each.node):
+    for graph in model.graphs():
+        for index, node in enumerate(graph):
             if not node.name or node.name in seen:
                 stem, number = f"{node.name or node.op_type}_{index}", 0
                 while (name := f"{stem}_{number}" if number else stem) in taken:

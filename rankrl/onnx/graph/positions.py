@@ -19,9 +19,10 @@ import numpy as np
 import onnx_ir as ir
 
 from decomposition.errors import PlanError
-from rankrl.onnx.graph.network import Array, OnnxNetwork
-from rankrl.onnx.graph.rewrite import free_name, new_constant, put_in_place, without_unused
+from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph.rewrite import new_constant
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import Array, free_name, put_in_place, without_unused
 
 METADATA = "several_positions"
 """Under which a plan's metadata say what was rewritten in the network that it is for."""
@@ -191,7 +192,7 @@ def _replace(
         nodes.append(ir.node(op_type, [x, *further], given, name=own))
         x = nodes[-1].outputs[0]
         x.name, x.type = free_name(graph, f"{own}_output"), ir.TensorType(ir.DataType.FLOAT)
-    put_in_place(graph, node, nodes)
+    put_in_place(graph, [node], nodes)
 
 
 def _copied(site: Site, stride: int, way: SeveralPositions) -> Array:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from rankrl.onnx.export.operators import MICROSOFT, STANDARD, Operation, dequantises, is_standard, quantises
-from rankrl.onnx.graph.network import Array
+from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.operators import MICROSOFT, STANDARD, dequantises, is_standard, quantises
 
 MOVING = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
 """Operators behind which a constant is the same one, turned or reshaped."""
@@ -35,27 +34,26 @@ Specifications: ai.onnx, and onnxruntime's ContribOperators.md for those of com.
 """
 
 
-def computes_integers(node: Operation) -> bool:
+def computes_integers(node: ir.Node) -> bool:
     """Tell whether a node is a convolution or product of integers."""
     return node.op_type in _OPERANDS and node.domain in (*STANDARD, MICROSOFT)
 
 
-def rounds(node: Operation) -> bool:
+def rounds(node: ir.Node) -> bool:
     """Tell whether the smallest change of what a node takes may become a step of what it gives."""
     return quantises(node) or computes_integers(node) or is_standard(node, "DynamicQuantizeLinear")
 
 
-def parameters_of(node: onnx.NodeProto) -> list[str]:
+def parameters_of(node: ir.Node) -> list[str]:
     """Return the names of what a node multiplies and adds, without the scales and zero points of integers."""
-    if not computes_integers(node):
-        return list(node.input)
-    return [node.input[index] for index in _OPERANDS[node.op_type] if index < len(node.input)]
+    operands = _OPERANDS[node.op_type] if computes_integers(node) else range(len(node.inputs))
+    values = [node.inputs[index] for index in operands if index < len(node.inputs)]
+    return [str(value.name) for value in values if value is not None]
 
 
-def packed(node: onnx.NodeProto) -> int:
+def packed(node: ir.Node) -> int:
     """Return how many parameters lie in one element of the weight of a node."""
-    bits = next((each.i for each in node.attribute if each.name == "bits"), 4)
-    return 8 // bits if node.op_type == "MatMulNBits" else 1
+    return 8 // node.attributes.get_int("bits", 4) if node.op_type == "MatMulNBits" else 1
 
 
 def integer_weight(node: ir.Node) -> Array | None:

@@ -31,8 +31,9 @@ from decomposition.plan.layer_plan import without_growth
 from rankrl.onnx.graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
 from rankrl.onnx.graph.half import HalfValues
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node, without_unused
+from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import without_unused
 
 
 @dataclass

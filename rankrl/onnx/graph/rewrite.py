@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common as passes
 from torch import nn
 
 from decomposition import get_format, list_formats
@@ -17,9 +16,9 @@ from decomposition.formats.chain import ChainFormat
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.kinds import is_decomposable_module
 from rankrl.errors import ConfigError
-from rankrl.onnx.graph.network import Array
 from rankrl.onnx.graph.quantised import constant
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import Array, add_constant, free_name, put_in_place
 
 MARKED = 1
 """The padding of modules that are handed to fits: where a stage has it, the node's own goes."""
@@ -95,7 +94,7 @@ def _replace_one(
         written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}", spreading)
         x = written.outputs[0]
         nodes.append(written)
-    put_in_place(graph, node, nodes)
+    put_in_place(graph, [node], nodes)
 
 
 @dataclass(frozen=True)
@@ -150,20 +149,6 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     for user, index in users:
         user.replace_input_with(index, mean)
     return OpenConstants(str(weight.name), turned, str(mean.name), known, sign)
-
-
-def put_in_place(graph: ir.Graph, node: ir.Node, nodes: Sequence[ir.Node]) -> None:
-    """Put nodes in a row in the place of one; the output of the last becomes what that node's output was."""
-    old, new = node.outputs[0], nodes[-1].outputs[0]
-    known = old.name, old.type, old.shape
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [new])
-    new.name, new.type, new.shape = known
-
-
-def without_unused(model: ir.Model) -> ir.Model:
-    """Remove constants and nodes that nothing uses any more, in place; return the model."""
-    passes.RemoveUnusedNodesPass()(model)
-    return model
 
 
 def _format_name(layer: nn.Module) -> str:
@@ -245,21 +230,5 @@ def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
 
 
 def new_constant(graph: ir.Graph, name: str, values: torch.Tensor | Array) -> ir.Value:
-    """Add a constant to a graph, under a name of its own; return its value."""
-    array = np.ascontiguousarray(values)
-    name = free_name(graph, name)
-    value = ir.val(name, const_value=ir.tensor(array, name=name))
-    graph.register_initializer(value)
-    return value
-
-
-def free_name(graph: ir.Graph, name: str) -> str:
-    """Return a name that no value and no node of the graph and its bodies has yet."""
-    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
-    taken = {node.name for node in nodes} | {each.name for node in nodes for each in node.outputs}
-    for each in {graph, *(node.graph for node in nodes)}:
-        if each is not None:
-            taken |= {value.name for value in (*each.inputs, *each.initializers.values())}
-    while name in taken:
-        name += "_"
-    return name
+    """Store numbers in a graph, under a name of their own; return their value."""
+    return add_constant(graph, free_name(graph, name), np.asarray(values))

@@ -13,7 +13,7 @@ from torch import nn
 
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
-from rankrl.onnx.graph.network import Array
+from rankrl.onnx.graph_edits import Array
 
 Absorber = Literal["bias", "add", "batch_norm"]
 """What can take up a change of a layer's mean output: its bias, the addition or the batch norm behind it."""

@@ -13,9 +13,8 @@ import torch
 
 from decomposition.network.kinds import Kind
 from decomposition.network.layers import LayerSpec
-from rankrl.onnx.export.operators import is_standard
 from rankrl.onnx.graph.foreign import foreign_reason, foreign_weight
-from rankrl.onnx.graph.network import Array, Feed, GraphSession, OnnxNetwork, depending, until
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, depending, until
 from rankrl.onnx.graph.quantised import (
     MOVING,
     computes_integers,
@@ -25,6 +24,8 @@ from rankrl.onnx.graph.quantised import (
     rounded_constant,
 )
 from rankrl.onnx.graph.site import Absorber, Site
+from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.operators import is_standard
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _QUANTISED = "it computes in integers already"
@@ -235,7 +236,7 @@ def _site(
         own,
         pads,
         auto_pad,
-        tuple(_ints(node, "dilations", (1,) * len(spec.kernel_size))),
+        tuple(node.attributes.get_ints("dilations", (1,) * len(spec.kernel_size))),
         _absorber(node, own is not None, spec),
         _origin(given) if given is not None else "",
         str(node.inputs[2].name) if own is not None and node.inputs[2] is not None else "",
@@ -279,7 +280,7 @@ def _refusal(node: ir.Node, weight: Array) -> str | None:
     if weight.dtype != np.float32:
         return f"its weight is {weight.dtype}; only float32 is taken"
     if node.op_type in ("Conv", "ConvTranspose"):
-        groups = _int(node, "group", 1)
+        groups = node.attributes.get_int("group", 1)
         if groups > 1:
             return f"grouped convolution (group={groups}); only group=1 can be decomposed"
         if weight.ndim not in (3, 4):
@@ -287,12 +288,15 @@ def _refusal(node: ir.Node, weight: Array) -> str | None:
     elif weight.ndim != 2:
         return f"its weight has {weight.ndim} axes; only a matrix can be decomposed"
     if node.op_type == "Gemm" and (
-        _int(node, "transA", 0) or _float(node, "alpha") != 1 or _float(node, "beta") != 1
+        node.attributes.get_int("transA", 0) != 0
+        or node.attributes.get_float("alpha", 1.0) != 1
+        or node.attributes.get_float("beta", 1.0) != 1
     ):
         return "a Gemm with transA, alpha or beta; only the plain one is taken"
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         bias = rounded_constant(node.inputs[2])
-        first = 0 if node.op_type == "Conv" or _int(node, "transB", 0) else 1
+        rows_first = node.op_type == "Conv" or node.attributes.get_int("transB", 0) == 1
+        first = 0 if rows_first else 1
         rows = weight.shape[first]
         if bias is None:
             return "its bias depends on the inputs"
@@ -303,7 +307,7 @@ def _refusal(node: ir.Node, weight: Array) -> str | None:
 
 def _plain(node: ir.Node, weight: Array) -> Array:
     """Return the weight with the output channels first."""
-    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not _int(node, "transB", 0)):
+    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
         return weight.T
     return weight
 
@@ -311,7 +315,7 @@ def _plain(node: ir.Node, weight: Array) -> Array:
 def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSpec:
     """Return what is known of a node without running it."""
     shape = (0, 0) if weight is None else weight.shape
-    groups = _int(node, "group", 1) if "Conv" in node.op_type else 1
+    groups = node.attributes.get_int("group", 1) if "Conv" in node.op_type else 1
     kernel: tuple[int, ...] = ()
     kind: Kind = "linear"
     if "Conv" in node.op_type and len(shape) > 2:
@@ -321,7 +325,7 @@ def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSp
         outputs, inputs = shape[0], shape[1] * groups
         if node.op_type == "ConvTranspose":
             outputs, inputs = shape[1] * groups, shape[0]
-    elif node.op_type in ("Gemm", "QGemm") and _int(node, "transB", 0):
+    elif node.op_type in ("Gemm", "QGemm") and node.attributes.get_int("transB", 0) == 1:
         outputs, inputs = shape[0], shape[-1]
     else:
         outputs, inputs = shape[-1], shape[-2] if len(shape) > 1 else 1
@@ -332,7 +336,7 @@ def _spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSp
         int(outputs),
         int(inputs),
         kernel,
-        tuple(_ints(node, "strides", (1,) * len(kernel))),
+        tuple(node.attributes.get_ints("strides", (1,) * len(kernel))),
         groups,
         bias=len(node.inputs) > 2 and node.inputs[2] is not None and node.op_type in _PRODUCTS,
         params=0 if weight is None else int(weight.size),
@@ -373,24 +377,12 @@ def _absorber(node: ir.Node, bias: bool, spec: LayerSpec) -> Absorber | None:
 
 
 def _padding(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | None, str]:
-    auto_pad = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         return None, auto_pad
-    pads = [0] * (2 * axes) if auto_pad == "VALID" else _ints(node, "pads", (0,) * (2 * axes))
+    pads = [0] * (2 * axes) if auto_pad == "VALID" else node.attributes.get_ints("pads", (0,) * (2 * axes))
     return tuple((int(pads[axis]), int(pads[axes + axis])) for axis in range(axes)), "NOTSET"
 
 
 def _is_float(*values: ir.Value) -> bool:
     return all(each.dtype in (None, ir.DataType.FLOAT) for each in values)
-
-
-def _int(node: ir.Node, name: str, default: int) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else default
-
-
-def _float(node: ir.Node, name: str) -> float:
-    return node.attributes[name].as_float() if name in node.attributes else 1.0
-
-
-def _ints(node: ir.Node, name: str, default: Sequence[int]) -> Sequence[int]:
-    return node.attributes[name].as_ints() if name in node.attributes else default

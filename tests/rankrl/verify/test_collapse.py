@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from small_graphs import convolutions, images, sentences, tokens
@@ -18,6 +19,7 @@ from torch import nn
 import rankrl
 from decomposition import FitOptions
 from rankrl.onnx.graph import file
+from rankrl.onnx.graph_edits import stored
 from rankrl.verify.agreement import agreement, constant_agreement
 from rankrl.verify.collapse import accuracy_collapse, collapse
 from rankrl.verify.own_inputs import HeldoutScore, Sample
@@ -109,13 +111,13 @@ def test_a_file_that_is_written_wrongly_is_never_returned_in_silence(
     onnx.save(convolutions() if network == "convolutions" else tokens(), tmp_path / "net.onnx")
     given: Any = {"x": images(100)} if network == "convolutions" else sentences(100)
 
-    def ruin(proto: onnx.ModelProto, metadata: Any) -> None:
-        for tensor in proto.graph.initializer:
-            if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
-                values = onnx.numpy_helper.to_array(tensor)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(-2 * values[::-1].copy(), tensor.name))
+    def ruin(model: ir.Model, bits: Any) -> None:
+        for value in model.graph.initializers.values():
+            array = stored(value)
+            if array is not None and array.dtype == np.float32 and array.ndim > 1:
+                value.const_value = ir.tensor(-2 * array[::-1].copy(), name=value.name)
 
-    monkeypatch.setattr(file, "set_metadata", ruin)
+    monkeypatch.setattr(file, "store_integers", ruin)
     options: dict[str, Any] = dict.fromkeys(("options", "final_options"), FitOptions(iterations=5))
     net, small = tmp_path / "net.onnx", tmp_path / "small.onnx"
     ruined = rankrl.compress_onnx(net, given, small, params=0.75, decomposition="tucker", **options, **LITTLE)

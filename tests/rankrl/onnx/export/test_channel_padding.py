@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from edited import edited
 from hypothesis import example, given
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
@@ -72,7 +73,7 @@ def exported(model: nn.Module, path: Path, block: int = 1) -> onnx.ModelProto:
 
 def filled_up(model: onnx.ModelProto, block: int) -> onnx.ModelProto:
     padded = copy.deepcopy(model)
-    assert pad_channels(padded, block) > 0
+    assert edited(padded, pad_channels, block) > 0
     return padded
 
 
@@ -122,7 +123,7 @@ def test_a_decomposed_network_computes_the_same(
         np.testing.assert_allclose(expected, small(torch.from_numpy(batch)), rtol=1e-4, atol=1e-5)
     for block, channels in filled.items():
         padded = copy.deepcopy(plain)
-        pad_channels(padded, block)
+        edited(padded, pad_channels, block)
         assert {shape[0] for shape in weights(padded)} == {20, channels}
         np.testing.assert_allclose(outputs(padded, batch), expected, rtol=1e-4, atol=1e-5)
         (reference,) = ReferenceEvaluator(padded).run(None, {padded.graph.input[0].name: batch})
@@ -175,13 +176,13 @@ def test_any_widths_compute_the_same(
 ) -> None:
     plain = graph_of(width, inside, depthwise=depthwise, bias=bias)
     padded = copy.deepcopy(plain)
-    pad_channels(padded, block)
+    edited(padded, pad_channels, block)
     onnx.checker.check_model(padded, full_check=True)
     np.testing.assert_allclose(outputs(padded, images()), outputs(plain, images()), rtol=1e-4, atol=1e-5)
     for before, after in zip(weights(plain), weights(padded), strict=True):
         for mine, new in zip(before[:2], after[:2], strict=True):
             assert new in (mine, max(block, -(-mine // 4) * 4))
-    unpad_channels(padded)
+    edited(padded, unpad_channels)
     assert padded.SerializeToString() == plain.SerializeToString()
 
 
@@ -242,7 +243,7 @@ def chain(*layers: Layer) -> onnx.ModelProto:
 def test_what_gains_nothing_or_might_change_stays(layers: tuple[Layer, ...]) -> None:
     model = chain(*layers)
     before = model.SerializeToString()
-    assert pad_channels(model, 16) == 0
+    assert edited(model, pad_channels, 16) == 0
     assert model.SerializeToString() == before
 
 
@@ -257,13 +258,13 @@ def test_chains_are_filled_up_otherwise() -> None:
 def test_a_block_of_one_and_old_files_stay(shared: onnx.ModelProto) -> None:
     model = copy.deepcopy(shared)
     before = model.SerializeToString()
-    assert pad_channels(model, 1) == 0
-    assert not unpad_channels(model)
+    assert edited(model, pad_channels, 1) == 0
+    assert not edited(model, unpad_channels)
     assert model.SerializeToString() == before
     model.opset_import[0].version = 10
-    assert pad_channels(model, 16) == 0
+    assert edited(model, pad_channels, 16) == 0
     model.opset_import[0].version = 20
-    assert pad_channels(model, 16) == 1
+    assert edited(model, pad_channels, 16) == 1
 
 
 def test_what_others_padded_stays_padded() -> None:
@@ -274,9 +275,9 @@ def test_what_others_padded_stays_padded() -> None:
     reading = next(node for node in model.graph.node if node.name == "first")
     reading.input[0] = "wider"
     before = model.SerializeToString()
-    assert not unpad_channels(model)
-    pad_channels(model, 16)
-    assert unpad_channels(model)
+    assert not edited(model, unpad_channels)
+    edited(model, pad_channels, 16)
+    assert edited(model, unpad_channels)
     assert model.SerializeToString() == before
 
 
@@ -344,5 +345,5 @@ def test_a_network_with_integers_is_filled_up_where_it_computes_in_floats(tmp_pa
 def test_the_file_can_be_compressed_again(shared: onnx.ModelProto, tmp_path: Path) -> None:
     path = tmp_path / "network.onnx"
     onnx.save(filled_up(shared, 16), path)
-    nodes = OnnxNetwork.load(path).model.graph.node
+    nodes = OnnxNetwork.load(path).model.graph
     assert not any(node.op_type == "Pad" for node in nodes)

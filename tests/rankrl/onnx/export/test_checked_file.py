@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
@@ -36,21 +37,21 @@ def test_a_damaged_file_is_a_fault_of_ours_and_leaves_what_was_there(
     with pytest.raises(
         DefectError, match=r"the network is damaged, so nothing was written to .*net\.onnx"
     ) as raised:
-        write_checked(damaged, target, "the network")
+        write_checked(ir.from_proto(damaged), target, "the network")
     assert not isinstance(raised.value, RankrlError)  # the command line keeps its traceback
     assert "please report" in str(raised.value)
     assert onnx.__version__ in str(raised.value)
     assert not target.exists()
     target.write_bytes(b"what was there")
     with pytest.raises(DefectError):
-        write_checked(damaged, target, "the network")
+        write_checked(ir.from_proto(damaged), target, "the network")
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
         ("net.onnx", b"what was there")
     ]
 
 
 def test_a_right_file_is_written_with_its_size(tmp_path: Path) -> None:
-    assert write_checked(RIGHT, tmp_path / "net.onnx", "it", full_check=True) == len(
+    assert write_checked(ir.from_proto(RIGHT), tmp_path / "net.onnx", "it", full_check=True) == len(
         RIGHT.SerializeToString()
     )
     onnxruntime.InferenceSession(tmp_path / "net.onnx")
@@ -60,5 +61,5 @@ def test_what_onnxruntime_lacks_a_kernel_for_is_left_to_the_checker(tmp_path: Pa
     lacking = model_of(helper.make_node("Softplus", ["x"], ["y"], "soft"), kind=TensorProto.DOUBLE)
     with pytest.raises(Exception, match="NOT_IMPLEMENTED"):
         onnxruntime.InferenceSession(lacking.SerializeToString())
-    write_checked(lacking, tmp_path / "net.onnx", "it")
+    write_checked(ir.from_proto(lacking), tmp_path / "net.onnx", "it")
     assert onnx.load(tmp_path / "net.onnx") == lacking

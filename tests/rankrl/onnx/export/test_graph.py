@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from edited import edited
 from onnx import TensorProto, helper, numpy_helper
 
 from rankrl.data import Preprocessing
@@ -63,7 +64,7 @@ def test_a_batch_norm_is_folded_where_nothing_else_reads_the_convolution(reader:
     ]
     model = model_of(nodes, constants, reader)
     expected = run(model)
-    fold_batchnorm_into_computed_weights(model.graph)
+    edited(model, fold_batchnorm_into_computed_weights)
     kinds = [node.op_type for node in model.graph.node]
     assert ("BatchNormalization" in kinds) == bool(reader)
     for found, wanted in zip(run(model), expected, strict=True):
@@ -83,7 +84,7 @@ def test_slices_become_a_convolution_as_far_as_nothing_else_reads_between_them(r
     ]
     model = model_of(nodes, constants, reader)
     expected = run(model)
-    assert convolve_subsampling(model) == 1
+    assert edited(model, convolve_subsampling) == 1
     assert [node.op_type for node in model.graph.node].count("Slice") == bool(reader)
     for found, wanted in zip(run(model), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
@@ -98,7 +99,7 @@ def test_images_are_taken_under_names_that_are_free() -> None:
     model = model_of(nodes, constants, "")
     images = np.random.default_rng(0).integers(256, size=(2, 6, 6, 4), dtype=np.uint8)
     preprocessing = Preprocessing(4, 6, 6, mean=(0.5,) * 4, std=(0.25,) * 4)
-    take_bytes(model.graph, preprocessing)
+    edited(model, lambda each: take_bytes(each.graph, preprocessing))
     onnx.checker.check_model(model, full_check=True)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (found,) = session.run(["y"], {"x": images, "yes": np.array(True)})

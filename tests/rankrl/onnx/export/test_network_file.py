@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -211,11 +212,10 @@ def test_no_pair_of_conversions_does_nothing(in_integers: Callable[[str], Writte
 
 
 def test_a_sum_is_integer_where_both_summands_are(float_file: Path) -> None:
-    graph = onnx.load(float_file).graph
-    kinds = {node.name: node.op_type for node in graph.node}
+    graph = ir.load(float_file).graph
 
     def chosen(*names: str) -> Counter[str]:
-        return Counter(kinds[name] for name in integer_nodes(graph, {f"{each}.weight" for each in names}))
+        return Counter(node.op_type for node in integer_nodes(graph, {f"{each}.weight" for each in names}))
 
     assert chosen("stem", "first", "second") == Counter(Conv=3, Relu=3, Add=1)
     assert chosen("stem", "second")["Add"] == 1

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from edited import edited
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -129,10 +130,10 @@ def test_values_inside_make_way_for_the_names_of_outputs() -> None:
     ]
     inputs = [value("x"), helper.make_tensor_value_info("condition", TensorProto.BOOL, [])]
     graph = helper.make_graph(nodes, "graph", inputs, [value("first"), value("second")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     expected = None
     for names in (["first", "second"], ["a", "b"], ["second", "first"], ["b", "x"]):
-        name_outputs(graph, names)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+        edited(model, lambda each, names=names: name_outputs(each.graph, names))
         onnx.checker.check_model(model, full_check=True)
         feed = {"x": np.array([-1, 2], np.float32), "condition": np.array(True)}
         session = onnxruntime.InferenceSession(model.SerializeToString())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from chained_graphs import STEPS, YES, Chain, X, assert_alike, run
 from hypothesis import given, settings
@@ -135,8 +136,10 @@ def test_nothing_is_written_beside_the_original(tmp_path: Path) -> None:
 def test_a_file_that_is_damaged_on_the_way_never_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(copy: QuantiserCopy, model: onnx.ModelProto) -> None:
-        model.graph.node.append(model.graph.node[0])
+    def damaged(copy: QuantiserCopy, model: ir.Model) -> None:
+        first = model.graph[0]
+        again = [ir.val(output.name) for output in first.outputs]
+        model.graph.append(ir.node(first.op_type, first.inputs, first.attributes, outputs=again))
 
     monkeypatch.setattr(QuantiserCopy, "restore", damaged)
     chain, target = Chain(), tmp_path / "integers.onnx"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -131,8 +132,8 @@ def test_functions_of_the_file_are_nodes_like_others(tmp_path: Path) -> None:
 
 def test_writing_leaves_foreign_convolutions_alone() -> None:
     own, foreign = convolved(), convolved("com.microsoft.nchwc")
-    assert pad_channels(own, 24) == 1
-    assert pad_channels(foreign, 24) == 0
-    assert integer_nodes(convolved().graph, {"second"})
+    assert pad_channels(ir.from_proto(own), 24) == 1
+    assert pad_channels(ir.from_proto(foreign), 24) == 0
+    assert integer_nodes(ir.from_proto(own).graph, {"second"})
     with pytest.raises(ExportError, match="belongs to no convolution"):
-        integer_nodes(foreign.graph, {"second"})
+        integer_nodes(ir.from_proto(foreign).graph, {"second"})

@@ -141,7 +141,7 @@ def test_nodes_that_share_a_weight_share_it_still(tmp_path: Path) -> None:
     found = with_several_positions(network, sites, {"first": SeveralPositions(0, 8)})
     x = generator().standard_normal((2, 1, 64)).astype(np.float32)
     np.testing.assert_allclose(found.session().run({"x": x})[0], outputs(model, x)[0], atol=1e-5)
-    held = {tuple(each.dims) for each in found.model.graph.initializer if len(each.dims) == 3}
+    held = {tuple(each.shape) for each in found.model.graph.initializers.tensors() if len(each.shape) == 3}
     assert held == {(8, 1, 20), (20, 1, 3)}
     first, *_ = sites_of(found, 1, 64)
     assert [each.name for each in first.nodes] == ["first", "second"]

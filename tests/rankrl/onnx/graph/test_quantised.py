@@ -160,8 +160,8 @@ def test_costs_count_weights_and_biases_in_integers_but_no_zero_points(tmp_path:
     network = OnnxNetwork.load(path)
     sites = find_sites(network, {"x": X[:4]})
     found = network_costs(network, sites)
-    floats = [each for each in network.model.graph.initializer if each.data_type == TensorProto.FLOAT]
-    scales = sum(int(np.prod(each.dims)) for each in floats) - PARAMS["c2"] - BIASES["c2"]
+    floats = [each for each in network.model.graph.initializers.tensors() if each.dtype == TensorProto.FLOAT]
+    scales = sum(each.size for each in floats) - PARAMS["c2"] - BIASES["c2"]
     assert found["params"] == sum(PARAMS.values()) + sum(BIASES.values()) + scales
     integers = PARAMS["c1"] + PARAMS["fc"] + 4 * (BIASES["c1"] + BIASES["fc"])
     assert found["bytes"] == integers + 4 * (PARAMS["c2"] + BIASES["c2"] + scales)

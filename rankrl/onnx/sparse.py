@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export.operators import is_standard
-from rankrl.onnx.export.values import with_subgraphs
+from rankrl.onnx.operators import STANDARD
 
 _MOST_BYTES = 2**31 - 1
 """What one protobuf message can hold, a whole network."""
@@ -18,6 +18,8 @@ _MOST_BYTES = 2**31 - 1
 
 def store_densely(model: onnx.ModelProto) -> None:
     """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike.
+
+    onnx_ir has no sparse ones, so this is done before a model becomes one of its.
 
     Args:
         model: Changed in place. Names stay.
@@ -36,12 +38,12 @@ def store_densely(model: onnx.ModelProto) -> None:
             )
         return dense(sparse, name)
 
-    for graph in with_subgraphs(model.graph):
+    for graph in _with_bodies(model.graph):
         for sparse in graph.sparse_initializer:
             graph.initializer.append(densely(sparse, sparse.values.name))
         del graph.sparse_initializer[:]
         for node in graph.node:
-            if is_standard(node, "Constant"):
+            if node.op_type == "Constant" and node.domain in STANDARD:
                 for attribute in node.attribute:
                     if attribute.name == "sparse_value":
                         value = densely(attribute.sparse_tensor, node.output[0])
@@ -61,3 +63,11 @@ def dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
     whole = np.zeros(math.prod(sparse.dims), values.dtype)
     whole[places] = values
     return numpy_helper.from_array(whole.reshape(tuple(sparse.dims)), name)
+
+
+def _with_bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graph and the bodies of its control flow."""
+    yield graph
+    for attribute in (each for node in graph.node for each in node.attribute):
+        for body in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+            yield from _with_bodies(body)

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export.sparse import dense, store_densely
 from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.sparse import dense, store_densely
 
 DRAWN = np.random.default_rng(0)
 X = DRAWN.standard_normal((48, 6, 5, 5)).astype(np.float32)
@@ -72,7 +72,7 @@ def test_weights_that_a_file_stores_sparsely_are_compressed(tmp_path: Path) -> N
     path = tmp_path / "sparse.onnx"
     onnx.save(model, path)
     network = OnnxNetwork.load(path)
-    assert {each.name for each in network.model.graph.initializer} == set(weights)
+    assert set(network.model.graph.initializers) == set(weights)
     (expected,) = onnxruntime.InferenceSession(path).run(None, {"x": X})
     np.testing.assert_allclose(network.session().run({"x": X})[0], expected, rtol=1e-5, atol=1e-6)
     found = rankrl.compress_onnx(path, X, tmp_path / "small.onnx", params=0.6, candidates=5)

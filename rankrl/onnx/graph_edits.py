@@ -1,0 +1,97 @@
+"""Edits of a graph in onnx_ir: free names, constants, nodes in the place of others, and parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def values_in(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield the values that a graph defines itself; an input with a default comes twice."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
+
+
+def names_in(graph: ir.Graph) -> set[str]:
+    """Return the names of all nodes and values of a graph and its bodies."""
+    taken = {str(node.name) for node in graph.all_nodes()}
+    return taken | {str(value.name) for each in (graph, *graph.subgraphs()) for value in values_in(each)}
+
+
+def new_name(wanted: str, taken: set[str]) -> str:
+    """Return a name like the wanted one that is not taken, and take it."""
+    while wanted in taken:
+        wanted += "_"
+    taken.add(wanted)
+    return wanted
+
+
+def free_name(graph: ir.Graph, wanted: str) -> str:
+    """Return a name that no value and no node of the graph and its bodies has yet."""
+    return new_name(wanted, names_in(graph))
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Tell whether a value is stored in the graph, and no default that a caller may replace."""
+    return value is not None and value.is_initializer() and not value.is_graph_input()
+
+
+def stored(value: ir.Value | None) -> Array | None:
+    """Return the numbers that a graph stores as a value, `None` where it computes or takes it."""
+    if value is None or not is_constant(value) or value.const_value is None:
+        return None
+    return value.const_value.numpy()
+
+
+def add_constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
+    """Store an array in a graph, under a name that is free; return its value."""
+    value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(array), name=name))
+    graph.register_initializer(value)
+    return value
+
+
+def node_of(
+    op_type: str, inputs: Sequence[ir.Value | None], name: str, attributes: Mapping[str, Any] | None = None
+) -> ir.Node:
+    """Return a node of ONNX's own with one output, both of one name, which is free."""
+    return ir.node(op_type, inputs, attributes, name=name, outputs=[ir.val(name)])
+
+
+def put_in_place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> None:
+    """Put nodes in a row in the place of others; the output of the last becomes what that of the others was.
+
+    Args:
+        graph: The graph; changed in place.
+        old: The nodes that go, in a row.
+        new: The nodes that come.
+    """
+    before, after = old[-1].outputs[0], new[-1].outputs[0]
+    known = before.name, before.type, before.shape
+    ir.convenience.replace_nodes_and_values(graph, old[-1], old, new, [before], [after])
+    after.name, after.type, after.shape = known
+
+
+def put_first(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    """Put nodes before all others."""
+    if nodes:
+        graph.insert_before(graph[0], nodes)
+
+
+def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence[str]) -> ir.Model:
+    """Return the part of a model between some values of its main graph; the model is left as it was."""
+    graph = ir.convenience.extract(model.graph, list(inputs), list(outputs))
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
+def without_unused(model: ir.Model) -> ir.Model:
+    """Remove constants and nodes that nothing uses any more, in place; return the model."""
+    passes.RemoveUnusedNodesPass()(model)
+    return model
