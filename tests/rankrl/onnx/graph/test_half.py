@@ -144,15 +144,14 @@ def test_integers_do_not_go_with_half_precision(tmp_path: Path, caplog: pytest.L
 
 
 def test_what_half_precision_cannot_hold_is_refused_by_name() -> None:
-    half = half_values(halved(convolutions()))
-    wide = in_float32(halved(convolutions()), half)
-    tensor = wide.graph.initializer[0]
-    values = numpy_helper.to_array(tensor).copy()
+    model = ir.from_proto(halved(convolutions()))
+    half = half_values(model)
+    wide = in_float32(model, half)
+    name, value = next(iter(wide.graph.initializers.items()))
+    values = value.const_value.numpy().copy()
     values.flat[0] = 1e6
-    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    with pytest.raises(
-        OnnxGraphError, match=rf"cannot hold 1e\+06 \('{tensor.name}'\).*convert_float_to_float16"
-    ):
+    value.const_value = ir.tensor(values, name=name)
+    with pytest.raises(OnnxGraphError, match=rf"cannot hold 1e\+06 \('{name}'\).*convert_float_to_float16"):
         in_half(wide, half, "it")
 
 

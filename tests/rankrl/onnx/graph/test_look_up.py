@@ -21,6 +21,7 @@ from decomposition import FitOptions
 from rankrl.errors import RankrlError
 from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.look_up import with_look_ups
+from rankrl.onnx.protobuf import to_proto
 
 CLASSES, WIDTH, POSITIONS = 7, 4, 5
 INTEGERS = {"tokens": TensorProto.INT64}
@@ -112,7 +113,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
 def test_computes_the_same(behind: str, opset: int, tmp_path: Path) -> None:
     """Also for indices that are no class, whose code is zeros."""
     model = coded(*BEHIND[behind], opset=opset)
-    found = with_look_ups(network_of(model, tmp_path)).model
+    found = to_proto(with_look_ups(network_of(model, tmp_path)).model)
     onnx.checker.check_model(found, full_check=True)
     assert "Gather" in operators(found)
     assert "Equal" not in operators(found)
@@ -123,7 +124,7 @@ def test_computes_the_same(behind: str, opset: int, tmp_path: Path) -> None:
 
 def test_takes_into_the_table_what_follows_one_by_one(tmp_path: Path) -> None:
     left = {
-        name: operators(with_look_ups(network_of(coded(*nodes), tmp_path)).model)
+        name: operators(to_proto(with_look_ups(network_of(coded(*nodes), tmp_path)).model))
         for name, nodes in BEHIND.items()
     }
     assert left["a bias"] == ["Unsqueeze", "Squeeze", "Cast", "Clip", "Gather", "MatMul"]
@@ -134,7 +135,7 @@ def test_takes_into_the_table_what_follows_one_by_one(tmp_path: Path) -> None:
 
 def test_keeps_values_that_are_outputs(tmp_path: Path) -> None:
     model = coded(node("Relu", "embedded", to="r"), node("Tanh", "r", to="y"), ends=("y", "r"))
-    found = with_look_ups(network_of(model, tmp_path)).model
+    found = to_proto(with_look_ups(network_of(model, tmp_path)).model)
     tokens = np.arange(10).reshape(2, POSITIONS)
     for new, expected in zip(outputs(found, tokens), outputs(model, tokens), strict=True):
         np.testing.assert_allclose(new, expected, atol=1e-6)
@@ -149,7 +150,7 @@ def test_indices_of_every_type(kind: int, data: st.DataObject, tmp_path: Path) -
     whole = st.integers(int(limits.min), int(limits.max)) | st.integers(0, CLASSES)
     tokens = np.array(data.draw(st.lists(whole, min_size=POSITIONS, max_size=POSITIONS)), dtype)[None]
     model = coded(*BEHIND["a bias"], kind=kind)
-    found = with_look_ups(network_of(model, tmp_path)).model
+    found = to_proto(with_look_ups(network_of(model, tmp_path)).model)
     expected, new = (outputs(each, tokens)[0] for each in (model, found))
     np.testing.assert_allclose(new, expected, atol=1e-6)
 
@@ -202,7 +203,7 @@ def flat(*behind: onnx.NodeProto, classes: tuple[int, ...], axes: int) -> onnx.M
     ids=["alike", "a constant with more axes", "classes with more axes"],
 )
 def test_axes_stay(model: onnx.ModelProto, found: list[str], tmp_path: Path) -> None:
-    rewritten = with_look_ups(network_of(model, tmp_path)).model
+    rewritten = to_proto(with_look_ups(network_of(model, tmp_path)).model)
     assert operators(rewritten)[-len(found) :] == found
     tokens = np.arange(-2, 9)[:, None]
     expected, new = (outputs(each, tokens)[0] for each in (model, rewritten))

@@ -28,6 +28,7 @@ from rankrl.onnx.graph.positions import (
 )
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
+from rankrl.onnx.protobuf import to_proto
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing import positions
 from rankrl.timing.latency import Latency, TimedTurns
@@ -102,7 +103,7 @@ def test_computes_the_same_in_every_way(data: st.DataObject, tmp_path: Path) -> 
     network = network_of(model, tmp_path)
     sites = sites_of(network, channels[1], *sizes)
     for way in possible_positions(network, sites[0], GROUP):
-        found = with_several_positions(network, sites, {"conv": way}).model
+        found = to_proto(with_several_positions(network, sites, {"conv": way}).model)
         onnx.checker.check_model(found, full_check=True)
         assert next(each for each in found.graph.node if each.op_type == "Conv").name == "conv"
         for batch in (1, 3):
@@ -118,13 +119,13 @@ def test_what_takes_its_place(opset: int, tmp_path: Path) -> None:
     network = network_of(model, tmp_path)
     sites = sites_of(network, 3, 9, 12)
     found = with_several_positions(network, sites, {"conv": SeveralPositions(1, 4)})
-    assert operators(found.model) == ["Conv", "Reshape", "Transpose", "Reshape", "Relu"]
+    assert operators(to_proto(found.model)) == ["Conv", "Reshape", "Transpose", "Reshape", "Relu"]
     site = sites_of(found, 3, 9, 12)[0]
     assert site.spec.weight_shape == (8, 3, 3, 8)
     assert site.spec.stride == (1, 4)
     assert site.spec.output_sizes == ((9, 3),)
     cut = with_several_positions(network, sites, {"conv": SeveralPositions(0, 2)})  # nine rows, two at once
-    assert operators(cut.model) == ["Conv", "Reshape", "Transpose", "Reshape", "Slice", "Relu"]
+    assert operators(to_proto(cut.model)) == ["Conv", "Reshape", "Transpose", "Reshape", "Slice", "Relu"]
     assert with_several_positions(network, sites, {}) is network
 
 
