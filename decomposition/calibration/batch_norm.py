@@ -47,7 +47,7 @@ def reestimate_batch_norm(model: nn.Module, calibration: CalibrationInputs) -> N
 
 
 def _weighing(norm: BatchNorm) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a hook by which a batch norm's statistics become the average over all inputs it is given."""
+    """Return a hook that makes a batch norm's statistics the average over all of its inputs."""
     seen = 0
 
     def weigh(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -22,13 +22,13 @@ CalibrationInputs = torch.Tensor | Mapping[str, torch.Tensor] | Iterable[Any] | 
 dataset."""
 
 LABELS = ("labels", "label", "targets", "target")
-"""What labels are called in a dict of inputs, where the model takes nothing of that name."""
+"""Names of labels in a dict of inputs, unless the model takes an input of that name."""
 
 _BATCH = 64  # items of a dataset in a batch
 
 
 def calibration_batches(calibration: CalibrationInputs, model: nn.Module | None = None) -> list[Inputs]:
-    """Return a calibration set as a list of batches, labels left away.
+    """Return a calibration set as a list of batches without labels.
 
     Args:
         calibration: One batch (a tensor, a tuple or a dict of tensors), an iterable of batches, or a dataset.
@@ -99,7 +99,7 @@ class _Forward:
 
 
 def _batches(data: Any, forward: _Forward) -> Iterable[Any]:
-    """Return what holds the batches of a set, each as it is given."""
+    """Return the batches of a set as they are."""
     if isinstance(data, torch.Tensor | Mapping | Positional) or _is_one_batch(data, forward):
         return [data]
     if isinstance(data, Dataset):
@@ -212,7 +212,7 @@ def _parted(batch: Any, forward: _Forward) -> tuple[Inputs, Any | None]:
 
 
 def _parted_by_name(batch: Mapping[str, Any], forward: _Forward) -> tuple[Inputs, Any | None]:
-    """Return the inputs of a dict, and what it calls labels where the forward takes nothing of that name."""
+    """Return the inputs of a dict, and its labels unless the forward takes an input of that name."""
     labels = {name: batch[name] for name in LABELS if name in batch and name not in (forward.names or LABELS)}
     inputs = {name: value for name, value in batch.items() if name not in labels}
     if not inputs:

@@ -1,4 +1,4 @@
-"""Whether a model takes the inputs that it is given, before anything is done with them."""
+"""Checks that a model takes its inputs, before anything is done with them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def accepted(
     *,
     device: torch.device | None = None,
 ) -> list[Inputs]:
-    """Return batches of inputs as a model takes them, having run it on the first two inputs.
+    """Return batches in the form that a model takes, after running it on the first two inputs.
 
     Args:
         model: The model; left as it was.
@@ -97,7 +97,7 @@ def accepted(
 def refusal(
     model: nn.Module, inputs: Inputs, error: Exception, what: str = "the calibration set"
 ) -> DecompositionError:
-    """Return what to tell of inputs that a model fails on: where, what is taken there, and what would do.
+    """Return the error for inputs that a model fails on: where it fails, what it takes there, and what to do.
 
     Args:
         model: The model.
@@ -189,7 +189,7 @@ def _finite(x: torch.Tensor) -> bool:
 
 
 def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
-    """Return what a model raises on inputs, or that its first layer takes a batch of them for one input."""
+    """Return what a model raises on inputs, or an error if its first layer takes the batch for one input."""
 
     def check(layer: nn.Module, args: tuple[Any, ...]) -> None:
         single = isinstance(layer, _CONVOLUTIONS) and args and args[0].ndim == layer.weight.ndim - 1
@@ -210,7 +210,7 @@ def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
 
 
 def _remedy(model: nn.Module, inputs: Inputs) -> str:
-    """Return what to do: what the model takes instead, found by trying."""
+    """Try what the model takes instead, and return the advice."""
     few = rows(inputs, slice(2))
     whole = [x for x in tensors_of(inputs) if not (x.is_floating_point() or x.is_complex())]
 
@@ -228,7 +228,7 @@ def _remedy(model: nn.Module, inputs: Inputs) -> str:
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the usual order of memory, also where one channel lets strides pass for either."""
+    """Return a tensor in the usual order of memory, even if a single channel makes its strides ambiguous."""
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
@@ -270,7 +270,7 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
 
 
 def _taken(layer: nn.Module) -> str:
-    """Return what a layer of torch's takes, or nothing where that is not known."""
+    """Return what one of torch's layers takes, or nothing if that is not known."""
     kind = next((f" in {_name(p)}" for p in layer.parameters() if p.is_floating_point()), "")
     if isinstance(layer, nn.Embedding):
         return f"whole numbers from 0 to {layer.num_embeddings - 1}"

@@ -1,4 +1,4 @@
-"""Which input channels a layer can do without, once the others make up for them.
+"""Selection of input channels: the channels that the others reconstruct best are removed first.
 
 A channel that goes is replaced by the best linear combination of those that stay, and the layer's weight
 takes that combination on. To second order the output loses tr(G W_b P_bb^-1 W_b') with it: P is the inverse
@@ -18,9 +18,9 @@ import torch
 from decomposition.calibration.metric import Metric, times, whole
 from decomposition.calibration.sensitivity_root import floored
 
-# Of the inputs' mean power: what no combination of other channels is taken to explain.
+# Share of the inputs' mean power that no combination of other channels is taken to explain.
 _RIDGE = 1e-3
-# Of the channels that are left, so many go at a time: the next ones are chosen when others have taken over.
+# One in so many of the remaining channels goes at a time, before the weight is solved for anew.
 _AT_A_TIME = 32
 
 

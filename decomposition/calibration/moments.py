@@ -55,7 +55,7 @@ class InputMoments:
     def metric(self, *, centred: bool) -> Metric:
         """Return the moments to fit in: what the data does not determine is shrunk towards the identity.
 
-        Of a single patch, which has no spread, all directions get its power.
+        A single patch has no spread, so all directions get its power.
 
         Args:
             centred: Around the mean.

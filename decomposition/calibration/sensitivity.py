@@ -89,7 +89,7 @@ def collect_sensitivities(
         return modules[name].register_forward_hook(hook)
 
     handles = [watch(spec.name, spec.kind == "linear") for spec in specs]
-    # Where inputs are integers, gradients come from parameters, of which some or all may be frozen.
+    # If inputs are integers, gradients come from parameters, some or all of which may be frozen.
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
     try:

@@ -11,7 +11,7 @@ _FLOOR = 0.01
 def floored(sensitivity: torch.Tensor) -> torch.Tensor:
     """Return a sensitivity (out, out) with its small eigenvalues raised, positive definite.
 
-    Eigenvalues below zero, which no estimate has but for rounding, count as zero where they are larger.
+    Rounding may leave negative eigenvalues; those larger than what is added count as zero.
     """
     matrix = (sensitivity.double() + sensitivity.double().T) / 2
     raised = matrix.clone()

@@ -1,11 +1,11 @@
 """How much of an estimated matrix of second moments to believe.
 
-A matrix E[x x'] that is estimated from few inputs has directions of no energy that are merely not seen yet,
-and a fit may do there as it likes. Ledoit & Wolf ("A well-conditioned estimator for large-dimensional
+A matrix E[x x'] that is estimated from few inputs lacks energy in directions that were merely not seen yet,
+and a fit is unconstrained there. Ledoit & Wolf ("A well-conditioned estimator for large-dimensional
 covariance matrices", J. Multivariate Analysis 88, 2004, section 3) mix it with the scaled identity, in the
-proportion that minimises the expected squared error. What the formula needs beside the matrix is how much
-its summands differ. The summand here is one model input with all its patches: neighbouring patches of an
-image are much alike, and counting them as independent would promise more knowledge than there is.
+proportion that minimises the expected squared error. Apart from the matrix, the formula needs how much its
+summands differ. The summand here is one model input with all its patches: neighbouring patches of an image
+are much alike, and counting them as independent would promise more knowledge than there is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def shrinkage(
 
 
 def labels_or_single(labels: torch.Tensor, inputs: int) -> torch.Tensor:
-    """Return the labels; with one input alone, which says nothing of others, each patch counts as one."""
+    """Return the labels; with a single input, each patch counts as an input of its own."""
     return labels if inputs > 1 else torch.arange(len(labels), device=labels.device)
 
 

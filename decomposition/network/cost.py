@@ -25,8 +25,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put `model` into eval mode without gradients and restore every module's mode afterwards.
 
     torch's fast path for attention and Transformer layers is off meanwhile: it computes a whole layer in one
-    operation from the weights of the modules inside, none of which is called, so that nothing could be
-    watched, counted or stood in for.
+    operation without calling the modules inside, so nothing could be watched, counted or replaced.
     """
     training = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()

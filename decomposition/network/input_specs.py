@@ -29,7 +29,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """Describe a batch; of integers its very first one stands for all, which no padding comes before."""
+        """Describe a batch; its first integer, which is never padding, stands for all of them."""
         shape = tuple(tensor.shape[1:])
         if tensor.is_floating_point():
             return cls(shape)
@@ -54,7 +54,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The inputs of a model that takes something else than one tensor of floating-point numbers.
+    """The inputs of a model that takes anything but one tensor of floating-point numbers.
 
     Attributes:
         tensors: At least one.
@@ -88,7 +88,7 @@ class InputSpec:
 
 
 InputShape = tuple[int, ...] | InputSpec
-"""What is known of a model's inputs: the shape of its only one without the batch axis, or a specification."""
+"""What is known of a model's inputs: the shape of its only input without the batch axis, or a specification."""
 
 
 def shape_to_json(shape: InputShape) -> Any:

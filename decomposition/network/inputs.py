@@ -2,8 +2,8 @@
 
 A batch of inputs (`Inputs`) is a tensor, `Positional` tensors that the forward takes in order, or a dict of
 tensors that it takes by name; the first axis of all of them counts the inputs. Wherever a function takes an
-`ExampleInputs`, the shape of one input will do for a model with one input of floating-point numbers; for all
-others it takes a batch of real inputs, of which it keeps an `InputSpec`.
+`ExampleInputs`, give the shape of one input if the model has a single input of floating-point numbers, and
+otherwise a batch of real inputs, which it describes by an `InputSpec`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1)
 def _reference(model: nn.Module) -> torch.Tensor:
     """Return a tensor of the type and on the device of a model's inputs.
 
-    Of torch's own layers the first tells: they take what they are made of. Parameters of a user's modules,
-    positions that are added, say, may be of another type.
+    The first of torch's own layers decides: it takes the type of its own parameters. Parameters of a user's
+    modules (position embeddings, say) may be of another type.
     """
     layers = [module for module in model.modules() if type(module).__module__.startswith("torch.nn.modules")]
     owned = (
@@ -137,7 +137,7 @@ def random_batch(model: nn.Module, example: ExampleInputs, batch_size: int) -> I
 
 
 def as_inputs(batch: Any) -> Inputs:
-    """Return a batch of inputs that is given as a tensor, a sequence or a mapping of tensors.
+    """Turn a tensor, or a sequence or mapping of tensors, into a batch of inputs.
 
     Raises:
         DecompositionError: It is something else, or its tensors hold different numbers of inputs.
@@ -164,7 +164,7 @@ def as_inputs(batch: Any) -> Inputs:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's numbers as a `torch.Tensor` without a graph, in the same memory.
 
-    What is computed from a subclass (an image of torchvision's, a parameter) would be of that class, too.
+    Results computed from a subclass (a torchvision image, a parameter) would be of that class, too.
 
     Raises:
         DecompositionError: It is sparse, nested or quantised, or of a class that keeps its numbers in other
@@ -182,7 +182,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the model's output for a batch of inputs, which stay as they are.
+    """Return the model's output for a batch of inputs and leave the inputs as they are.
 
     The model gets copies, since it may change its inputs in place (to normalise them, say). A copy costs
     about a thousandth of a pass through a ResNet.
@@ -201,7 +201,7 @@ def tensors_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def mapped(function: Callable[..., torch.Tensor], inputs: Inputs, *others: Inputs) -> Inputs:
-    """Return a batch of what a function makes of its tensors, and of those of like batches beside it."""
+    """Apply a function to the tensors of a batch, together with those of other batches like it."""
     tensors = [function(*row) for row in zip(*map(tensors_of, (inputs, *others)), strict=True)]
     if isinstance(inputs, torch.Tensor):
         return tensors[0]
@@ -214,7 +214,7 @@ def count_inputs(inputs: Inputs) -> int:
 
 
 def numbers_in_one(inputs: Inputs) -> int:
-    """Return how many numbers one input of a batch is made of."""
+    """Return how many numbers one input of a batch holds."""
     return sum(math.prod(tensor.shape[1:]) for tensor in tensors_of(inputs))
 
 
@@ -224,14 +224,14 @@ def rows(inputs: Inputs, index: slice | torch.Tensor) -> Inputs:
 
 
 def split(inputs: Inputs, size: int) -> list[Inputs]:
-    """Return a batch in parts of `size` inputs, the last one of what is left."""
+    """Split a batch into parts of `size` inputs; the last part holds what is left."""
     if isinstance(inputs, torch.Tensor):
         return list(inputs.split(size))
     return [rows(inputs, slice(first, first + size)) for first in range(0, count_inputs(inputs), size)]
 
 
 def joined(batches: Sequence[Inputs]) -> Inputs:
-    """Return like batches, at least one, as a single one."""
+    """Join batches of one kind, at least one, into a single batch."""
     return mapped(lambda *tensors: torch.cat(tensors), *batches)
 
 

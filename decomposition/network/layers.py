@@ -36,9 +36,9 @@ from decomposition.registry import did_you_mean
 class LayerSpec:
     """What is known of one layer at the model's real input size.
 
-    Layers are convolutions, linear layers, recurrent ones, and the projections inside `nn.MultiheadAttention`
-    on queries, keys and values; of the latter two, which no format replaces, in and out channels are those of
-    the first weight.
+    Layers are convolutions, linear layers, recurrent layers, and the projections inside
+    `nn.MultiheadAttention` on queries, keys and values. No format replaces the latter two; their in and out
+    channels are those of the first weight.
 
     Attributes:
         name: Dotted name of the module; the first one where a module has several.
@@ -89,7 +89,7 @@ class LayerSpec:
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def narrowed(self, *, inputs: int | None = None, outputs: int | None = None) -> LayerSpec:
-        """Return the layer with fewer channels and everything else alike; not for grouped convolutions."""
+        """Return the same layer with fewer channels; not for grouped convolutions."""
         inputs, outputs = inputs or self.in_channels, outputs or self.out_channels
         elements = inputs * outputs * self.kernel_elements
         before = self.in_channels * self.out_channels * self.kernel_elements
@@ -115,7 +115,7 @@ class LayerSpec:
 def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
     """Describe every layer of `model` that multiplies with weights, decomposable or not, in forward order.
 
-    Those are convolutions, linear and recurrent layers and attention. Runs one input of zeros through the
+    These are convolutions, linear and recurrent layers and attention. One input of zeros runs through the
     model in eval mode; the model is left as it was.
 
     Args:
@@ -136,7 +136,7 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     reached = trace.reached
     unreached = [m for m in trace.names if isinstance(m, ListedModule | OpaqueModule) and m not in reached]
     layers = (*reached, *unreached)
-    # Of any modules: the weight of a language model's last layer is often that of its embedding.
+    # Any module may share it: the weight of a language model's last layer is often that of its embedding.
     owners = Counter(
         id(parameter)
         for module in model.modules()
@@ -166,7 +166,7 @@ def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[La
 
 
 def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str] = ()) -> list[LayerSpec]:
-    """Return layers of which some are refused because they are to stay as they are.
+    """Return the layers, refusing those that are to stay as they are.
 
     Args:
         specs: All layers of a model, from `inspect_layers`.
@@ -191,7 +191,7 @@ def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str
 
 
 def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) -> set[str]:
-    """Return the names of the layers that match any of some patterns."""
+    """Return the names of the layers that match any of the patterns."""
     matches: set[str] = set()
     for pattern in patterns:
         names = {s.name for s in specs if fnmatchcase(s.name, pattern) or fnmatchcase(s.name, f"{pattern}.*")}
@@ -227,7 +227,8 @@ def _spec(trace: LayerTrace, module: ListedModule, index: int, *, shared: bool) 
         spatial = slice(2, None)
     inputs = tuple(_for_one_input(i, spatial) for i, _ in calls)
     outputs = tuple(_for_one_input(o, spatial) for _, o in calls)
-    # An input element of a transposed convolution, an output element of the others, meets the kernel once.
+    # Each input element of a transposed convolution meets the kernel once; in the others, each output
+    # element.
     positions = sum(math.prod(size) for size in (inputs if isinstance(module, Transposed) else outputs))
     return LayerSpec(
         name=name,

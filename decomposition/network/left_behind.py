@@ -1,4 +1,4 @@
-"""What a layer carries that the one in its place does not: named in the log, never lost in silence."""
+"""What a layer carries and its replacement does not: named in the log, never lost in silence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOLD: WeakSet[nn.Module] = WeakSet()
 
 
 def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
-    """Log, once a network, the hooks and attributes of layers that others take the place of.
+    """Log the hooks and attributes of replaced layers, once for each network.
 
     Args:
         model: The network that they are in.
@@ -42,7 +42,7 @@ def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
 
 
 def _carried(layer: nn.Module) -> str:
-    """Return what a layer has that one of its kind does not have from the start, for messages."""
+    """Return what a layer has beyond a fresh layer of its kind, for messages."""
     carried = [what for name, what in _HOOKS.items() if vars(layer).get(name)]
     usual = _usual(next(base for base in (*type(layer).__mro__, nn.Module) if base in _SMALL))
     added = [

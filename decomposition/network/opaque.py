@@ -1,4 +1,4 @@
-"""Modules that multiply with weights of their own inside: what they are, and why they stay as they are."""
+"""Modules that multiply with weights inside them: what they are, and why they stay as they are."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ Place = tuple[str | int, ...]
 def leaves(output: Any) -> Iterator[tuple[Place, Any]]:
     """Yield everything in a model's output that holds nothing else, in order, each with its place.
 
-    Looked into are mappings, lists, tuples (named ones by their fields), dataclasses, and what is registered
-    with torch as a pytree.
+    The search goes into mappings, lists, tuples (named ones by their fields), dataclasses, and everything
+    that is registered with torch as a pytree.
     """
     for key, value in _parts(output):
         if key is None:

@@ -21,9 +21,9 @@ _HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
 def plain_weights(model: Module) -> Module:
     """Return a copy of a model whose weights are parameters, which plans may replace.
 
-    Of what `torch.nn.utils.parametrizations`, the older `weight_norm` and `spectral_norm`, or
-    `torch.nn.utils.prune` compute at every call, the present value stays; where the copy is trained on, its
-    weights are free of them.
+    Weights that `torch.nn.utils.parametrizations`, the older `weight_norm` and `spectral_norm`, or
+    `torch.nn.utils.prune` compute at every call keep their present value. Training the copy further changes
+    them freely.
 
     Args:
         model: Any module; left untouched.
@@ -56,7 +56,7 @@ def plain_form(module: nn.Module) -> nn.Module | None:
 
 
 def computes_weights(module: nn.Module) -> bool:
-    """Tell whether `plain_weights` has something to do in a layer; rounded weights are none of it."""
+    """Tell whether `plain_weights` would change a layer; rounded weights do not count."""
     return bool(_hooks(module)) or (parametrize.is_parametrized(module) and not is_rounded(module))
 
 

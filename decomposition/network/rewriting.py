@@ -1,4 +1,4 @@
-"""What is rewritten in a network before its plan: done in one place, kept with the network and its plan."""
+"""Rewriting layers before a plan: done in one place, recorded in the network and its plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARK = "_rewrites"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Layers that were put into another form, which computes the same, so that plans may change them.
+    """Layers that were put into an equivalent form, so that plans may change them.
 
     Attributes:
         kind: Name of the function that does it, such as `plain_attention`.
@@ -73,7 +73,7 @@ def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) ->
 
 
 def rewrites_of(model: nn.Module) -> tuple[Rewrite, ...]:
-    """Return what was rewritten in a network, or in parts of it before they became its parts, in order."""
+    """Return what was rewritten in a network and in its parts, in order."""
     return tuple(
         Rewrite(rewrite.kind, tuple(".".join(filter(None, (name, layer))) for layer in rewrite.layers))
         for name, module in model.named_modules()

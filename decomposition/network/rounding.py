@@ -3,10 +3,10 @@
 Weights are rounded to signed integers with one scale an output channel, activations to uint8 with one scale
 and zero point a tensor, from the range that they took on calibration inputs (static quantisation; Jacob et
 al., CVPR 2018). Gradients pass through the rounding as if it were not there (straight-through estimator,
-Bengio et al. 2013), those of activations inside their range alone.
+Bengio et al. 2013); those of activations pass only inside their range.
 
-Where a runtime rounds is not the layer's affair alone: a layer's output is marked on its way, and the
-operation that takes it decides (`decomposition.network.unrounded`).
+The layer alone does not determine where a runtime rounds: its output is marked, and the operation that takes
+it decides (`decomposition.network.unrounded`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ REDUCED_BITS = 7
 
 
 def largest_integer(bits: int) -> int:
-    """Return the largest magnitude of weights of some bits: 2^(bits-1) - 1, but 64 of 7 bits.
+    """Return the largest integer of weights with this many bits: 2^(bits-1) - 1, but 64 for 7 bits.
 
-    Those 64 are what onnxruntime's `reduce_range` gives: the largest integer of which two, each multiplied by
-    255, still add up in 16 bits.
+    64 is what onnxruntime's `reduce_range` gives: two products of 255 and 64 still add up in 16 bits.
     """
     return 64 if bits == REDUCED_BITS else 2 ** (bits - 1) - 1
 
 
 def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round a weight (out, ...) to signed integers of some bits, one scale an output channel.
+    """Round a weight (out, ...) to signed integers with one scale for each output channel.
 
     The scale takes a channel's largest magnitude to `largest_integer(bits)`; the result is in the weight's
     own units, and gradients pass as if nothing were rounded.
@@ -147,7 +146,7 @@ class ActivationRange(nn.Module):
         return rounded
 
     def _traced(self, x: torch.Tensor) -> torch.Tensor:
-        """Round by operations alone, as `torch.export` wants it: it knows no values to decide by."""
+        """Round without branching on values, which `torch.export` does not know."""
         calibrated = self.high > self.low
         scale = torch.where(calibrated, self.high - self.low, 1.0) / _LARGEST_ACTIVATION
         rounded = _to_uint8(x, scale, torch.round(-self.low / scale))
@@ -168,7 +167,7 @@ _OUR_HOOKS = (_round_input, _mark_output, *TRACING_HOOKS)
 
 
 def round_weights(module: nn.Module, bits: int, names: Iterable[str] = ("weight",)) -> None:
-    """Let some parameters of a module be read rounded (`torch.nn.utils.parametrize`)."""
+    """Make parameters of a module read as rounded (`torch.nn.utils.parametrize`)."""
     for name in names:
         parametrize.register_parametrization(module, name, RoundedWeight(bits))
 
@@ -209,7 +208,7 @@ def rounded_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str = "") -> None:
-    """Set the ranges of all activations to what they take on some inputs, nothing rounded but the weights.
+    """Set the ranges of all activations to the values on some inputs, with only the weights rounded.
 
     Args:
         model: A network with integer layers; others are left as they are.
@@ -271,7 +270,7 @@ def reduce_weight_range(model: nn.Module) -> nn.Module:
 def without_rounding(model: nn.Module) -> nn.Module:
     """Make rounded weights plain parameters of the rounded values and let activations pass, in place.
 
-    It is the network that a runtime's quantiser starts from: it finds the same scales again.
+    A runtime's quantiser starts from this network and finds the same scales again.
     """
     for module in model.modules():
         for name in _RANGES:

@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class _ComputedByValue(TorchFunctionMode):
-    """Lets tensors that a forward computed be copied, by value and cut off from what they were computed of.
+    """Copies tensors that a forward computed by value, detached from their graph.
 
     torch copies parameters and other leaves alone. Wherever `copy.deepcopy` meets a tensor, in lists,
     dataclasses or objects that are hooks, it calls `Tensor.__deepcopy__`.
@@ -76,7 +76,7 @@ def _uncopyable(model: nn.Module) -> str:
 def remove_parametrizations(module: nn.Module) -> None:
     """Make parametrised tensors of a module plain parameters of their present values, in place.
 
-    Not by torch's own function: it changes the class, which copies of the module share.
+    torch's own function does not serve: it changes the class, which copies of the module share.
     """
     training = module.training
     module.eval()  # spectral norm is computed a step further at every call in training

@@ -1,7 +1,7 @@
 """Outputs of integer layers on their way to where a runtime rounds them.
 
-What a convolution hands on is rounded behind its batch norm and activation, and an addition of two integer
-tensors is one of integers. Marks say that a tensor is yet to be rounded; the operation that takes it decides.
+A convolution's output is rounded behind its batch norm and activation, and two integer tensors are added as
+integers. A mark says that a tensor is yet to be rounded; the operation that takes it decides.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _TRACES: list[_Tracing] = []
 
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function makes of tensors of which some are marked."""
+    """Call a function on tensors of which some are marked."""
     if getattr(func, "__name__", "") in _LOOKS:
         return func(*args, **kwargs)
     if func in _FUSED and _is_marked(args[0]):
@@ -88,7 +88,7 @@ def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def marked(x: torch.Tensor, where: Range | None) -> torch.Tensor:
-    """Return a tensor as one that is yet to be rounded, in a range or, a sum, in that of who takes it first.
+    """Mark a tensor as yet to be rounded: in a range, or for a sum in the range of its first consumer.
 
     Raises:
         DecompositionError: A part of a network is exported alone.

@@ -1,4 +1,4 @@
-"""Wrappers around networks: those that only run them are taken off, other forms of a network are refused."""
+"""Wrappers around networks: those that only run the network are taken off, other forms are refused."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _TOLD: WeakSet[nn.Module] = WeakSet()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the plain network inside of what wraps it, and say so once.
+    """Return the plain network inside its wrappers, and say so once.
 
-    Those wrappers are taken off that compute what the network inside computes: torch.compile's,
-    `DataParallel`, `DistributedDataParallel` and `AveragedModel`, around one another, too.
+    Wrappers that compute what the network inside computes are taken off: torch.compile's, `DataParallel`,
+    `DistributedDataParallel` and `AveragedModel`, also when they are nested.
 
     Args:
         model: Any module; left untouched. Where parts inside are wrapped or compiled, a copy without that is
@@ -69,7 +69,7 @@ def _classes(module: nn.Module) -> set[str]:
 
 
 def _peeled(module: nn.Module) -> tuple[nn.Module, list[str]]:
-    """Return the network inside of all wrappers around it, and the names of their classes."""
+    """Return the network inside all of its wrappers, and the names of their classes."""
     names = []
     while (inner := _inside(module)) is not None:
         names.append(type(module).__name__)
