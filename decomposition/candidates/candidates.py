@@ -1,8 +1,7 @@
 """Candidates: what a search may choose for a site, with what each costs and loses.
 
 A site is a layer, or several layers that have to be treated alike (a channel group). A search knows a site's
-candidates by their index alone; what an index stands for, operations of any kind, is looked up when a plan is
-made.
+candidates only by their index; the operations behind an index are looked up when a plan is made.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Candidate:
         reason: Why nothing is done, for a candidate without operations.
         reads: Input channels that the layer reads, sorted; the layer before it loses the others. `None` for
             all of them.
-        level: Which of the numbers of channels that the site may read that is, counted from 1; 0 for all.
-        narrower: What the site costs where the next one reads only some of its outputs, for each such number
-            of channels; `None` where the operations do not go together with that.
+        level: Place of the number of channels read among those the site may read, counted from 1; 0 for all.
+        narrower: What the site costs if the next one reads only some of its outputs, for each possible number
+            of channels; `None` if the operations do not allow it.
         hands_on_integers: Whether a site that leaves the network stands between neighbours in integers.
     """
 
@@ -91,7 +90,7 @@ class CandidateSet:
     Attributes:
         spec: The site's layer; the first one of several.
         candidates: At least one; the last leaves the site as it is.
-        importance: What squared errors of this site count beside those of other sites; positive or 0.
+        importance: Weight of this site's squared errors relative to other sites; positive or 0.
         layers: Names of the site's layers; `None` for that of `spec` alone.
         producer: Name of the site in front whose outputs this one alone reads, if candidates read only some.
     """
@@ -195,7 +194,7 @@ class CandidateSet:
     def removal(self) -> Operation | None:
         """The operation with which the site can leave the network; `None` if it cannot.
 
-        Neighbours with the same one leave it together.
+        Neighbours with the same operation leave it together.
         """
         return next(
             (candidate.removed for candidate in self.candidates if candidate.removed is not None), None
@@ -216,7 +215,7 @@ class CandidateSet:
 
     @property
     def removed(self) -> np.ndarray:
-        """With which candidates the site leaves the network, boolean; shape (candidates,)."""
+        """Whether the site leaves the network, for each candidate, boolean; shape (candidates,)."""
         gone: np.ndarray = self.leaving > 0
         return gone
 
@@ -226,7 +225,7 @@ class CandidateSet:
         return any(candidate.narrower for candidate in self.candidates)
 
     def saved(self, measure: str) -> np.ndarray:
-        """Return what each candidate costs less where the next site reads fewer channels.
+        """Return what each candidate saves if the next site reads fewer channels.
 
         Returns:
             Shape (candidates, levels of the next site), 0 in the first column, where it reads all; minus
@@ -257,12 +256,12 @@ class CandidateSet:
         return len(kinds) > 1
 
     def efficient(self, *measures: str) -> CandidateSet:
-        """Return the candidates that no other one beats in cost and error, in ascending order of cost.
+        """Return the candidates that no other candidate beats in cost and error, in ascending order of cost.
 
-        A set of one generator stays as it is: its candidates are a grid already. Where time counts, integers
-        and floating point do not beat each other: what is faster depends on the neighbours. Nor do candidates
-        that read different numbers of channels: the site in front saves what they do not read; nor those with
-        which the site leaves the network and those with which it stays.
+        A set of one generator stays as it is: its candidates are a grid already. Only candidates that stand
+        in the same relation to their neighbours are compared: they read equally many channels, the site
+        leaves the network with both or with neither, and where time counts both compute in integers or in
+        floating point.
 
         Args:
             measures: The costs that count, of `params`, `macs`, `bytes` and `latency`, the first one for the
@@ -284,20 +283,20 @@ class CandidateSet:
         return self.subset([*kept, self.dense])
 
     def subset(self, indices: Iterable[int]) -> CandidateSet:
-        """Return the set of some candidates, in the given order; the last must be the dense one."""
+        """Return the set of these candidates in this order; the last must be the dense one."""
         return replace(self, candidates=tuple(self.candidates[index] for index in indices))
 
 
 def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
     """Tell whether neighbouring sites only leave the network together.
 
-    Then candidates go together whose `CandidateSet.leaving` is the same.
+    If so, two candidates go together only if their `CandidateSet.leaving` is equal.
     """
     return here.removal is not None and here.removal == behind.removal
 
 
 def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:
-    """Return what sites save because those behind them do not read all of their outputs.
+    """Return what sites save because their successors do not read all of their outputs.
 
     Args:
         sites: The candidates of every site.

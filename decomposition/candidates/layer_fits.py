@@ -127,7 +127,7 @@ class LayerFits:
         return max(0.0, self.power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
 
     def power(self, name: str, rows: torch.Tensor) -> float:
-        """Return what the network's output makes of a change of a layer's weight, shape (out, columns)."""
+        """Return the power at the network's output of a change (out, columns) of a layer's weight."""
         metric, sensitivity = self.metrics[name], self.sensitivities.get(name)
         weighed = rows if metric is None else times(rows, metric)
         weighed = weighed if sensitivity is None else floored(sensitivity) @ weighed

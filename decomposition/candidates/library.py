@@ -233,7 +233,7 @@ class FitLibrary:
         return tuple(core.double() for core in rounded[key])
 
     def cached(self, sites: Iterable[CandidateSet]) -> FitCache:
-        """Return what the weights of these sites' candidates are made of, computing what is missing."""
+        """Return what makes up the weights of these sites' candidates, computing what is missing."""
         cache = FitCache()
         for site in sites:
             for candidate in site.candidates:
@@ -250,7 +250,7 @@ class FitLibrary:
         return cache
 
     def _noise(self, name: str, operation: Factorise) -> float:
-        """Return by what rounding between the stages is squared and multiplied on its way to the output."""
+        """Return the factor by which the squared rounding noise between the stages grows up to the output."""
         modes = operation.modes(self.specs[name])
         cores = self.fit(name, operation).cores
         tensors = 1 if modes.kernel == 1 else 2
@@ -259,12 +259,12 @@ class FitLibrary:
     def _error(self, name: str, candidate: Candidate) -> float:
         """Return a candidate's relative output error.
 
-        That of weights, factorised and rounded, is computed; what rounding of activations adds is estimated
-        by a constant each.
+        The error of factorised and rounded weights is computed; each rounding of activations adds a constant
+        as an estimate.
         """
         operations, reads = candidate.operations, candidate.reads
         if candidate.removed is not None:
-            # Nothing is left of what the block adds, whatever its other layers made.
+            # Nothing remains of the block's sum, whatever its other layers compute.
             return 1.0 if self.lister.removals[name].last else 0.0
         factors = [operation for operation in operations if isinstance(operation, Factorise)]
         if any(isinstance(operation, Quantise) for operation in operations):
@@ -315,7 +315,7 @@ class FitLibrary:
         return [sites[name] for name in self.specs]
 
     def part(self, name: str) -> FitLibrary:
-        """Return a library of one layer, which shares everything with this one but the fits to come."""
+        """Return a library of one layer, which shares everything with this one except future fits."""
         part = copy.copy(self)
         part.specs, part.weights = {name: self.specs[name]}, {name: self.weights[name]}
         part.moments, part._metrics = None, {name: self._metrics[name]}

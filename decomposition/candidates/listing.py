@@ -1,4 +1,4 @@
-"""What may become of each layer and what that costs: all that is known before anything is fitted."""
+"""The candidates of each layer and their costs: everything that is known before anything is fitted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import PRECISIONS, computes_in_integers
 from decomposition.plan.layer_plan import total_cost
 
-# Singular values of a weight's unfoldings in a format, by which it chooses ranks of its own.
+# Singular values of a weight's unfoldings in a format, from which the format chooses a rank for each bond.
 Spectra = Callable[[TensorFormat], Sequence[np.ndarray]]
 
 
 class CandidateLister:
-    """Lists the candidates of a network's layers by their shapes alone; no weight is looked at.
+    """Lists the candidates of a network's layers from their shapes, without looking at weights.
 
     Args:
         specs: The compressible layers.
@@ -93,7 +93,7 @@ class CandidateLister:
         only: Sequence[str] = (),
         **options: Any,
     ) -> CandidateLister:
-        """Return what lists the candidates of a network's layers.
+        """Make the lister of a network's layers.
 
         Args:
             model: The dense model.
@@ -153,7 +153,7 @@ class CandidateLister:
     ) -> list[Candidate]:
         """Return the candidates of one format."""
         spec, modes = self.specs[name], self.modes(name, tensor_format)
-        # Of a ring's bonds, two of 4 make 16 channels.
+        # A ring's channel counts are products of two bonds: two bonds of 4 make 16 channels.
         side = self.multiple ** (1 / tensor_format.bonds_in_channels)
         multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))
         ranks = candidate_ranks(tensor_format, spec, modes, limit=limit, multiple=multiple, spectra=spectra)
@@ -164,7 +164,7 @@ class CandidateLister:
         ]
 
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
-        """Return a candidate in every precision, the dense layer in those that do something with it."""
+        """Return a candidate in every precision, and the dense layer in every precision that changes it."""
         spec, candidates = self.specs[name].narrowed(inputs=candidate.inputs), []
         for precision in ("float32",) if name in self.unrounded else self.precisions:
             rounding = PRECISIONS[precision]
@@ -186,7 +186,7 @@ class CandidateLister:
         return candidates
 
     def _narrowed(self, name: str) -> list[Candidate]:
-        """Return the candidates that read only some input channels; fitting them finds out which."""
+        """Return the candidates that read only some input channels; fitting selects the channels."""
         narrowing, spec, candidates = self.narrowings.get(name), self.specs[name], []
         for level, count in enumerate(narrowing.counts if narrowing else (), start=1):
             cost = dense_cost(spec.narrowed(inputs=count))
@@ -195,7 +195,7 @@ class CandidateLister:
         return candidates
 
     def _removed(self, name: str) -> list[Candidate]:
-        """Return the candidates with which the layer leaves the network, its batch norm with it."""
+        """Return the candidates that remove the layer and its batch norm from the network."""
         if name not in self.removals:
             return []
         gone = self._norm_parameters.get(name, 0) * self.specs[name].out_channels
@@ -246,7 +246,7 @@ def changing_layers(
 
 
 def within(specs: Sequence[LayerSpec], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a lister's options with the narrowings and removals that these layers alone take part in."""
+    """Return a lister's options, with narrowings and removals restricted to those among these layers."""
     changing = {spec.name for spec in specs}
     narrowings: Mapping[str, Narrowing] = options.get("narrowings") or {}
     return {
@@ -261,7 +261,7 @@ def within(specs: Sequence[LayerSpec], options: Mapping[str, Any]) -> dict[str, 
 
 
 def count_norm_parameters(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, int]:
-    """Return how many parameters the batch norms behind layers have for each channel, by the layer's name."""
+    """Return the parameters for each channel of the batch norm behind a layer, by the layer's name."""
     modules = dict(model.named_modules())
     return {
         spec.name: sum(parameter.numel() for parameter in modules[spec.batch_norm].parameters())

@@ -1,4 +1,4 @@
-"""The same function on many jobs, in processes of their own."""
+"""One function on many jobs, in several processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _Result = TypeVar("_Result")
 
 
 Spread = Callable[[Callable[[_Job], _Result], Iterable[_Job], str], Iterator[_Result]]
-"""Does the work of `in_processes` by the caller's own means: the function, the jobs, what is done."""
+"""Does the work of `in_processes` in the caller's own way; takes the function, the jobs and a description."""
 
-_MOST_DEATHS = 2  # of processes over one job; after that it is the job that kills them
+_MOST_DEATHS = 2  # deaths of processes over one job; after that the job itself kills them
 
 
 @dataclass
@@ -43,8 +43,8 @@ def in_processes(
 ) -> Iterator[_Result]:
     """Yield the results of a function on jobs, in the order in which they are finished.
 
-    A job is made when a worker is free for it, so memory holds no more jobs than workers. A job whose worker
-    dies is given to a new one. All workers end with the iteration, whatever ends it.
+    A job is made when a worker is free for it, so memory holds no more jobs than workers. A new worker takes
+    over the job of a worker that dies. All workers end with the iteration, whatever ends it.
 
     Args:
         function: A function of a module; it, jobs and results are pickled.
@@ -106,7 +106,7 @@ def _started(function: Callable[[Any], Any], threads: int) -> tuple[Connection, 
 
 
 def _check_deaths(worker: _Worker[Any], work: str) -> None:
-    """Tell of a worker's end; raise if others ended over the same job before."""
+    """Log a worker's death; raise if other workers died over the same job before."""
     worker.process.join()
     code = worker.process.exitcode
     if worker.deaths >= _MOST_DEATHS:

@@ -1,10 +1,10 @@
-"""The sequential refit in a fraction of its time, to score many plans of one network by what they become.
+"""The sequential refit in a fraction of its time, to score many plans of one network after their refit.
 
 `decomposition.fit` fits every layer of one plan to the inputs that reach it. Many plans of one network
-have much in common: what the dense layers make of the calibration inputs, how far moments are shrunk, and
-each layer's cores, which were fitted when its candidates were. So the dense network runs once, each plan
-takes one forward pass of its own, and every layer begins with its candidate's cores: the output factor is
-solved for in closed form, the others follow in a few iterations.
+have much in common: the dense layers' outputs on the calibration inputs, how far moments are shrunk, and each
+layer's cores, which were fitted when its candidates were. So the dense network runs once, each plan takes one
+forward pass of its own, and every layer begins with its candidate's cores: the output factor is solved for in
+closed form, the others follow in a few iterations.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Dense:
 class QuickRefit:
     """Lets a network take on one plan after the other, every layer fitted to the inputs that reach it.
 
-    Weights are written into the dense network, factorised layers as the dense weight that they equal;
-    integers of activations are not simulated. What a plan becomes does not depend on those before it.
+    Weights are written into the dense network; a factorised layer becomes the dense weight that it equals.
+    Rounding of activations is not simulated. The result of a plan does not depend on earlier plans.
 
     Args:
         network: The dense network, changed in place.
@@ -158,7 +158,7 @@ class QuickRefit:
         return patches.float(), labels_or_single(labels_of_batch(labels, len(x), inputs), inputs)
 
     def _observe(self, name: str, x: torch.Tensor) -> None:
-        """Remember what a dense layer makes of its inputs."""
+        """Remember a dense layer's outputs."""
         layer = self._modules[name]
         if name in self._dense or not is_decomposable_module(layer):
             return
@@ -175,7 +175,7 @@ class QuickRefit:
         self._dense[name] = _Dense(copied(layer), weight, outputs, weight @ mean, share)
 
     def _fit(self, name: str, operations: Sequence[Operation], x: torch.Tensor) -> None:
-        """Give a layer the weight that does best on what arrives."""
+        """Give a layer the best weight for the inputs that arrive."""
         dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
         patches, _ = self._patches(name, dense.layer, x)
         mean = patches.mean(0).double().cpu()
@@ -203,7 +203,7 @@ class QuickRefit:
     def _problem(
         self, dense: _Dense, patches: torch.Tensor, mean: torch.Tensor, *, centred: bool
     ) -> tuple[torch.Tensor, Metric]:
-        """Return the weight that does best on the patches that arrive, and their metric."""
+        """Return the best weight for the patches that arrive, and their metric."""
         known = dense.outputs_mean, mean, dense.share
         if worth_factoring(*patches.shape):
             return target_and_row_metric(dense.weight, dense.outputs, patches, *known, centred=centred)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def largest_first(specs: Mapping[str, LayerSpec]) -> list[str]:
-    """Return the layers in the order in which processes that share them are done soonest."""
+    """Return the layers, the most work first: processes that share them finish soonest in this order."""
 
     def work(name: str) -> int:
         spec = specs[name]

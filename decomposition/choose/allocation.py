@@ -20,7 +20,7 @@ _QUICK_BISECTIONS = 20
 def allocate(
     sites: Sequence[CandidateSet], budget: Budget, log_weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """Choose a candidate for every site so that the weighted squared errors are least within the budget.
+    """Choose a candidate for every site to minimise the weighted squared errors within the budget.
 
     Minimises sum_l exp(w_l) importance_l error_l^2 + lambda cost_l with lambda found by bisection, then
     spends what the convex relaxation left over on the best gain per cost.
@@ -77,7 +77,7 @@ def _relaxed(
 ) -> np.ndarray:
     """Return argmin of sum_l exp(w_l) loss_l + lambda cost with the least lambda that keeps the budget.
 
-    Of two budgets the cost is a mixture, so that neither keeps anything that the other could use.
+    With two budgets the cost is a mixture, so that neither budget is left unused.
 
     Args:
         sites: The candidates of every site.
@@ -90,7 +90,7 @@ def _relaxed(
         Shape (weightings, sites).
     """
     table = CostTable(sites, budget)
-    # A common factor changes nothing; without it exp and lambda would leave the range of floats.
+    # A common factor changes nothing, and it keeps exp and lambda within the range of floats.
     largest = max(float(table.losses[~table.absent].max()), 1e-300)
     relative = log_weights - log_weights.max(1, keepdims=True)
     weighted = np.exp(relative)[:, :, None] * (table.losses / largest)

@@ -1,4 +1,4 @@
-"""How much of a network's cost may be kept, and what choices of candidates take of it."""
+"""How much of a network's cost may be kept, and how much of it choices of candidates use."""
 
 from __future__ import annotations
 
@@ -107,16 +107,16 @@ class Budget:
         return self.fraction * self.total - self.fixed
 
     def coupled(self, sites: Sequence[CandidateSet]) -> bool:
-        """Tell whether what a candidate costs, in any budget, depends on its neighbours'."""
+        """Tell whether a candidate's cost, in any budget, depends on its neighbours."""
         together = any(site.narrows or site.removal is not None for site in sites)
         return together or any(bool(limit.borders) for limit in self.limits)
 
     def coupling(self, sites: Sequence[CandidateSet], site: int) -> np.ndarray | None:
-        """Return what candidates of a site and of the next one cost together beyond what each costs alone.
+        """Return what candidates of a site and of the next one cost together beyond their own costs.
 
-        It is the border between integers and floating point, less what the site saves because the next one
-        does not read all of its outputs; infinite where the two do not go together, as where one of a block
-        leaves the network and the other stays.
+        This is the border between integers and floating point, less what the site saves because the next one
+        does not read all of its outputs. It is infinite if the two do not go together: one layer of a block
+        cannot leave the network while another stays.
 
         Returns:
             Shape (candidates of the site, candidates of the next), in the unit of the measure; `None` where
@@ -154,7 +154,7 @@ class Budget:
         return float((integer[1:] != integer[:-1]) @ np.asarray(self.borders))
 
     def left(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return what the choices leave over of each budget; negative where they exceed it.
+        """Return what the choices leave of each budget; negative where they exceed it.
 
         Returns:
             Shape (limits,), each in the unit of its measure.
@@ -166,7 +166,7 @@ class Budget:
         return all(limit.spent(sites, choices) <= limit.fraction * limit.total for limit in self.limits)
 
     def extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
-        """Return what each candidate of a site would cost beyond the one that is chosen now.
+        """Return what each candidate of a site would cost beyond the present choice.
 
         Args:
             sites: The candidates of every site.

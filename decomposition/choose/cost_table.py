@@ -1,4 +1,4 @@
-"""Costs of all candidates as arrays, and the cheapest way through them where neighbours cost together."""
+"""Costs of all candidates as arrays, and the cheapest way through them when neighbours share costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.budget import Budget
 
-# Of the share that a second budget has in the price.
+# Bisection steps for the share of a second budget in the price.
 _MIXTURES = 8
 
 
@@ -50,7 +50,8 @@ class CostTable:
         return mixed
 
     def used(self, choices: np.ndarray) -> np.ndarray:
-        """Return what the choices (weightings, sites) take of what is available, shape (weightings, limits).
+        """Return the share of what is available that the choices (weightings, sites) take, shape (weightings,
+        limits).
 
         It is at most 1 where a budget is kept.
         """
@@ -63,15 +64,15 @@ class CostTable:
                     spent = spent + coupling.paid(row, choices[:, site], choices[:, site + 1])
             kept = spent <= limit.available
             share = np.full(len(spent), np.inf) if limit.available <= 0 else spent / limit.available
-            # Rounding must not turn a plan away that meets its budget to the last bit.
+            # Rounding must not reject a plan that meets its budget to the last bit.
             shares.append(np.where(kept, np.minimum(share, 1.0), np.maximum(share, np.nextafter(1.0, 2.0))))
         return np.stack(shares, axis=1)
 
     def least(self, values: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        """Return the choices with the least sum of values and of what neighbours cost together.
+        """Return the choices with the least sum of values and shared costs of neighbours.
 
-        Sites that are coupled to none are on their own; through a chain of coupled ones the best way is found
-        exactly by dynamic programming (Viterbi 1967).
+        Uncoupled sites are independent; the best way through a chain of coupled sites is found exactly by
+        dynamic programming (Viterbi 1967).
 
         Args:
             values: Shape (weightings, sites, width).
@@ -84,7 +85,7 @@ class CostTable:
         if all(coupling is None for coupling in self._couplings):
             return values.argmin(2)
         count = values.shape[1]
-        # Of the best way to each candidate: its sum, and for each kind of the next site's where it came from.
+        # The sum of the best way to each candidate, and where it came from for each kind of the next site's.
         total, origins = values[:, 0], []
         for site, coupling in enumerate(self._couplings):
             if coupling is None:
@@ -105,7 +106,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class _Coupling:
-    """What candidates of a site cost together with those of the next, which are of few kinds to it.
+    """Shared costs of a site's candidates and the next site's, of which there are few kinds.
 
     Attributes:
         costs: In the unit of each budget, shape (limits, width, kinds); 0 where there is no candidate.
@@ -134,7 +135,7 @@ class _Coupling:
         return cls(costs, costs / totals[:, None, None], padded)
 
     def paid(self, limit: int, here: np.ndarray, behind: np.ndarray) -> np.ndarray:
-        """Return what choices of the site and of the next, shape (weightings,), cost together."""
+        """Return the shared cost of choices of the site and of the next one, shape (weightings,)."""
         paid: np.ndarray = self.costs[limit][here, self.kinds[behind]]
         return paid
 
@@ -149,10 +150,10 @@ class _Coupling:
 def best_mixture(
     table: CostTable, weightings: int, choose: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 ) -> np.ndarray:
-    """Return the best choices over the shares that two budgets have in the price.
+    """Return the best choices over all shares of two budgets in the price.
 
-    The share of the one that is used up less is lowered, by bisection, until both are used alike or one of
-    them counts alone.
+    Bisection lowers the share of the budget that is used less, until both are used equally or only one
+    counts.
 
     Args:
         table: Costs of two budgets.

@@ -103,7 +103,7 @@ def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -
     The share that a candidate retains is 1 - error^2 of its fit: the classical spectral energy where the fit
     is a truncated SVD, and that of the layer's real outputs where the library knows the data.
     """
-    # A candidate is needed from the share on that the one before it cannot retain.
+    # A candidate is needed from the first share that the candidate before it cannot retain.
     levels = [np.array([0.0, *np.maximum.accumulate(1 - site.errors[:-1] ** 2)]) for site in sites]
     return _climb(sites, budget, levels)
 
@@ -112,7 +112,7 @@ def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -
 def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
     """Give every layer the same multiple of its analytic VBMF rank, the largest that meets the budget.
 
-    A layer's VBMF rank is the larger one of its weight's output and input unfoldings (as Kim et al., ICLR
+    A layer's VBMF rank is the larger rank of its weight's output and input unfoldings (as Kim et al., ICLR
     2016, choose Tucker ranks), at least 1. A candidate's rank is the number of features between the two
     halves of the format, which bounds the rank of the output unfolding; in a ring it is a product of bonds.
     """
@@ -122,7 +122,7 @@ def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> 
         unfoldings = (weight.flatten(1), weight.movedim(1, 0).flatten(1))
         signal = max(1, *(matrix_rank(unfolding).rank for unfolding in unfoldings))
         features = [_features(library, site.spec, candidate) for candidate in site.candidates]
-        # Where bonds have ranks of their own, a larger layer need not have more features.
+        # If each bond has its own rank, a larger layer need not have more features.
         levels.append(np.maximum.accumulate([*features[:-1], max(features)]) / signal)
     return _climb(sites, budget, levels)
 
@@ -207,7 +207,7 @@ def plan_by_heuristic(
 
 
 def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:
-    """Count the features between a layer's two halves, all of a dense one; the mean of ranks of their own."""
+    """Count the features between a layer's halves: all if it is dense, the mean if bonds have own ranks."""
     if candidate.removed is not None:
         return 0
     operation = next((step for step in candidate.operations if isinstance(step, Factorise)), None)
@@ -235,7 +235,8 @@ def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.nd
     """
     check_reachable(sites, budget)
     costs = [site.cost(budget.measure) for site in sites]
-    # Only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense layer's.
+    # Keep only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense
+    # layer's.
     useful = [
         [j for j in range(len(cost)) if j == len(cost) - 1 or cost[j] < cost[j + 1 :].min()] for cost in costs
     ]

@@ -14,7 +14,7 @@ from decomposition.errors import DecompositionError
 
 
 def cheapest_choices(sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
-    """Return the choices of least cost, shape (sites,); of two budgets the dearer one counts."""
+    """Return the choices of least cost, shape (sites,); with two budgets the tighter one counts."""
     table = CostTable(sites, budget)
     if budget.also is None:
         return table.least(table.shares(np.ones((1, 1))), np.ones((1, 1)))[0]

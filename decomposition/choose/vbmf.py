@@ -86,7 +86,7 @@ def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: flo
     """
     short = len(squares)
     upper = float(squares.mean()) / long
-    # At most this many components can be signal; what lies behind them is noise for certain.
+    # At most this many components can be signal; the rest are certainly noise.
     signals = max(0, min(math.ceil(short / (1 + alpha)) - 1, short - 1))
     lower = max(float(squares[signals]) / (long * threshold), float(squares[signals:].mean()) / long)
 

@@ -1,10 +1,9 @@
-"""Rounding weights to integers so that what one loses the others make up for.
+"""Rounding weights to integers so that other weights compensate for each rounding error.
 
-Columns are rounded one by one; what rounding a column changes in the outputs is taken back, as well as it
-can be, by the columns that are still to come: with H = E[x x'] of the layer's inputs and U the upper
-triangular root of its inverse, H^-1 = U'U, an error e in column j moves column k by -e U_jk / U_jj (GPTQ,
-Frantar et al., ICLR 2023, after the optimal brain surgeon of Hassibi & Stork, NIPS 1992). Columns whose
-inputs are largest come first.
+Columns are rounded one by one, and the remaining columns compensate for each change of the outputs as well as
+they can: with H = E[x x'] of the layer's inputs and U the upper triangular root of its inverse, H^-1 = U'U,
+an error e in column j moves column k by -e U_jk / U_jj (GPTQ, Frantar et al., ICLR 2023, after the optimal
+brain surgeon of Hassibi & Stork, NIPS 1992). Columns whose inputs are largest come first.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import torch
 from decomposition.calibration.metric import Metric, RowFactor, whole
 from decomposition.network.rounding import largest_integer, rounded_weight
 
-# Of the inputs' mean power, added to each: GPTQ's own choice.
+# Share of the inputs' mean power that is added to each: GPTQ's own choice.
 _DAMPING = 0.01
-# So many columns are rounded before the others behind them are moved, all at once.
+# Columns that are rounded before the columns behind them are moved, all at once.
 _BLOCK = 128
-# A matrix of more columns than that, of inputs known by fewer rows, is not worth making.
+# If inputs are known by fewer rows than columns, no larger matrix than this is made.
 _MOST_COLUMNS = 8192
 
 
 def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) -> torch.Tensor:
-    """Round a weight to signed integers of some bits, one scale a row, with the least change of its outputs.
+    """Round a weight to signed integers, one scale for each row, with the least change of its outputs.
 
     The scale is the one that plain rounding takes, and a row's largest entry stays as it is: rounding the
     result once more (`decomposition.network.rounding`, or a runtime's quantiser) finds the same
@@ -82,5 +81,5 @@ def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torc
 
 
 def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return each row times the matrix, or times its own of several."""
+    """Return each row times the matrix, or times its own matrix if there are several."""
     return rows @ matrix if matrix.ndim == 2 else (rows[:, None] @ matrix)[:, 0]

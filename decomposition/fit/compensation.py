@@ -1,4 +1,4 @@
-"""Making up for inputs that are gone: what is left of a layer reproduces the outputs that it used to have."""
+"""Compensating for removed inputs: the rest of a layer reproduces its former outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compensate(
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
 ) -> nn.Module:
-    """Return a copy of `model` whose weights make up for what is going to be removed.
+    """Return a copy of `model` whose weights compensate for what is going to be removed.
 
     Layer by layer in forward order, the weights on the inputs that stay are solved for by least squares, so
     that the layer's outputs become those of the dense network as nearly as the inputs allow: the channel

@@ -49,6 +49,6 @@ class FitOptions:
 FAST = FitOptions()
 
 CHOOSING = FitOptions(tolerance=1e-3, patience=3, enough=5e-3)
-"""For fits that ranks are chosen by; the layers of the plan are fitted anew."""
+"""For fits that serve to choose ranks; the layers of the chosen plan are fitted anew."""
 
 THOROUGH = FitOptions(iterations=1000, starts=16, tolerance=1e-9)

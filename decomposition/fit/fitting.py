@@ -76,7 +76,7 @@ class Fit:
 
 
 class Fitter:
-    """Fits of one weight in one format; what all ranks have in common is computed once.
+    """Fits of one weight in one format, which compute once what all ranks have in common.
 
     Args:
         tensor_format: The format.

@@ -252,7 +252,7 @@ def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 class _StandIn(nn.Module, Generic[_Replaced]):
-    """Stands in place of a module, and has its attributes, which the network's own code may ask for."""
+    """Replaces a module and forwards its attributes, which the network's own code may read."""
 
     dense: _Replaced
 

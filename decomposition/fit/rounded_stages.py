@@ -52,10 +52,10 @@ def equalise(layer: StagedLayer, metric: Metric | None) -> None:
 def amplification(
     tensor_format: TensorFormat, cores: Cores, modes: WeightModes, metric: Metric | None
 ) -> float:
-    """Return how much larger the features' shares of the output are than the output itself.
+    """Return how much larger the features' contributions to the output are than the output itself.
 
-    It is sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2): noise in proportion to each feature comes out so much
-    larger, beside the output, than it went in. Terms that cancel one another make it large.
+    It is sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2): the factor by which noise in proportion to each
+    feature grows relative to the output. Terms that cancel one another make it large.
     """
     output, features = tensor_format.halves(cores, modes)
     whole = float(powers(output @ features, metric).sum())
@@ -66,8 +66,8 @@ def amplification(
 def round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) -> None:
     """Round the stages before the last one, each for the inputs that it gets behind the rounded ones.
 
-    Of layers that are not made of a stage that mixes channels and one that applies the kernel nothing is
-    changed: their weights are rounded to the nearest.
+    Layers that are not made of a stage that mixes channels and a stage that applies the kernel stay as they
+    are: their weights are rounded to the nearest integer.
     """
     if not isinstance(layer, StagedLayer) or metric is None or isinstance(layer.reduce, nn.ParameterList):
         return

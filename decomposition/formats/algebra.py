@@ -33,8 +33,8 @@ def leading_left_vectors(matrix: torch.Tensor, count: int) -> torch.Tensor:
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices that a weight is made of.
 
-    A fit computes it, and its gradient, in every step, in less time than by `einsum`. That of a batch of one:
-    what a layer makes of its cores is not counted among its operations (`decomposition.network.cost`).
+    A fit computes it and its gradient in every step, faster than `einsum` would. It is a batched product of
+    one: contractions of cores are not counted among a layer's operations (`decomposition.network.cost`).
     """
     return torch.bmm(left[None], right[None])[0]
 

@@ -73,7 +73,7 @@ class TensorFormat(ABC):
     def starter(
         self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None = None
     ) -> Callable[[Ranks], Cores]:
-        """Return what computes `start` for many ranks of one weight, sharing what they have in common.
+        """Return a function that computes `start` for many ranks of one weight, sharing the common work.
 
         Args:
             weight: Weight (out, in, kernel).
@@ -91,7 +91,7 @@ class TensorFormat(ABC):
         return self.start(weight, modes, ranks)
 
     def conditioned(self, cores: Cores) -> Cores:
-        """Return cores of the same weight from which a minimiser over all but the output's goes faster."""
+        """Return cores of the same weight from which minimising over all but the output's is faster."""
         return cores
 
     def normalised(self, cores: Cores) -> Cores:

@@ -182,7 +182,7 @@ class ChainFormat(TensorFormat):
 
 
 def _modes_for(sizes: tuple[int, ...], channels: int) -> int:
-    """Return how many leading modes multiply to the channels, 0 if none do."""
+    """Return how many leading modes multiply to the channels; 0 if none do."""
     product = 1
     for count, size in enumerate(sizes, start=1):
         product *= size

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ContractedLayer(FactorisedLayer):
     """Cores that are contracted to fewer and larger weights at every forward pass.
 
-    Used where that takes fewer multiply-accumulates than running a stage a core, and for tensorised modes,
+    Used if this takes fewer multiply-accumulates than one stage for each core, and for tensorised modes,
     whose cores are no layers. The parameters are the cores.
     """
 

@@ -1,4 +1,4 @@
-"""The layers that replace dense ones: plain torch layers in a row, or cores contracted to a weight."""
+"""The layer that replaces a dense one, whichever way it is executed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _DESCRIPTION = (
 
 
 class FactorisedLayer(nn.Module):
-    """A layer that carries out a convolution or matrix product through the cores of a tensor format.
+    """A layer that computes a convolution or matrix product through the cores of a tensor format.
 
-    It has the dense layer's `in_features`, `out_channels`, `stride`, ... and `weight`, for which a network's
-    own code may ask.
+    It has the dense layer's `in_features`, `out_channels`, `stride`, ... and `weight`, which a network's own
+    code may read.
 
     Attributes:
         geometry: Kernel, stride, padding and channels of the dense layer it replaces.
@@ -97,14 +97,14 @@ class FactorisedLayer(nn.Module):
             return ((output.T @ output) * (features @ features.T)).sum()
 
     def freeze_like(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Let the cores be trained where a weight is, and the bias where a bias is: frozen stays frozen."""
+        """Make the cores trainable if the weight is, and the bias if the bias is: frozen stays frozen."""
         for parameter in self.parameters():
             parameter.requires_grad_(weight.requires_grad)
         if self.bias is not None and bias is not None:
             self.bias.requires_grad_(bias.requires_grad)
 
     def balance(self) -> None:
-        """Size the cores so that one learning rate suits them all; the weight that they stand for stays."""
+        """Size the cores so that one learning rate suits them all; the weight that they equal stays."""
         with torch.no_grad():
             self.set_cores(self.tensor_format.balanced([core.detach().double() for core in self.cores()]))
 

@@ -1,4 +1,4 @@
-"""Which ranks of a format are worth trying for a layer."""
+"""The ranks of a format that are worth trying for a layer."""
 
 from __future__ import annotations
 

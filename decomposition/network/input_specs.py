@@ -88,7 +88,7 @@ class InputSpec:
 
 
 InputShape = tuple[int, ...] | InputSpec
-"""What is known of a model's inputs: the shape of its only input without the batch axis, or a specification."""
+"""The shape of a model's only input without the batch axis, or a specification of its inputs."""
 
 
 def shape_to_json(shape: InputShape) -> Any:
