@@ -18,7 +18,7 @@ Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
 
 def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> None:
-    """Refuse a result that is not what the plan says, whatever went wrong on the way.
+    """Refuse a result that differs from what the plan says.
 
     Raises:
         DecompositionError: If a layer is not in the form that its entry says, its cores are not fitted or not
@@ -63,5 +63,5 @@ def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> 
 
 
 def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what the names of modules inside these layers begin with: operations may wrap a layer."""
+    """Return the prefixes of names of modules inside these layers: operations may wrap a layer."""
     return tuple(f"{name}." for name in names)

@@ -103,9 +103,9 @@ def apply_plan(
 
 
 def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
-    """Return a copy of `model` with the plan's layers in place, their values not set.
+    """Return a copy of `model` with the plan's layers in place, without setting their values.
 
-    Used to load a saved compressed model into; the result of `apply_plan` has the same parameters.
+    A saved compressed model is loaded into it; the result of `apply_plan` has the same parameters.
 
     Raises:
         PlanError: If the plan does not fit the model.
@@ -176,7 +176,7 @@ def _apply_sequentially(
     options: ApplyOptions,
     bar: ProgressBar,
 ) -> None:
-    """Fit every layer to the inputs that reach it in the compressed network; those that stay, too."""
+    """Fit every layer, also those that stay dense, to the inputs that reach it in the compressed network."""
     modules = dict(model.named_modules())
     correct_mean = options.batch_norm == "mean"
 
@@ -206,7 +206,7 @@ def _apply_sequentially(
         seed=options.seed,
     )
     fitted = dict(model.named_modules())
-    for name, error in errors.items():  # an operation behind a factorisation may have put it into a module
+    for name, error in errors.items():  # a later operation may have wrapped the factorised layer
         for layer in factorised_layers(fitted[name]).values():
             layer.error = error
 
@@ -258,7 +258,7 @@ def fitted_layer(
     sensitivity: torch.Tensor | None,
     options: FitOptions,
 ) -> FittedLayer:
-    """Return the layer that an entry's operations, one after the other, make of a dense one.
+    """Apply an entry's operations one after the other to a dense layer.
 
     Args:
         dense: The dense layer; left untouched.

@@ -119,7 +119,7 @@ def load_compressed(
 
 
 def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a model the floating-point types of a file's tensors; a single one to what is not in it, too."""
+    """Give a model the floating-point types of a file's tensors; a single type applies to all."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
         (kind,) = kinds
@@ -129,9 +129,9 @@ def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_parameter: bool) -> None:
-    """Refuse values of another kind, whose copy would lose something, and parameters that are not finite.
+    """Refuse tensors whose copy would lose information, and parameters that are not finite.
 
-    Buffers may hold infinity where the model's own does: masks of attention do.
+    Buffers may hold infinity where the model's own buffers do, as attention masks do.
     """
     if (
         tensor.is_floating_point() != current.is_floating_point()
@@ -146,19 +146,19 @@ def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_
 
 
 def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Module:
-    """Load what was written for `model`, which is in eval mode then; read the plan from the file, too."""
+    """Load what was written for `model`, in eval mode, with the plan from the file."""
     if dense is not None:
         return load_compressed(dense, path)[0].eval()
     with safe_open(path, framework="pt") as file:
         plan = CompressionPlan.from_json(file.metadata()[_PLAN_KEY])
     architecture = dense_form(model, plan)
-    # What group operations changed is changed in the model already; the other entries hold for the rest.
+    # Group operations have changed the model already; the other entries apply to the rest.
     left = plan.after_groups(architecture, lambda kind, network, operations: network)[1]
     return load_compressed(architecture, path, left)[0].eval()
 
 
 def _compare(model: nn.Module, loaded: nn.Module, input_shape: InputShape, path: Path) -> None:
-    """Refuse a model that was loaded back different.
+    """Refuse a model that differs after loading it back.
 
     Raises:
         PlanError: If a tensor is not equal bit for bit, or the outputs on a random input differ.
@@ -193,7 +193,7 @@ def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _equal_but_for_rounding(output: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether outputs are the same up to half their digits: other memory orders of weights round."""
+    """Tell whether outputs agree in half their digits: another memory order of weights rounds differently."""
     if output.shape != other.shape or not output.is_floating_point():
         return _equal(output, other)
     largest = float(output.abs().nan_to_num(0.0, 0.0).max()) if output.numel() else 0.0

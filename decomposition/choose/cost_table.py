@@ -50,8 +50,7 @@ class CostTable:
         return mixed
 
     def used(self, choices: np.ndarray) -> np.ndarray:
-        """Return the share of what is available that the choices (weightings, sites) take, shape (weightings,
-        limits).
+        """Return each budget's share that the choices (weightings, sites) use, shape (weightings, limits).
 
         It is at most 1 where a budget is kept.
         """

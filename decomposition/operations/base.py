@@ -65,7 +65,7 @@ class ApplyOptions:
 
     Attributes:
         sequential: Fit each layer to the inputs that it receives in the compressed network.
-        weigh_outputs: Weigh a layer's output channels by what the network's output makes of them.
+        weigh_outputs: Weigh a layer's output channels by their effect on the network's output.
         batch_norm: What becomes of running statistics: `keep`, correct the `mean`, or `reestimate`.
         fit: How much work each fit may do.
         max_patches: Input patches that each layer is fitted on at most.
@@ -82,10 +82,10 @@ class ApplyOptions:
     statistics: Inputs | None = None
 
     def reestimate(self, model: nn.Module) -> None:
-        """Re-estimate the running statistics of batch norms in place, where there are inputs to do it on."""
+        """Re-estimate the running statistics of batch norms in place, if there are inputs for it."""
         if self.statistics is not None:
             count = count_inputs(self.statistics)
-            parts = -(-count // _STATISTICS_BATCH)  # of nearly equal size: none is of a single input
+            parts = -(-count // _STATISTICS_BATCH)  # of nearly equal size, so that none holds a single input
             reestimate_batch_norm(model, split(self.statistics, -(-count // max(1, parts))))
 
 
@@ -106,12 +106,12 @@ class FittedLayer:
 
 @dataclass(frozen=True)
 class Operation(ABC):
-    """Something that a plan does with a layer.
+    """One step of what a plan does with a layer.
 
     Attributes:
         kind: Name in the registry and in plans.
         description: One line for listings.
-        stage: A layer's operations stand in ascending order of their stages, one of each at most.
+        stage: A layer's operations are ordered by ascending stage, at most one of each stage.
         removes: Whether the layers themselves leave the network.
     """
 
@@ -127,7 +127,7 @@ class Operation(ABC):
 
     @abstractmethod
     def check(self, spec: LayerSpec) -> None:
-        """Refuse a layer that the operation does not fit.
+        """Refuse a layer that the operation cannot be applied to.
 
         Raises:
             DecompositionError: Naming the layer, the value and what is allowed.
@@ -169,7 +169,7 @@ class LayerOperation(Operation):
 
     @abstractmethod
     def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
-        """Return the layer that takes the place of `module`, its values not set.
+        """Return the layer that replaces `module`, without setting its values.
 
         Args:
             module: The layer under the operations to the left.
@@ -186,7 +186,7 @@ class LayerOperation(Operation):
         sensitivity: torch.Tensor | None,
         options: FitOptions,
     ) -> FittedLayer:
-        """Return the fitted layer that takes the place of `module`.
+        """Return the fitted layer that replaces `module`.
 
         Args:
             module: The layer under the operations to the left.
@@ -209,7 +209,7 @@ class GroupOperation(Operation):
     def group_structure(
         cls, model: nn.Module, operations: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
-        """Return a copy of `model` as the operations leave it, its values of no account.
+        """Return a copy of `model` with the structure that the operations leave; its values do not matter.
 
         Args:
             model: The network; left untouched.

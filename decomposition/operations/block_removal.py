@@ -1,4 +1,4 @@
-"""Layers that may leave the network with the residual block that they are in."""
+"""Layers that may leave the network together with their residual block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Removal:
     """How a layer can leave the network.
 
     Attributes:
-        operation: What a plan does with it; equal for all layers of a block, which leave together.
-        last: Whether what it makes is what the block adds to its input.
+        operation: The operation that removes it; equal for all layers of a block, which leave together.
+        last: Whether its output is what the block adds to its input.
     """
 
     operation: Operation
@@ -24,7 +24,7 @@ class Removal:
 
 
 def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[str, Removal]:
-    """Return the removals of blocks whose layers can all be chosen for, and follow each other.
+    """Return the removals of blocks whose layers may all change and follow each other.
 
     Args:
         removals: By the name of the layer.

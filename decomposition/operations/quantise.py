@@ -1,4 +1,4 @@
-"""Quantise a layer: its weights become integers, and with its activations all that it computes."""
+"""Quantise a layer: its weights become integers, or its activations and all of its arithmetic too."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from decomposition.operations.base import (
 BITS = (8, REDUCED_BITS, 4)
 INTEGERS, FLOATS = "uint8", "float32"
 ACTIVATION_NOISE = 0.01
-"""What rounding one tensor to uint8 adds to a layer's relative output error, about: the steps of a range of
-ten root mean squares have a standard deviation of 10 / 255 / sqrt(12) of them."""
+"""Approximate increase of a layer's relative output error by rounding one tensor to uint8: steps of a range
+of ten root mean squares have a standard deviation of 10 / 255 / sqrt(12) root mean squares."""
 _SCALE_BYTES = FLOAT_BYTES + 1
 """A scale in float32 and a zero point for each output channel of a weight."""
 
@@ -43,7 +43,7 @@ _SCALE_BYTES = FLOAT_BYTES + 1
 @register_operation
 @dataclass(frozen=True)
 class Quantise(LayerOperation):
-    """Round weights, one scale an output channel, and activations, one range a tensor.
+    """Round weights with one scale for each output channel, and activations with one range for each tensor.
 
     A factorised layer is quantised stage by stage.
 
@@ -106,11 +106,11 @@ class Quantise(LayerOperation):
         return Cost(before.params, before.macs, size, rows=before.rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
-        """Return the layer with its rounding in place; `module` itself, changed, unless it is dense.
+        """Return the layer with rounding in place; a dense `module` is copied, any other is changed itself.
 
         Raises:
-            DecompositionError: If its cores are contracted while it runs, so that it has no stages which
-                could compute in integers.
+            DecompositionError: If the layer contracts its cores while it runs, so that no stage can compute
+                in integers.
         """
         if is_decomposable_module(module):
             module = copied(module)
@@ -154,7 +154,7 @@ class Quantise(LayerOperation):
         sensitivity: torch.Tensor | None,
         options: FitOptions,
     ) -> FittedLayer:
-        """Round the layer's weights so that what one loses others make up for, stage by stage."""
+        """Round the layer's weights stage by stage; other weights compensate for each rounding error."""
         if is_decomposable_module(module):
             dense = copied(module)
             solved = problem.count >= PATCHES_TO_SOLVE * problem.target[0].numel()
@@ -207,7 +207,7 @@ PRECISIONS: dict[str, tuple[Quantise, ...]] = {
 
 
 def computes_in_integers(precisions: Iterable[str]) -> bool:
-    """Tell whether some of these precisions compute in integers; names that there are not do nothing."""
+    """Tell whether any of these precisions computes in integers; unknown names do not count."""
     return any(operation.integer for name in precisions for operation in PRECISIONS.get(name, ()))
 
 

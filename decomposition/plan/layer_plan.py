@@ -78,7 +78,7 @@ class LayerPlan:
 
 
 def total_cost(operations: Sequence[Operation], spec: LayerSpec) -> Cost:
-    """Return a layer's cost under operations applied left to right; that of the dense layer under none."""
+    """Return a layer's cost under operations applied left to right; without any, the dense layer's."""
     cost = dense_cost(spec)
     for operation in operations:
         cost = operation.cost(spec, cost)
@@ -86,7 +86,7 @@ def total_cost(operations: Sequence[Operation], spec: LayerSpec) -> Cost:
 
 
 def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
-    """Return the entry; without its factorisation, with the reason, if that saves no parameters."""
+    """Return the entry, with its factorisation replaced by a reason if it saves no parameters."""
     factorisation = layer.operation(Factorise)
     if factorisation is None:
         return layer

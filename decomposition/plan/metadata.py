@@ -1,4 +1,4 @@
-"""Free-form metadata of a plan: values that JSON holds exactly, nothing else."""
+"""Free-form metadata of a plan: any values that JSON can hold exactly."""
 
 from __future__ import annotations
 

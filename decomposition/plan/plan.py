@@ -31,7 +31,7 @@ OPERATIONS_VERSION = 3
 """Written where nothing was rewritten before the plan, so that earlier releases read it."""
 _READABLE = (PLAIN_VERSION, PRUNING_VERSION, OPERATIONS_VERSION, PLAN_VERSION)
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
-# A JSON text holds no line break (it is written as \\n there), so that this finds lists only.
+# Strings in JSON hold no line break (it is written as \\n), so this matches lists only.
 _INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
 
 _Kind = TypeVar("_Kind", bound=Operation)
@@ -43,7 +43,7 @@ RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperatio
 class CompressionPlan:
     """A plan for one model.
 
-    Group operations come first; the operations of single layers are those of the network that they leave.
+    Group operations come first; operations on single layers apply to the network that they leave.
 
     Attributes:
         layers: One entry for each layer that was considered, in forward order.
@@ -51,10 +51,10 @@ class CompressionPlan:
         input_shape: Shape of one model input without the batch axis, or the specification of what else the
             model takes; costs hold at this size.
         chosen_by: Who chose it, for example `greedy` or `ddpg`.
-        metadata: What else is to be kept with the plan and the networks saved with it, such as how the
-            model's inputs are made: values that JSON holds, by name. Nothing here looks at it.
-        preparation: What was rewritten in the model before (`plain_attention` and the like). It is repeated
-            on the model as its class makes it.
+        metadata: Anything else to keep with the plan and the networks saved with it, such as how the model's
+            inputs are made: JSON values by name. Nothing here reads it.
+        preparation: Rewrites of the model before the plan (`plain_attention` and the like). They are repeated
+            on a model fresh from its class.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -179,7 +179,7 @@ class CompressionPlan:
         return self.check_specs(inspect_layers(self.prepared(model), self.input_shape))
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Return the plan's model from what its class makes: the same layers rewritten as before the plan.
+        """Return the plan's model from a fresh one: the same layers are rewritten as before the plan.
 
         Args:
             model: The model, rewritten or not; left untouched.
@@ -193,7 +193,7 @@ class CompressionPlan:
         """Return all layers of a network by name, after checking that it is the plan's; see `check_model`."""
         by_name = {spec.name: spec for spec in specs}
         actual = fingerprint(by_name.values())
-        # Plans made before recurrent layers and attention were listed know nothing of them.
+        # Plans that were made before recurrent layers and attention were listed do not name them.
         known = {actual, fingerprint(spec for spec in by_name.values() if spec.kind not in OPAQUE_KINDS)}
         missing = [layer.name for layer in self.layers if layer.name not in by_name]
         if missing:
@@ -209,7 +209,7 @@ class CompressionPlan:
         return by_name
 
     def specs(self, model: nn.Module) -> list[LayerSpec]:
-        """Return the layers that group operations leave, as they leave them, after checking that all fits.
+        """Return the layers in the form that group operations leave, after checking every operation.
 
         Raises:
             PlanError: If the plan was made for another model, names a layer it does not have, or one that
@@ -255,7 +255,7 @@ class CompressionPlan:
         return model, plan
 
     def with_operations(self, model: nn.Module, operations: Mapping[str, Operation]) -> CompressionPlan:
-        """Return the plan for `model` that first applies group operations and then does what this plan says.
+        """Return the plan for `model` that applies group operations first and this plan afterwards.
 
         Args:
             model: The network before those operations.
@@ -266,7 +266,7 @@ class CompressionPlan:
         """
         specs = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
         layers = {layer.name: layer for layer in self}
-        # The plan is one for what is left: it does not have the layers that operations remove.
+        # This plan does not have the layers that the operations remove.
         layers.update(
             {
                 n: LayerPlan(n)
@@ -290,7 +290,7 @@ def _removes(operation: Operation) -> bool:
 
 
 def fingerprint(specs: Any) -> str:
-    """Hash what a plan depends on: names, kinds and shapes of all layers, not their weights.
+    """Hash what a plan depends on: names, kinds and shapes of all layers, but not their weights.
 
     Args:
         specs: The `LayerSpec`s of `inspect_layers`.
@@ -305,7 +305,7 @@ def fingerprint(specs: Any) -> str:
 
 
 def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:
-    """Read what was rewritten before a plan.
+    """Read the rewrites before a plan.
 
     Raises:
         PlanError: It is no list of rewrites.

@@ -1,1 +1,1 @@
-"""Layers rewritten as equal ones that can be compressed, before anything is chosen."""
+"""Rewriting layers as equivalent ones that can be compressed, before a plan is made."""

@@ -17,10 +17,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class PlainAttention(nn.Module):
-    """What an `nn.MultiheadAttention` computes, with a linear layer for each projection.
+    """An `nn.MultiheadAttention` with a linear layer for each projection.
 
-    It takes and returns the same, and keeps its attributes, but for the packed weight. torch's fast path for
-    Transformer layers, which would read that, keeps away.
+    It takes and returns the same and keeps all attributes except the packed weight, so torch's fast path for
+    Transformer layers, which reads that weight, stays off.
 
     Args:
         attention: The attention; its weights are copied.
@@ -103,7 +103,7 @@ def plain_attention(model: Module) -> Module:
     """Return a copy of a model whose attention projects with linear layers, which plans may decompose.
 
     `nn.MultiheadAttention` holds its projections on queries, keys and values as one parameter that no layer
-    owns. In the copy they are the layers `q_proj`, `k_proj`, `v_proj` and `out_proj`, and the outputs the
+    owns. In the copy they are the layers `q_proj`, `k_proj`, `v_proj` and `out_proj`, and the outputs are the
     same. A model without such attention is copied as it is.
 
     Args:
@@ -150,7 +150,7 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask as what is added to scores: minus infinity where a boolean one is true."""
+    """Return a mask as a term to add to scores: minus infinity where a boolean mask is true."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

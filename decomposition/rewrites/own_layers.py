@@ -1,4 +1,4 @@
-"""Subclasses of linear layers and convolutions that compute as these do, made plain to be decomposed."""
+"""Subclasses of linear layers and convolutions that compute the same, replaced by plain layers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from decomposition.registry import did_you_mean
 Module = TypeVar("Module", bound=nn.Module)
 
 _SUBCLASSED = (nn.Conv1d, nn.Conv2d, nn.Linear)
-# Of the largest output; kernels that compute the same may add up in another order.
+# Share of the largest output: equivalent kernels may add up in another order.
 _TOLERANCE = 1e-5
 _CALLS = 4
 """Calls of a layer that are compared at most."""
 
 
 def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) -> Module:
-    """Return a copy of a model in which layers of subclasses are the plain layers that they extend.
+    """Return a copy of a model with plain layers in place of subclasses that compute the same.
 
-    A subclass of `nn.Conv1d`, `nn.Conv2d` or `nn.Linear` may compute something else, which is why it stays
-    dense. Where the caller knows that it does not, this function checks that, on the inputs that reach the
-    layer, in training and in evaluation mode, and puts a plain layer with the same weights into its place.
+    A subclass of `nn.Conv1d`, `nn.Conv2d` or `nn.Linear` stays dense, because it may compute something else.
+    If the caller knows that it does not, this function checks it on the inputs that reach the layer, in
+    training and in evaluation mode, and replaces it by a plain layer with the same weights.
 
     Args:
         model: Any module; left untouched.
@@ -72,7 +72,7 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
 
 
 def plain_form(module: nn.Module) -> DecomposableModule | None:
-    """Return the plain layer of a subclass with its weights, not compared, or `None` for another module."""
+    """Return the plain layer of a subclass, without comparing it, or `None` for another module."""
     subclassed = isinstance(module, _SUBCLASSED) and not is_decomposable_module(module)
     return _plain(type(module).__name__, module) if subclassed else None  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def _plain(name: str, module: DecomposableModule) -> DecomposableModule:
     """Return the plain layer with the same weights.
 
     Raises:
-        DecompositionError: The layer has more than these.
+        DecompositionError: The layer holds anything else.
     """
     state = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     if state - {"weight", "bias"} or "weight" not in state:
@@ -106,7 +106,7 @@ def _compare(
     plain: dict[str, DecomposableModule],
     inputs: ExampleInputs,
 ) -> None:
-    """Compare layers with plain ones on the inputs that reach them.
+    """Compare layers with their plain form on the inputs that reach them.
 
     Raises:
         DecompositionError: A layer is not reached, or computes something else.

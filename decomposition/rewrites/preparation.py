@@ -1,4 +1,4 @@
-"""Repeating what was rewritten in a network before its plan on the network as its class makes it."""
+"""Repeating the rewrites before a plan on a network fresh from its class."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REWRITERS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
     "plain_transposed": transposed,
     "plain_weights": permanent,
 }
-"""From a layer, which may be changed, to its other form; `None` where it has that form already."""
+"""From a layer, which may be changed, to its rewritten form; `None` if it has that form already."""
 
 
 def prepared(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module:
-    """Return a network in which some layers are rewritten; itself where they are already.
+    """Return a network with layers rewritten; the network itself if they are already.
 
     Args:
         model: The network; left untouched.

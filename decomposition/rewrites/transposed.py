@@ -1,8 +1,8 @@
-"""Transposed convolutions as a product and a spreading, of which the product can be decomposed like others.
+"""Transposed convolutions as a product, which can be decomposed like others, and a spreading.
 
 A transposed convolution multiplies the channels at every position of its input with a matrix of output
-channels times kernel positions, and adds up what overlaps when each position is spread over its kernel
-(Dumoulin and Visin, 2016, section 4). The product is a 1x1 convolution, with inputs and fits like any other.
+channels times kernel positions, spreads each position over its kernel, and adds up the overlaps (Dumoulin and
+Visin, 2016, section 4). The product is a 1x1 convolution, with inputs and fits like any other.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d)
 
 
 class PlainTransposed(nn.Module):
-    """What an `nn.ConvTranspose1d` or `nn.ConvTranspose2d` computes, with a 1x1 convolution for its product.
+    """An `nn.ConvTranspose1d` or `nn.ConvTranspose2d` with a 1x1 convolution for its product.
 
-    It takes and returns the same. While it is exported, the spreading is one transposed convolution together
-    with the product, or with its last stage where that was decomposed, unless the product is rounded.
+    It takes and returns the same. In exports the spreading and the product (or its last stage, if the product
+    was decomposed) are one transposed convolution, unless the product is rounded.
 
     Args:
         layer: The transposed convolution; its weights are copied.
@@ -112,7 +112,7 @@ class PlainTransposed(nn.Module):
             return self._transposed(x, weight, more)
         parts: torch.Tensor = self.product(x).flatten(2)
         sizes = [low + extra for low, extra in zip(least, more, strict=True)]
-        # Spreading knows two axes; a single one gets a second of one position.
+        # Spreading works on two axes; a single axis gets a second one with one position.
         missing = (1,) * (2 - len(self.kernel_size))
         y = F.fold(
             parts,
@@ -126,7 +126,7 @@ class PlainTransposed(nn.Module):
         return y if self.bias is None else y + self.bias.reshape(-1, *(1,) * len(self.kernel_size))
 
     def _last_stage(self) -> torch.Tensor | None:
-        """Return the weight of the product or of its last stage, or None where they are no plain products."""
+        """Return the weight of the product or of its last stage, or None if they are no plain products."""
         if is_rounded(self.product):
             return None
         if is_decomposable_module(self.product):
@@ -149,8 +149,8 @@ def plain_transposed(model: Module) -> Module:
     """Return a copy of a model whose transposed convolutions multiply in 1x1 convolutions.
 
     In the copy each `nn.ConvTranspose1d` and `nn.ConvTranspose2d` is a `PlainTransposed`, whose layer
-    `product` plans may decompose; the outputs are the same up to rounding. Those with groups, and the rare
-    ones that `PlainTransposed` does not take, stay, as do subclasses and those under weight norm or the like.
+    `product` plans may decompose; the outputs are the same up to rounding. Layers with groups, subclasses,
+    layers under weight norm and the like, and the rare layers that `PlainTransposed` does not take stay.
 
     Args:
         model: Any module; left untouched.
@@ -162,10 +162,10 @@ def plain_transposed(model: Module) -> Module:
 
 
 def plain_form(module: nn.Module) -> PlainTransposed | None:
-    """Return a transposed convolution's plain form, or `None` where it has none."""
+    """Return a transposed convolution's plain form, or `None` if it has none."""
     if type(module) not in _KINDS or "weight" not in module._parameters:
         return None  # a weight that is computed at every call may not have been computed yet
     try:
         return PlainTransposed(cast(nn.ConvTranspose1d | nn.ConvTranspose2d, module))
-    except ValueError:  # it stays as it is, and layers are listed with the reason
+    except ValueError:  # it stays as it is; listings give the reason
         return None
