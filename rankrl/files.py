@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,6 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     """
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(data.encode("utf-8") if isinstance(data, str) else data)
-
-
-def filled_in(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of options as if it had been written now.
-
-    What it lacks did not exist then, and has the value that it has where nobody sets it.
-
-    Args:
-        record: The record, plain values; mappings may hold mappings.
-        defaults: The values of what it may lack.
-    """
-    filled = {**defaults, **record}
-    for name, value in record.items():
-        default = defaults.get(name)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            filled[name] = filled_in(value, default)
-    return filled
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -237,7 +237,7 @@ def compress(
     check_selector(selector, selector_options or {}, goal.setting(chosen))
     check_writable(run.path, "folder")
     record = call_record(model, chosen, goal, selector, selector_options or {}, seed=seed)
-    run.check(record, composed=lambda _: record, advice=SAME_CALL)
+    run.check(record, advice=SAME_CALL)
     if multiple is None and latency is not None:
         chosen = replace(chosen, multiple=fast_multiple(timing.folder))
     dense = plain_transposed(plain_attention(plain_weights(model))).eval()

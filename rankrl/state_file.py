@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rankrl.errors import CheckpointError
-from rankrl.files import filled_in, write_atomically
+from rankrl.files import write_atomically
 
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any], version: int) -> None:
@@ -36,9 +36,7 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str,
     write_atomically(path, safetensors.torch.save(plain, metadata={"rankrl": text}))
 
 
-def check_setup(
-    path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> None:
+def check_setup(path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on from a state with another setup than its own.
 
     Args:
@@ -46,16 +44,14 @@ def check_setup(
         what: What has the setup, for the message: "training".
         before: The setup that the state was written with.
         now: The present one, JSON-able.
-        defaults: The values of options that did not exist yet when the state was written.
 
     Raises:
         CheckpointError: They differ; the message names the first difference.
     """
-    known = filled_in(before, json.loads(json.dumps(defaults)))
     for key, value in json.loads(json.dumps(now)).items():
-        if known.get(key) != value:
+        if before.get(key) != value:
             raise CheckpointError(
-                f"{path} belongs to another {what}: {key} was {known.get(key)!r}, is now {value!r}. Use the "
+                f"{path} belongs to another {what}: {key} was {before.get(key)!r}, is now {value!r}. Use the "
                 "same settings to resume, or start without resuming."
             )
 

@@ -23,13 +23,9 @@ from decomposition.operations import GroupOperation, Operation
 from decomposition.operations.base import check_keys
 from decomposition.plan.layer_plan import LayerPlan, from_entry, to_entry
 from decomposition.plan.metadata import checked_metadata
-from decomposition.plan.plan_versions import PLAIN_VERSION, PRUNING_VERSION, upgraded_entries
 from decomposition.rewrites.preparation import REWRITERS, prepared
 
-PLAN_VERSION = 4
-OPERATIONS_VERSION = 3
-"""Written where nothing was rewritten before the plan, so that earlier releases read it."""
-_READABLE = (PLAIN_VERSION, PRUNING_VERSION, OPERATIONS_VERSION, PLAN_VERSION)
+PLAN_VERSION = 3
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
 # Strings in JSON hold no line break (it is written as \\n), so this matches lists only.
 _INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
@@ -90,7 +86,7 @@ class CompressionPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         content: dict[str, Any] = {
-            "version": PLAN_VERSION if self.preparation else OPERATIONS_VERSION,
+            "version": PLAN_VERSION,
             "fingerprint": self.fingerprint,
             "input_shape": shape_to_json(self.input_shape),
             "chosen_by": self.chosen_by,
@@ -123,24 +119,19 @@ class CompressionPlan:
         if not isinstance(content, dict):
             raise PlanError(f"{source} must be a JSON object, got {type(content).__name__}")
         version = content.get("version")
-        if version not in _READABLE or isinstance(version, bool):
+        if version != PLAN_VERSION:
             raise PlanError(
-                f"{source} has version {version!r}; this release reads versions "
-                f"{', '.join(map(str, _READABLE))}"
+                f"{source} has version {version!r}; this release reads version {PLAN_VERSION}. Search, or "
+                "write the plan, anew"
             )
-        since = {"metadata": OPERATIONS_VERSION, "preparation": PLAN_VERSION}
-        optional = {key for key, first in since.items() if version >= first}
-        check_keys(content, _PLAN_KEYS | optional, _PLAN_KEYS, source)
+        check_keys(content, _PLAN_KEYS | {"metadata", "preparation"}, _PLAN_KEYS, source)
         shape = _shape_from_json(content["input_shape"], source)
         for key in ("fingerprint", "chosen_by"):
             if not isinstance(content[key], str):
                 raise PlanError(f"{source}: {key} must be a string, got {content[key]!r}")
         if not isinstance(content["layers"], list):
             raise PlanError(f"{source}: layers must be a list, got {type(content['layers']).__name__}")
-        entries = content["layers"]
-        if version < OPERATIONS_VERSION:
-            entries = upgraded_entries(entries, version, source)
-        layers = tuple(from_entry(entry, source) for entry in entries)
+        layers = tuple(from_entry(entry, source) for entry in content["layers"])
         names = [layer.name for layer in layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

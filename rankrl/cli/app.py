@@ -21,7 +21,7 @@ from rankrl.cli.config.composition import composing, parsed_flags
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
 from rankrl.cli.config.input_files import check_input_files, network_of_weights
-from rankrl.cli.config.overrides import check_overrides, composed
+from rankrl.cli.config.overrides import check_overrides
 from rankrl.cli.config.quoting import readable_arguments
 from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
 from rankrl.cli.config.run_folders import check_folders, refuse_used_folder, write_record
@@ -57,7 +57,6 @@ def _run(config: DictConfig) -> None:
                 number=int(hydra_config.job.num),
                 config=plain,
                 overrides=overrides,
-                composed=composed,
                 record=lambda: write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),

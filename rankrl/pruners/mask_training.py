@@ -118,7 +118,7 @@ def read_pruning_state(
         CheckpointError: If it is missing, damaged or another pruning's.
     """
     tensors, content = read_state(path, STATE_VERSION, what)
-    check_setup(path, "pruning", content["setup"], setup, asdict(PruningOptions(setup["pruner"])))
+    check_setup(path, "pruning", content["setup"], setup)
     return tensors, content
 
 

@@ -13,8 +13,6 @@ from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.report.errors import ReportError
 
 EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow))
-# Reports do not look at it, and earlier releases wrote ranks instead.
-_NOT_READ = ("choices",)
 """The columns of `episodes.csv`, in order."""
 
 
@@ -62,8 +60,7 @@ def read_episodes(folder: str | Path) -> list[EpisodeRow]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            present = {*(reader.fieldnames or ()), *_NOT_READ}
-            missing = [column for column in EPISODE_COLUMNS if column not in present]
+            missing = [column for column in EPISODE_COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
                 raise ReportError(
                     f"{path} lacks the columns {', '.join(missing)}; it must be a rankrl run's own."
@@ -94,5 +91,5 @@ def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
         cached=row["cached"] == str(True),
         seconds=number("seconds"),
         phase=row["phase"] or "",
-        choices=row.get("choices") or "",
+        choices=row["choices"] or "",
     )

@@ -7,14 +7,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError, StorageError
-from rankrl.files import filled_in, write_json
+from rankrl.files import write_json
 from rankrl.runs.run_lock import LOCK_FILE
 from rankrl.runs.tracking import NOT_TRACKED, Tracking
 
@@ -159,7 +159,6 @@ class RunFolder:
         overrides: Sequence[str],
         *,
         resume: bool = False,
-        composed: Callable[[Sequence[str]], Mapping[str, Any]] = lambda overrides: {},
     ) -> None:
         """Record the configuration whose results the folder is about to hold.
 
@@ -167,29 +166,20 @@ class RunFolder:
             config: The run's configuration, plain values.
             overrides: The overrides that it was composed from, for `resume=`.
             resume: Whether the user asked to go on here.
-            composed: As for `check`.
 
         Raises:
             ConfigError: As `check`, unless `resume` is on.
             StorageError: The folder cannot be written.
         """
         if not resume:
-            self.check(config, composed=composed)
+            self.check(config)
         write_json(self.record, {"config": with_effect(_plain(config)), "overrides": list(overrides)})
 
-    def check(
-        self,
-        config: Mapping[str, Any],
-        *,
-        composed: Callable[[Sequence[str]], Mapping[str, Any]] = lambda overrides: {},
-        advice: str = _ANOTHER_FOLDER,
-    ) -> None:
+    def check(self, config: Mapping[str, Any], *, advice: str = _ANOTHER_FOLDER) -> None:
         """Refuse a folder that holds results of another configuration; nothing is written.
 
         Args:
             config: The run's configuration, plain values.
-            composed: Returns what overrides stand for now: the values of options that did not exist yet when
-                the folder's results were made.
             advice: What to do instead.
 
         Raises:
@@ -197,13 +187,10 @@ class RunFolder:
         """
         config = with_effect(_plain(config))
         if self.holds_results:
-            known = self._recorded()
-            if known is None:
+            before = self._recorded()
+            if before is None:
                 raise ConfigError(f"{self.path} holds a run of unknown configuration; {advice}")
-            before, given = with_effect(known[0]), known[1]
-            changes = changed_options(before, config)
-            if changes:
-                changes = changed_options(filled_in(before, with_effect(_plain(composed(given)))), config)
+            changes = changed_options(with_effect(before), config)
             if changes:
                 raise ConfigError(f"{self.path} holds a run with another configuration ({changes}); {advice}")
 
@@ -213,14 +200,13 @@ class RunFolder:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.path / "plots", ignore_errors=True)
 
-    def _recorded(self) -> tuple[dict[str, Any], list[str]] | None:
-        """The recorded configuration and its overrides, or None where there are none that can be read."""
+    def _recorded(self) -> dict[str, Any] | None:
+        """The recorded configuration, or None where there is none that can be read."""
         try:
-            record = json.loads(self.record.read_text(encoding="utf-8"))
-            config, overrides = record["config"], [str(each) for each in record["overrides"]]
+            config = json.loads(self.record.read_text(encoding="utf-8"))["config"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (config, overrides) if isinstance(config, dict) else None
+        return config if isinstance(config, dict) else None
 
     def discard(self) -> None:
         """Remove the folder of a run that was refused, unless it holds results or anything of someone else's.

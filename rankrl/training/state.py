@@ -159,7 +159,7 @@ class TrainingState:
             CheckpointError: The file is missing or damaged, or belongs to a run with another setup.
         """
         tensors, content = read_state(path, STATE_VERSION, "training state")
-        check_setup(path, "training", content["setup"], self.setup, asdict(TrainingRecipe()))
+        check_setup(path, "training", content["setup"], self.setup)
         try:
             self.model.load_state_dict(_part(tensors, "model."))
             if self.average is not None:

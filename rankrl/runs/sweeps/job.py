@@ -26,7 +26,6 @@ def run_sweep_job(
     number: int,
     config: Mapping[str, Any],
     overrides: Sequence[str],
-    composed: Callable[[Sequence[str]], Mapping[str, Any]],
     record: Callable[[], object],
     sweep_folder: Path,
     explain: Callable[[Exception], str],
@@ -39,7 +38,6 @@ def run_sweep_job(
         number: The job's number in the sweep.
         config: The job's configuration, plain values; results in the folder must be of the same.
         overrides: The overrides that it was composed from.
-        composed: Returns what overrides stand for now, for results from before an option was added.
         record: Writes `.hydra` into the job's folder; called once that is known to be this job's.
         sweep_folder: The sweep's folder.
         explain: Turns an error into one paragraph.
@@ -51,7 +49,7 @@ def run_sweep_job(
         with locked(folder.path):
             folder.prepare()
             folder.error.unlink(missing_ok=True)
-            folder.claim(config, overrides, composed=composed)
+            folder.claim(config, overrides)
             if folder.finished:
                 log.info("finished already: %s", folder.path)
                 return

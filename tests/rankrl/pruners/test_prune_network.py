@@ -19,10 +19,8 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import BasicBlock
 from rankrl.operations import KeepChannels, kept_channels
-from rankrl.pruners.mask_training import STATE_VERSION, pruning_setup, read_pruning_state
 from rankrl.pruners.options import PruningOptions, pruner_defaults, pruning_options
 from rankrl.pruners.prune import PrunedNetwork, check_target, prune_network
-from rankrl.state_file import write_state
 
 PRUNERS = [pruner.name for pruner in list_pruners() if pruner.unit == "channels"]
 MASKS = [pruner.name for pruner in list_pruners() if pruner.is_mask]
@@ -198,17 +196,6 @@ def test_a_finished_pruning_is_read_back(
     assert all(torch.equal(value, state[key]) for key, value in first.network.state_dict().items())
     with pytest.raises(CheckpointError, match=r"kept was 0\.6, is now 0\.5"):
         prune_network(network(data), data, quick(name, macs=0.5), calibration, state_file=file)
-
-
-def test_a_state_from_before_an_option_was_added_is_the_same_pruning(data: ImageData, tmp_path: Path) -> None:
-    file, options = tmp_path / "pruned.safetensors", quick("group_lasso", macs=0.6)
-    older = pruning_setup(data, options)
-    del older["scope"], older["training"]["limit"]
-    write_state(file, {}, {"setup": older}, STATE_VERSION)
-    read_pruning_state(file, "pruned network", pruning_setup(data, options))
-    ranked = dataclasses.replace(options, scope="global")
-    with pytest.raises(CheckpointError, match="scope was 'uniform', is now 'global'"):
-        read_pruning_state(file, "pruned network", pruning_setup(data, ranked))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -80,21 +78,3 @@ def test_a_folder_that_cannot_be_written_is_refused(run_folder: Path, layers: Se
     with pytest.raises(StorageError, match="plots"):
         write_report(run_folder, layers=layers)
     assert not (run_folder / "report.html").exists()
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_search_of_an_earlier_release_is_read(run_folder: Path) -> None:
-    """It had ranks where there are choices of candidates now."""
-    path = run_folder / "episodes.csv"
-    whole = read_episodes(path)
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        del row["choices"]
-        row["ranks"] = "[[3,3,3],[4,5,4]]"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    assert read_episodes(path) == [dataclasses.replace(row, choices="") for row in whole]
-    assert write_report(run_folder).exists()

@@ -17,11 +17,10 @@ from decomposition import apply_plan, factorised_layers, make_plan
 from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
-from rankrl.state_file import read_state, write_state
+from rankrl.state_file import write_state
 from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, list_schedules, train
 from rankrl.training.average import WeightAverage
 from rankrl.training.optimizer import build_optimizer
-from rankrl.training.state import STATE_VERSION
 
 MakeNetwork = Callable[[int], nn.Module]
 OPTIMIZERS, SCHEDULES = optim.list_optimizers(), list_schedules()
@@ -437,22 +436,6 @@ def test_resuming_from_what_does_not_fit_is_refused(
     write_state(path, {}, {"updates": 3}, version=2)  # of a former release
     with pytest.raises(CheckpointError, match=r"has the version 2, .* start without resuming"):
         train(make_network(0), digits, recipe, state_file=path, resume=True)
-
-
-def test_a_state_from_before_an_option_was_added_goes_on_with_its_default(
-    digits: ImageData, make_network: MakeNetwork, tmp_path: Path
-) -> None:
-    path = tmp_path / "state.safetensors"
-    recipe = TrainingRecipe(epochs=1)
-    train(make_network(0), digits, recipe, state_file=path)
-    tensors, content = read_state(path, STATE_VERSION, "training state")
-    del content["version"], content["setup"]["balance_cores"]
-    write_state(path, tensors, content, STATE_VERSION)
-    train(again := make_network(1), digits, recipe, state_file=path, resume=True)
-    assert same(weights(again), {name: tensors[f"model.{name}"] for name in weights(again)})
-    balanced = dataclasses.replace(recipe, balance_cores=True)
-    with pytest.raises(CheckpointError, match="balance_cores was False, is now True"):
-        train(make_network(0), digits, balanced, state_file=path, resume=True)
 
 
 def test_the_state_folder_holds_one_whole_file_after_each_epoch(

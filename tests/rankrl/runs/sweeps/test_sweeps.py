@@ -54,37 +54,6 @@ def test_jobs_are_named_after_what_varies_and_finished_ones_are_skipped(
     assert "dataset.heldout was 10, is now 20" in message
 
 
-NEW = "search.finalists", "selector.warmup_episodes", "dataset.heldout"
-"""Options of the schema, of a registered selector, and of a dataset, which a record may be older than."""
-
-
-def forget(record: Path, options: tuple[str, ...]) -> None:
-    """Make the record of a configuration one from before there were these options."""
-    content = json.loads(record.read_text())
-    for option in options:
-        *groups, name = option.split(".")
-        values = content["config"]
-        for group in groups:
-            values = values[group]
-        del values[name]
-    record.write_text(json.dumps(content))
-
-
-def test_a_folder_from_before_an_option_was_added_is_the_same_job(
-    sweep: Sweep, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert sweep("seed=0") == 0
-    before, (job,) = written(), finished()
-    record = FOLDER / job / "state" / "configuration.json"
-    forget(record, NEW)
-    assert sweep("seed=0") == 0
-    assert written() == before
-    forget(record, NEW)
-    assert sweep("seed=0", "dataset.heldout=20") == 1
-    message = capfd.readouterr().err
-    assert message.count("(dataset.heldout was None, is now 20)") == 2  # told by the job, and listed
-
-
 def test_a_job_whose_folder_is_in_use_is_listed_and_leaves_that_run_alone(
     sweep: Sweep, capfd: pytest.CaptureFixture[str]
 ) -> None:

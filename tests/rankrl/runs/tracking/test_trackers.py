@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"wandb": {"mode": "offline"}}
 
 
 def episode(number: int) -> EpisodeRow:
-    return EpisodeRow(number, 0.5, 0.5, 0.6, 0.4, 0.45, 0.5, 100, False, 0.1, "policy", "[[3]]")
+    return EpisodeRow(number, 0.5, 0.5, 0.6, 0.4, 0.45, 0.5, False, 0.1, "policy", "[[3]]")
 
 
 def epoch(number: int) -> EpochRow:
