@@ -58,7 +58,7 @@ class Cache:
         """Return tensors on the CPU by name, computed where they are not kept yet; see `value`."""
 
         def write(path: Path, tensors: _Tensors) -> None:
-            save_file({name: each.contiguous() for name, each in tensors.items()}, path)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
         return self._kept(f"{kind}-{key}.safetensors", compute, load_file, write)
 
@@ -97,9 +97,9 @@ def digest(*values: object) -> str:
     Raises:
         TypeError: A value's `repr` is where it lies in memory, which says nothing of it.
     """
-    found = hashlib.sha256()
-    _add(found, values)
-    return found.hexdigest()[:32]
+    hasher = hashlib.sha256()
+    _add(hasher, values)
+    return hasher.hexdigest()[:32]
 
 
 def _read(path: Path, read: Callable[[Path], _Value]) -> _Value | None:
@@ -109,7 +109,7 @@ def _read(path: Path, read: Callable[[Path], _Value]) -> _Value | None:
         return None
 
 
-def _add(found: hashlib._Hash, value: object) -> None:
+def _add(hasher: hashlib._Hash, value: object) -> None:
     text, data, parts = type(value).__qualname__, memoryview(b""), tuple[object, ...]()
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous().flatten()
@@ -120,7 +120,7 @@ def _add(found: hashlib._Hash, value: object) -> None:
     elif isinstance(value, bytes):
         data = memoryview(value)
     elif is_dataclass(value):
-        parts = tuple((each.name, getattr(value, each.name)) for each in fields(value))
+        parts = tuple((item.name, getattr(value, item.name)) for item in fields(value))
     elif isinstance(value, Mapping):
         parts = tuple(value.items())
     elif isinstance(value, (list, tuple)):
@@ -130,7 +130,7 @@ def _add(found: hashlib._Hash, value: object) -> None:
         if " at 0x" in text:
             raise TypeError(f"{text} cannot be part of a key; give what tells it from another one")
     # With its length, no part reads like the end of one and the beginning of the next.
-    found.update(f"{len(text)} {text} {data.nbytes} {len(parts)} ".encode())
-    found.update(data)
+    hasher.update(f"{len(text)} {text} {data.nbytes} {len(parts)} ".encode())
+    hasher.update(data)
     for part in parts:
-        _add(found, part)
+        _add(hasher, part)

@@ -55,10 +55,10 @@ class FormatContract:
         formats = [get_format(name) for name in self.names]
         for argument in {"modes", "plain_modes"} & set(metafunc.fixturenames):
             cases = [
-                pytest.param(each, modes, id=f"{each.name}-{modes_name(modes)}")
-                for each in formats
+                pytest.param(entry, modes, id=f"{entry.name}-{modes_name(modes)}")
+                for entry in formats
                 for modes in MODES
-                if modes.plain or (each.tensorisable and argument == "modes")
+                if modes.plain or (entry.tensorisable and argument == "modes")
             ]
             metafunc.parametrize(("tensor_format", argument), cases)
             return

@@ -75,7 +75,7 @@ class CriterionContract:
     ) -> None:
         scores = get_pruner(name).definition(network, groups, images, torch.Generator().manual_seed(0))
         smaller = remove_channels(network, keep_share(groups, scores, 0.5), images)
-        counts = [sum(each.numel() for each in one.parameters()) for one in (smaller, network)]
+        counts = [sum(p.numel() for p in model.parameters()) for model in (smaller, network)]
         assert counts[0] < counts[1]
         assert smaller.eval()(images).shape == network.eval()(images).shape
 

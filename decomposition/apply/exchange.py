@@ -48,26 +48,26 @@ def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str 
         raise DecompositionError(
             f"factors are of a Conv1d, Conv2d or Linear with groups=1, not of {layer}; give the dense layer"
         )
-    found = read_tensorly(tensor)
+    factors = read_tensorly(tensor)
     chains = ("tensor_ring", "tensor_train")
-    name = found.kind if tensor_format is None else tensor_format
-    if name != found.kind and not {name, found.kind} <= set(chains):
+    name = factors.kind if tensor_format is None else tensor_format
+    if name != factors.kind and not {name, factors.kind} <= set(chains):
         get_format(name)
         raise DecompositionError(
-            f"tensorly's object is of the format {found.kind!r} and cannot be read as {name!r}; leave "
+            f"tensorly's object is of the format {factors.kind!r} and cannot be read as {name!r}; leave "
             "tensor_format out"
         )
     weight = weight_of(layer)
     size = () if isinstance(layer, nn.Linear) else tuple(layer.kernel_size)
     plain = WeightModes((weight.shape[0],), (weight.shape[1],), weight.shape[2], size)
-    chosen = get_format(name)
-    cores, ranks, modes = chosen.from_tensorly(found, plain)
-    ranks = chosen.check_ranks(modes, ranks, str(layer))
+    form = get_format(name)
+    cores, ranks, modes = form.from_tensorly(factors, plain)
+    ranks = form.check_ranks(modes, ranks, str(layer))
     cores = [core.contiguous() for core in cores]
-    lost = float((weight - chosen.reconstruct(cores, modes)).norm())
+    lost = float((weight - form.reconstruct(cores, modes)).norm())
     whole = float(weight.norm())
     error = lost / whole if whole else float("inf") if lost else 0.0
-    return Fit(cores, error, chosen, modes, ranks)
+    return Fit(cores, error, form, modes, ranks)
 
 
 def as_operation(fit: Fit) -> Factorise:

@@ -31,17 +31,17 @@ class FitCache:
     def of(self, name: str) -> FitCache:
         """Return what was computed of one layer."""
         return FitCache(
-            {key: each for key, each in self.fits.items() if key[0] == name},
-            {key: each for key, each in self.selections.items() if key[0] == name},
-            {key: each for key, each in self.rounded.items() if key[0] == name},
+            {key: fit for key, fit in self.fits.items() if key[0] == name},
+            {key: selection for key, selection in self.selections.items() if key[0] == name},
+            {key: cores for key, cores in self.rounded.items() if key[0] == name},
         )
 
     def beyond(self, other: FitCache) -> FitCache:
         """Return what another one does not hold."""
         return FitCache(
-            {key: each for key, each in self.fits.items() if key not in other.fits},
-            {key: each for key, each in self.selections.items() if key not in other.selections},
-            {key: each for key, each in self.rounded.items() if key not in other.rounded},
+            {key: fit for key, fit in self.fits.items() if key not in other.fits},
+            {key: selection for key, selection in self.selections.items() if key not in other.selections},
+            {key: cores for key, cores in self.rounded.items() if key not in other.rounded},
         )
 
     def update(self, other: FitCache) -> None:

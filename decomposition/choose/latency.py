@@ -75,13 +75,13 @@ class LatencyTable:
                     "times for it; measure all candidates"
                 )
             limits = {False: own[-1], True: np.inf}
-            for each, time in zip(site.candidates, own, strict=True):
-                if each.only_integers:
+            for candidate, time in zip(site.candidates, own, strict=True):
+                if candidate.only_integers:
                     limits[True] = time
             kept = [
                 index
-                for index, (each, time) in enumerate(zip(site.candidates[:-1], own, strict=False))
-                if time < limits[each.integer] or time == limits[True]
+                for index, (candidate, time) in enumerate(zip(site.candidates[:-1], own, strict=False))
+                if time < limits[candidate.integer] or time == limits[True]
             ]
             dense = site.candidates[-1]
             if not kept and len(site) > 1:
@@ -111,8 +111,8 @@ class LatencyTable:
                     candidate,
                     cost=replace(candidate.cost, time=float(time)),
                     narrower=tuple(
-                        None if each is None else replace(each, time=float(narrow))
-                        for each, narrow in zip(candidate.narrower, row, strict=True)
+                        None if cost is None else replace(cost, time=float(narrow))
+                        for cost, narrow in zip(candidate.narrower, row, strict=True)
                     ),
                 )
                 for candidate, time, row in zip(site.candidates, times, narrowed, strict=True)

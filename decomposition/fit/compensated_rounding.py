@@ -46,7 +46,7 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
     rounded = torch.zeros_like(weight)
     rounded[:, used] = _compensated(weight[:, used], matrix, bits)
     plain = rounded_weight(weight, bits)
-    changes = [(weight - each)[:, used] for each in (rounded, plain)]
+    changes = [(weight - version)[:, used] for version in (rounded, plain)]
     lost, lost_by_plain = ((_times(change, matrix) * change).sum(1) for change in changes)
     return torch.where((lost <= lost_by_plain)[:, None], rounded, plain)
 

@@ -39,7 +39,7 @@ class FitOptions:
     def __post_init__(self) -> None:
         limits = (self.tolerance, self.enough, self.stability)
         counts = self.iterations >= 0 and self.starts >= 1 and self.patience >= 1
-        if not counts or not all(each >= 0 for each in limits):
+        if not counts or not all(limit >= 0 for limit in limits):
             raise DecompositionError(
                 "fit options need iterations >= 0, starts >= 1, tolerance >= 0, patience >= 1, enough >= 0 "
                 f"and stability >= 0, got {self!r}"

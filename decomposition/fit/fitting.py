@@ -169,30 +169,32 @@ class Fitter:
     @cached_property
     def _solutions(self) -> tuple[LowRank, torch.Tensor]:
         """All ranks' solutions of a weight without a kernel, and how their terms add up."""
-        found = LowRank(self._weight.flatten(1), self._metric, self._sensitivity)
-        return found, found.terms(self._metric)
+        solutions = LowRank(self._weight.flatten(1), self._metric, self._sensitivity)
+        return solutions, solutions.terms(self._metric)
 
     @cached_property
     def _bounded_solutions(self) -> list[tuple[LowRank, torch.Tensor]]:
         """The same, of the weight itself, and of the problem in which all output channels count alike."""
         metrics = [None] if self._metric is None else [None, self._metric]
-        found = [LowRank(self._weight.flatten(1), metric, None) for metric in metrics]
-        return [(each, each.terms(self._metric)) for each in found]
+        solutions = [LowRank(self._weight.flatten(1), metric, None) for metric in metrics]
+        return [(solution, solution.terms(self._metric)) for solution in solutions]
 
     def _low_rank(self, ranks: Ranks) -> tuple[Cores, float]:
         first, *_ = self.tensor_format.core_shapes(self.modes, ranks)
         rank = math.prod(first) // self.modes.out_channels  # A's columns, which is free
         best, terms = self._solutions
-        chosen, squared = best, 0.0
+        solution, squared = best, 0.0
         if _at(terms, rank) <= LARGEST_AMPLIFICATION:
             squared = best.squared_error(rank)
         else:  # what a sensitivity does not see may grow as it likes
             others = self._bounded_solutions
-            bounded = [each for each, sizes in others if _at(sizes, rank) <= LARGEST_AMPLIFICATION]
+            bounded = [other for other, sizes in others if _at(sizes, rank) <= LARGEST_AMPLIFICATION]
             # Of the weight itself the solution has terms that are no larger than the weight.
-            chosen = min(bounded, key=lambda each: each.squared_error_in(rank, best), default=others[0][0])
-            squared = chosen.squared_error_in(rank, best)
-        cores = self.tensor_format.from_halves(*chosen.halves(rank), self.modes, ranks)
+            solution = min(
+                bounded, key=lambda other: other.squared_error_in(rank, best), default=others[0][0]
+            )
+            squared = solution.squared_error_in(rank, best)
+        cores = self.tensor_format.from_halves(*solution.halves(rank), self.modes, ranks)
         return cores, max(0.0, squared) ** 0.5
 
     def _search(

@@ -233,7 +233,7 @@ class LeastSquares:
         from scipy.optimize import minimize  # takes a third of a second
 
         with _numpy_blas().limit(limits=1, user_api="blas"):
-            found = minimize(
+            minimum = minimize(
                 value_and_gradient,
                 initial,
                 jac=True,
@@ -246,7 +246,7 @@ class LeastSquares:
                     "gtol": 1e-12,
                 },
             )
-        result = split(torch.from_numpy(found.x))
+        result = split(torch.from_numpy(minimum.x))
         # A penalty that is to keep terms from growing has to hold for the last step too.
         held = penalty if penalty > LEAST_PENALTY else 0.0
         return self._with_best_output(result, held) if fixed else result

@@ -216,8 +216,8 @@ def refit_in_lockstep(
     for block in blocks:
         replace_module(model, block.dense[0], block)
     substituted = [_Substituted(modules[name], other) for name, other in (substitutes or {}).items()]
-    for each in substituted:
-        replace_module(model, each.dense, each)
+    for stand_in in substituted:
+        replace_module(model, stand_in.dense, stand_in)
     if correct_batch_norm:
         for norm in tracked_batch_norms(model):
             norms.append(_NormPair(norm))
@@ -232,8 +232,8 @@ def refit_in_lockstep(
             replace_module(model, norm_pair, norm_pair.finish())
         for block in blocks:
             replace_module(model, block, nn.Identity())
-        for each in substituted:
-            replace_module(model, each, each.dense)
+        for stand_in in substituted:
+            replace_module(model, stand_in, stand_in.dense)
     for before, after in zip(tensors_in(expected), tensors_in(result), strict=True):
         if not _begins_with(after, before):
             raise DecompositionError(

@@ -82,11 +82,11 @@ def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions,
 def bounded_cores(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
     """Return the better of two solutions that have other terms, among those that are bounded."""
     plain = problem.algebraic(ranks)
-    found = [plain]
+    solutions = [plain]
     if problem.root is not None:  # what a sensitivity does not see may grow as it likes
         cores = best_cores(problem.even, ranks, options)
-        found.append(problem.rescale(problem.even.unscale(cores)))
-    bounded = [cores for cores in found if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
+        solutions.append(problem.rescale(problem.even.unscale(cores)))
+    bounded = [cores for cores in solutions if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
     # Of the weight itself the algebraic solution has terms that are no larger than the weight.
     return min(bounded, key=problem.squared_error, default=plain)
 

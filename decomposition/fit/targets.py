@@ -92,14 +92,14 @@ def target_and_row_metric(
     scale = len(arriving) ** -0.5
     metric = shrunk_rows(RowFactor((arriving.double().cpu() - mean) * scale), share)
     rows = metric.rows
-    wanted = (1 - share) ** 0.5 * scale * (outputs.double().cpu() - outputs_mean)
+    expected = (1 - share) ** 0.5 * scale * (outputs.double().cpu() - outputs_mean)
     if not centred:
-        rows, wanted = torch.cat([rows, mean[None]]), torch.cat([wanted, outputs_mean[None]])
+        rows, expected = torch.cat([rows, mean[None]]), torch.cat([expected, outputs_mean[None]])
         metric = RowFactor(rows, metric.ridge)
     ridge = metric.ridge + max(RIDGE * trace(metric) / rows.shape[1], 1e-30)
     regularised = rows @ rows.T
     regularised.diagonal().add_(ridge)
-    return weight + _solved(regularised, wanted - rows @ weight.T).T @ rows, metric
+    return weight + _solved(regularised, expected - rows @ weight.T).T @ rows, metric
 
 
 def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

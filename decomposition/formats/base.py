@@ -229,11 +229,11 @@ class TensorFormat(ABC):
         """
         raise self._unknown_to_tensorly()
 
-    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+    def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
         """Return the cores that an object of tensorly stands for, their ranks and how they read the weight.
 
         Args:
-            found: The object (`read_tensorly`).
+            tensor: The object (`read_tensorly`).
             modes: The plain modes of the layer's weight.
 
         Raises:

@@ -151,23 +151,23 @@ class ChainFormat(TensorFormat):
 
         return (TRTensor if self.closed else TTTensor)([in_tensorly_backend(core) for core in cores])
 
-    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+    def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
         """Read a TTTensor or TRTensor over (out, in, kernel), each of them one mode or several.
 
         Several output or input modes are those of a tensorised weight; the kernel's are contracted to one.
         """
-        sizes = found.sizes
+        sizes = tensor.sizes
         out = _modes_for(sizes, modes.out_channels)
         inp = _modes_for(sizes[out:], modes.in_channels)
         kernel = sizes[out + inp :]
         known = kernel in (modes.kernel_size, (modes.kernel,)) or (modes.kernel == 1 and not kernel)
         if not (out and inp and known):
             channels = (modes.out_channels, modes.in_channels)
-            raise wrong_sizes(found, [(*channels, modes.kernel), (*channels, *modes.kernel_size)])
+            raise wrong_sizes(tensor, [(*channels, modes.kernel), (*channels, *modes.kernel_size)])
         split = WeightModes(sizes[:out], sizes[out : out + inp], modes.kernel, modes.kernel_size)
-        cores = found.factors[: out + inp]
+        cores = tensor.factors[: out + inp]
         if kernel:
-            last = contract_chain(found.factors[out + inp :])
+            last = contract_chain(tensor.factors[out + inp :])
             if modes.kernel > 1:
                 cores = [*cores, last]
             else:

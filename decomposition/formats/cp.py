@@ -152,12 +152,12 @@ class CP(TensorFormat):
         weights = torch.ones_like(cores[0][0])
         return CPTensor((in_tensorly_backend(weights), [in_tensorly_backend(core) for core in cores]))
 
-    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+    def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
         """Read a CPTensor: A takes the weights in, several kernel factors become their Khatri-Rao product."""
-        check_sizes(found, modes)
-        output, inner, *rest = found.factors
+        check_sizes(tensor, modes)
+        output, inner, *rest = tensor.factors
         rank = output.shape[1]
-        kernel = output.new_ones(1, rank) if found.head is None else found.head[None]
+        kernel = output.new_ones(1, rank) if tensor.head is None else tensor.head[None]
         for factor in rest:
             kernel = torch.einsum("pr,qr->pqr", kernel, factor).reshape(-1, rank)
         cores = [output * kernel, inner] if modes.kernel == 1 else [output, inner, kernel]

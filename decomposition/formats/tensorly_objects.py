@@ -82,7 +82,7 @@ def read_tensorly(tensor: Any) -> TensorlyObject:
     return _checked(TensorlyObject("tensor_train" if open_ended else "tensor_ring", None, cores))
 
 
-def check_sizes(found: TensorlyObject, modes: WeightModes) -> None:
+def check_sizes(tensor: TensorlyObject, modes: WeightModes) -> None:
     """Check that a CP or Tucker tensor has the shape of the weight.
 
     Raises:
@@ -92,15 +92,15 @@ def check_sizes(found: TensorlyObject, modes: WeightModes) -> None:
     allowed = [(*channels, modes.kernel), (*channels, *modes.kernel_size)]
     if modes.kernel == 1:
         allowed.append(channels)
-    if found.sizes not in allowed:
-        raise wrong_sizes(found, allowed)
+    if tensor.sizes not in allowed:
+        raise wrong_sizes(tensor, allowed)
 
 
-def wrong_sizes(found: TensorlyObject, allowed: Sequence[tuple[int, ...]]) -> DecompositionError:
+def wrong_sizes(tensor: TensorlyObject, allowed: Sequence[tuple[int, ...]]) -> DecompositionError:
     """Return the error of a tensor that has not the weight's shape."""
     shapes = " or ".join(str(shape) for shape in dict.fromkeys(allowed))
     return DecompositionError(
-        f"tensorly's {found.kind} stands for a tensor of shape {found.sizes}, the layer's weight is "
+        f"tensorly's {tensor.kind} stands for a tensor of shape {tensor.sizes}, the layer's weight is "
         f"{shapes}; decompose the weight in the order (out, in, kernel)"
     )
 
@@ -139,28 +139,28 @@ def _as_torch(value: Any) -> torch.Tensor:
     return array
 
 
-def _checked(found: TensorlyObject) -> TensorlyObject:
+def _checked(tensor: TensorlyObject) -> TensorlyObject:
     """Check that the parts belong together, which a tuple or list does not promise."""
-    shapes = [tuple(factor.shape) for factor in found.factors]
-    if found.kind in ("tensor_train", "tensor_ring"):
+    shapes = [tuple(factor.shape) for factor in tensor.factors]
+    if tensor.kind in ("tensor_train", "tensor_ring"):
         left, right = [shape[0] for shape in shapes], [shape[2] for shape in shapes]
         good = len(shapes) > 1 and right == [*left[1:], left[0]]
-    elif found.kind == "cp":
+    elif tensor.kind == "cp":
         ranks = {shape[1] if len(shape) == 2 else None for shape in shapes}
-        ranks |= set() if found.head is None else {len(found.head)}
+        ranks |= set() if tensor.head is None else {len(tensor.head)}
         good = len(ranks) == 1 and None not in ranks
     else:
-        core = () if found.head is None else tuple(found.head.shape)
+        core = () if tensor.head is None else tuple(tensor.head.shape)
         # Without all factors it is partial_tucker's: the first modes, channels, have them.
         good = len(shapes) in (2, len(core)) and len(shapes) <= len(core)
         good = good and all(shape[1:] == (rank,) for shape, rank in zip(shapes, core, strict=False))
     if not good:
-        head = "" if found.head is None else f"{tuple(found.head.shape)} and "
+        head = "" if tensor.head is None else f"{tuple(tensor.head.shape)} and "
         raise DecompositionError(
-            f"tensorly's {found.kind} has parts of shapes {head}{_shapes(found.factors)}, which do not "
+            f"tensorly's {tensor.kind} has parts of shapes {head}{_shapes(tensor.factors)}, which do not "
             f"belong together; give {_ALLOWED}"
         )
-    return found
+    return tensor
 
 
 def _shapes(arrays: Sequence[torch.Tensor]) -> str:

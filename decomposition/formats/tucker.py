@@ -157,15 +157,15 @@ class Tucker(TensorFormat):
             core, factors = cores[1], [output, inner, torch.eye(modes.kernel, **like)]
         return TuckerTensor((in_tensorly_backend(core), [in_tensorly_backend(factor) for factor in factors]))
 
-    def from_tensorly(self, found: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
+    def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
         """Read a TuckerTensor or partial_tucker's two factors: the core takes the kernel's factors in.
 
         Without a kernel, one of the channel factors takes the core in.
         """
-        check_sizes(found, modes)
-        assert found.head is not None
-        core = found.head
-        output, inner, *rest = found.factors
+        check_sizes(tensor, modes)
+        assert tensor.head is not None
+        core = tensor.head
+        output, inner, *rest = tensor.factors
         for axis, factor in enumerate(rest, start=2):
             core = torch.tensordot(core, factor, dims=([axis], [1])).movedim(-1, axis)
         core = core.reshape(*core.shape[:2], modes.kernel)
