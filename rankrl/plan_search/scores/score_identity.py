@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -39,7 +38,7 @@ def score_identity(score: Callable[..., Any]) -> str:
     if isinstance(identity, str):
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
     reader = _Reader()
-    reader.add(score)
+    reader.read(score)
     if reader.opaque:
         log.warning(
             "the score holds what cannot be read and counts by its type alone: %s. A search that goes on in "
@@ -62,8 +61,15 @@ class _Reader:
         self.content = hashlib.sha256()
         self.opaque: set[str] = set()
         self._objects: dict[int, tuple[int, Any]] = {}
+        self._definitions: list[Any] = []
 
-    def add(self, value: Any) -> None:
+    def read(self, score: Any) -> None:
+        """Take in a score and all that it names."""
+        self._add(score)
+        for definition in self._definitions:  # more are added meanwhile; they name one another in long chains
+            self._try(self._add_source, definition)
+
+    def _add(self, value: Any) -> None:
         """Take in a value; an object that was met before counts by when that was."""
         if isinstance(value, _PLAIN):
             self._note(type(value).__name__, value)
@@ -71,11 +77,15 @@ class _Reader:
             self._note("again", self._objects[id(value)][0])
         else:
             self._objects[id(value)] = len(self._objects), value  # kept, or another could get its address
-            try:
-                self._add_object(value)
-            except Exception:  # reading attributes of objects of others may raise anything
-                self._note("opaque", _name(value))
-                self.opaque.add(_name(value))
+            self._note(type(value).__name__)
+            self._try(self._add_object, value)
+
+    def _try(self, add: Callable[[Any], None], value: Any) -> None:
+        try:
+            add(value)
+        except Exception:  # reading attributes of objects of others may raise anything
+            self._note("opaque", _name(value))
+            self.opaque.add(_name(value))
 
     def _note(self, *words: object) -> None:
         for word in words:
@@ -83,24 +93,17 @@ class _Reader:
             self.content.update(b"%d:" % len(data) + data)
 
     def _add_object(self, value: Any) -> None:
-        self._note(type(value).__name__)
         if isinstance(value, types.ModuleType):
             self._note(value.__name__)
         elif isinstance(value, type | types.FunctionType):
-            self._add_source(value)
+            self._definitions.append(value)
         elif isinstance(value, torch.Tensor):
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             self._note(value.dtype, value.shape, content.numpy().tobytes())
         elif isinstance(value, nn.Module):
             self._add_network(value)
-        elif hasattr(value, "__array__"):
-            array = np.asarray(value)
-            self._note(array.dtype, array.shape)
-            self.add(array.tolist() if array.dtype.hasobject else array.tobytes())
         elif isinstance(value, dict | list | tuple | set | frozenset):
             self._add_items(value)
-        elif hasattr(value, "__wrapped__"):  # of functools.lru_cache
-            self.add(value.__wrapped__)
         else:
             self._add_stored(value)
 
@@ -109,33 +112,34 @@ class _Reader:
         if isinstance(values, set | frozenset):
             values = sorted(values, key=repr)
         for item in values.items() if isinstance(values, dict) else values:
-            self.add(item)
+            self._add(item)
 
     def _add_network(self, network: nn.Module) -> None:
         for name, module in network.named_modules():
             own = {key: held for key, held in vars(module).items() if key[0] != "_" and key != "training"}
-            self.add((name, type(module), own))
-        self.add(dict(network.state_dict()))
+            self._add((name, type(module), own))
+        self._add(dict(network.state_dict()))
 
     def _add_stored(self, value: Any) -> None:
         reduce = copyreg.dispatch_table.get(type(value))
         stored: Any = reduce(value) if reduce else value.__reduce_ex__(4)
         if isinstance(stored, tuple):  # function, arguments, state, items of a list, items of a dict
-            stored = [*stored[:3], *(list(items or ()) for items in stored[3:5])]
-        self.add(stored)
+            self._add([*stored[:3], *(list(items or ()) for items in stored[3:5])])
+        else:  # a name; one made by functools.lru_cache holds the function
+            self._add((stored, getattr(value, "__wrapped__", None)))
 
     def _add_source(self, value: Any) -> None:
         if not _is_users(value):
             self._note(_name(value))
-            self.add(vars(value).get("__wrapped__"))  # by torch.no_grad and the like
+            self._add(vars(value).get("__wrapped__"))  # by torch.no_grad and the like
             return
         node = _node_of(value)
         self._note(ast.unparse(node))
         scope = _scope_of(value)
         for name in sorted(_names_in(node)):
-            self.add((name, _resolved(name, scope)))
+            self._add((name, _resolved(name, scope)))
         if isinstance(value, types.FunctionType):
-            self.add((value.__defaults__, value.__kwdefaults__, vars(value)))
+            self._add((value.__defaults__, value.__kwdefaults__, vars(value)))
 
 
 def _name(value: Any) -> str:
@@ -159,12 +163,21 @@ class _WithoutDocstrings(ast.NodeTransformer):
         return None if isinstance(node.value, ast.Constant) else node
 
 
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
 @functools.lru_cache(maxsize=16)
-def _parsed(source: str) -> ast.AST:
-    return _WithoutDocstrings().visit(ast.parse(source))
+def _definitions_in(source: str) -> dict[int, list[_Definition]]:
+    """Return the functions and classes of a file by their first lines."""
+    by_line: dict[int, list[_Definition]] = {}
+    for node in ast.walk(_WithoutDocstrings().visit(ast.parse(source))):
+        if isinstance(node, _Definition):
+            first = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+            by_line.setdefault(first, []).append(node)
+    return by_line
 
 
-def _node_of(value: Any) -> ast.AST:
+def _node_of(value: Any) -> _Definition:
     """Return the definition of a function or class in its file.
 
     Raises:
@@ -172,15 +185,13 @@ def _node_of(value: Any) -> ast.AST:
     """
     lines, before = inspect.findsource(value)
     name = value.__name__ if isinstance(value, type) else value.__code__.co_name
-    for node in ast.walk(_parsed("".join(lines))):
+    for node in _definitions_in("".join(lines)).get(before + 1, ()):
         if isinstance(node, ast.Lambda):
             body = (node.body.lineno, node.body.end_lineno, node.body.col_offset, node.body.end_col_offset)
             if name == "<lambda>" and body in value.__code__.co_positions():
                 return node
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min(each.lineno for each in (node, *node.decorator_list))
-            if (node.name, first) == (name, before + 1):
-                return node
+        elif node.name == name:
+            return node
     raise OSError(f"there is no source of {_name(value)}")
 
 

@@ -257,6 +257,19 @@ def test_a_given_identity_decides_alone(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.messages
 
 
+def test_functions_that_name_one_another_in_a_long_chain_are_followed(caplog: Any) -> None:
+    def chain(last: str) -> Any:
+        names = {"__name__": "nowhere"}
+        source = "".join(f"def f{i}(network): return f{i + 1}(network)\n" for i in range(600))
+        source += f"def f600(network): return {last}\n"
+        linecache.cache[last] = len(source), None, source.splitlines(keepends=True), last
+        exec(compile(source, last, "exec"), names)
+        return score_identity(names["f0"])  # type: ignore[arg-type]
+
+    assert chain("1.0") == chain("1.0") != chain("2.0")
+    assert not caplog.messages
+
+
 class Refusing:
     """A user's object whose attributes cannot be read."""
 

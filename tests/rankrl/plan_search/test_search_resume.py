@@ -25,6 +25,7 @@ from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.scores.history import EPISODES_FILE
 from rankrl.plan_search.selectors import create_selector, list_selectors, selector_options
 from rankrl.plan_search.state import STATE_FILE
+from rankrl.testing.selectors import surroundings
 
 EPISODES = 10
 FAST_POLICY = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
@@ -88,11 +89,6 @@ def lasting(result: SearchResult) -> list:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / STATE_FILE)
-
-
-def surroundings() -> list:
-    """The states of everybody's random numbers."""
-    return [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
 
 
 def each_selector() -> Iterator:
