@@ -17,7 +17,8 @@ from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.refit import structured_graph
 from rankrl.onnx.graph.site import Site
 from rankrl.options.timing import LatencyOptions
-from rankrl.timing.latency import LatencyComparison, compare_latency, measuring_conditions
+from rankrl.timing.latency import LatencyComparison, compare_latency
+from rankrl.timing.passes import measuring_conditions
 
 
 @dataclass(frozen=True, eq=False)

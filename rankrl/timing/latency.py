@@ -1,28 +1,20 @@
-"""Latency of ONNX files, measured so that models and runtimes can be compared on a busy machine.
-
-With one thread the runtimes of the CPU work in the calling thread, and what is measured is that thread's
-processor time: time that others spend on the core does not count. With several threads, or on a GPU, it is
-the time on the wall.
-"""
+"""Latency of ONNX files, measured so that models and runtimes can be compared on a busy machine."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import onnxruntime
 
-from rankrl.device import processor_name, usable_cores
+from rankrl.device import usable_cores
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, open_session
+from rankrl.timing.passes import Clock, Times, clock_for, timed_passes
 from rankrl.wording import counted
-
-Clock = Literal["processor", "wall"]
 
 SMALLEST_CHANGE = 0.03
 """Two sessions of one and the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons
@@ -30,7 +22,6 @@ on a busy machine, of which the interval alone would have called 7 a change."""
 _SPREAD_PERCENTILES = (10, 90)
 _INTERVAL_PERCENTILES = (2.5, 97.5)
 _RESAMPLES = 2000
-_FINE_CLOCK = 1e-6  # seconds; the processor time of some systems moves in steps of 16 ms
 _BUSY_SHARE = 0.1
 _BUSY_LOAD = 0.5  # of a core, beyond those there are: our own work before the timing counts as load too
 
@@ -105,26 +96,6 @@ def is_unchanged(ratio: float, low: float | None = None, high: float | None = No
     if max(ratio, 1 / ratio) < 1 + SMALLEST_CHANGE:
         return True
     return low is not None and high is not None and low <= 1 <= high
-
-
-def clock_for(threads: int, runtime: str = DEFAULT_RUNTIME) -> Clock:
-    """Return the clock that times a session of so many threads in a runtime."""
-    fine = time.get_clock_info("thread_time").resolution <= _FINE_CLOCK
-    alone = threads == 1 and get_runtime(runtime).in_calling_thread
-    return "processor" if alone and fine else "wall"
-
-
-def ticks(clock: Clock) -> Callable[[], int]:
-    """Return the function that reads a clock, in nanoseconds."""
-    return time.thread_time_ns if clock == "processor" else time.perf_counter_ns
-
-
-def measuring_conditions(batch: int, threads: int) -> str:
-    """Return what measured times depend on beside the layers, for the reader and for keys."""
-    return (
-        f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
-        f"{clock_for(threads)} time"
-    )
 
 
 def measure_latency(
@@ -209,7 +180,7 @@ class TimedTurns:
     """
 
     latencies: Sequence[Latency]
-    times: np.ndarray[Any, np.dtype[np.float64]]
+    times: Times
     busy: str | None
 
     def compare(self, baseline: int, compressed: int) -> LatencyComparison:
@@ -252,14 +223,28 @@ def time_in_turns(
         ConfigError: A runtime is unknown, or cannot be used here.
         ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
     """
+    for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
+        if value < least:
+            raise ExportError(f"{name} is {value}; it must be at least {least}.")
     load = _load_average()
-    times, waited = _timed_turns(
-        files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, given=inputs
-    )
+    sessions = [open_session(path, threads=threads, runtime=runtime) for runtime, path in files]
+    batches = [
+        _random_batch(session, path, batch) if inputs is None else inputs
+        for session, (_, path) in zip(sessions, files, strict=True)
+    ]
+    clocks = [clock_for(threads, runtime) for runtime, _ in files]
+    times, on_the_wall = timed_passes(sessions, batches, clocks, runs=runs, warm_up=warm_up)
+    waited = _share_waited(times, on_the_wall, clocks)
     latencies = [
         _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)
     ]
     return TimedTurns(latencies, times, _busy(waited, load))
+
+
+def _share_waited(times: Times, on_the_wall: Times, clocks: Sequence[Clock]) -> float | None:
+    """Return what passes took on the wall beyond their processor time; None where none was timed in that."""
+    known = [index for index, clock in enumerate(clocks) if clock == "processor"]
+    return max(0.0, 1 - float(times[:, known].sum() / on_the_wall[:, known].sum())) if known else None
 
 
 def _busy(waited: float | None, load: float | None) -> str | None:
@@ -276,47 +261,6 @@ def _busy(waited: float | None, load: float | None) -> str | None:
 def _load_average() -> float | None:
     """Processes that ran or wanted to run in the last minute; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def _timed_turns(
-    timed: Sequence[tuple[str, str | Path]],
-    *,
-    batch: int,
-    threads: int,
-    runs: int,
-    warm_up: int,
-    given: Batch | None = None,
-) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float | None]:
-    """Time files, each in a runtime.
-
-    Returns:
-        Milliseconds of every forward pass, shape (runs, files), and the share of the time spent waiting for a
-        core: what passes took on the wall beyond their processor time, None where no pass was timed in that.
-    """
-    for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
-        if value < least:
-            raise ExportError(f"{name} is {value}; it must be at least {least}.")
-    sessions = [open_session(path, threads=threads, runtime=runtime) for runtime, path in timed]
-    inputs = [
-        _random_batch(session, path, batch) if given is None else given
-        for session, (_, path) in zip(sessions, timed, strict=True)
-    ]
-    for session, values in zip(sessions, inputs, strict=True):
-        for _ in range(warm_up):
-            session.run(values)
-    clocks = [clock_for(threads, runtime) for runtime, _ in timed]
-    times, on_the_wall = np.zeros((runs, len(sessions))), np.zeros((runs, len(sessions)))
-    for turn in range(runs):
-        order = range(len(sessions)) if turn % 2 == 0 else reversed(range(len(sessions)))
-        for index in order:
-            read = ticks(clocks[index])
-            wall, start = time.perf_counter_ns(), read()
-            sessions[index].run(inputs[index])
-            times[turn, index] = (read() - start) / 1e6
-            on_the_wall[turn, index] = (time.perf_counter_ns() - wall) / 1e6
-    known = [index for index, clock in enumerate(clocks) if clock == "processor"]
-    waited = max(0.0, 1 - float(times[:, known].sum() / on_the_wall[:, known].sum())) if known else None
-    return times, waited
 
 
 def _random_batch(session: Session, path: str | Path, batch: int) -> np.ndarray[Any, np.dtype[Any]]:
@@ -342,7 +286,7 @@ def _random_batch(session: Session, path: str | Path, batch: int) -> np.ndarray[
     )
 
 
-def _summary(times: np.ndarray[Any, np.dtype[np.float64]], batch: int, threads: int, runtime: str) -> Latency:
+def _summary(times: Times, batch: int, threads: int, runtime: str) -> Latency:
     low, high = np.percentile(times, _SPREAD_PERCENTILES)
     return Latency(
         median_ms=float(np.median(times)),

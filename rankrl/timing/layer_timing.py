@@ -31,9 +31,9 @@ from rankrl.onnx.export.onnx_file import export_onnx
 from rankrl.onnx.graph_edits import part_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import open_session
-from rankrl.timing.latency import clock_for, ticks
+from rankrl.timing.passes import clock_for, timed_passes
 
-_WARM_UP = 3
+_WARM_UP = 6
 _FEWEST_CHANNELS = 8
 """Layers with fewer inputs read the network's own input, which nothing has laid out for them."""
 _MOST_TOGETHER = 48
@@ -173,16 +173,10 @@ class LayerTimer:
             pad_channels(part, self.channel_block)
             save_model(part, path)
             sessions.append(open_session(path, threads=self.threads))
-        read = ticks(clock_for(self.threads))
-        times = np.zeros((self.runs, len(sessions)))
-        for turn in range(-_WARM_UP, self.runs):
-            for position, session in enumerate(sessions):
-                # The other graphs have pushed this one's tensors out of the cache, where a network's stay.
-                session.run(inputs)
-                start = read()
-                session.run(inputs)
-                if turn >= 0:
-                    times[turn, position] = (read() - start) / 1e6
+        count, clock = len(sessions), clock_for(self.threads)
+        times, _ = timed_passes(
+            sessions, [inputs] * count, [clock] * count, runs=self.runs, warm_up=_WARM_UP, settle=True
+        )
         return np.median(times, axis=0)
 
 

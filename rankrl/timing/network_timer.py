@@ -16,8 +16,9 @@ from decomposition.network.input_specs import InputShape
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.latency import compare_latency, measure_latency, measuring_conditions
+from rankrl.timing.latency import compare_latency, measure_latency
 from rankrl.timing.layer_latency import geometry, time_sites
+from rankrl.timing.passes import measuring_conditions
 
 _METHOD = 7
 """How layers are timed; another number keeps tables that were measured otherwise from being read."""

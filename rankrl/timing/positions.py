@@ -25,7 +25,8 @@ from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
 from rankrl.timing.graph_files import time_beside
-from rankrl.timing.latency import is_unchanged, measuring_conditions, time_in_turns
+from rankrl.timing.latency import is_unchanged, time_in_turns
+from rankrl.timing.passes import measuring_conditions
 from rankrl.timing.rank_step import STEPS, fast_multiple
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from decomposition.cache import Cache, digest
-from rankrl.timing.latency import measuring_conditions
 from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.passes import measuring_conditions
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from rankrl.timing import (
     is_unchanged,
     latency,
     measure_latency,
+    passes,
     time_in_turns,
 )
 
@@ -75,10 +76,10 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     """Let passes take the given milliseconds of processor time, and `waiting` times that on the wall."""
 
     def set_clocks(*turns: tuple[float, float], waiting: float = 1.0) -> None:
-        passes = [ms for turn, pair in enumerate(turns) for ms in (pair if turn % 2 == 0 else pair[::-1])]
+        taken = [ms for turn, pair in enumerate(turns) for ms in (pair if turn % 2 == 0 else pair[::-1])]
         for name, factor in (("thread_time_ns", 1.0), ("perf_counter_ns", waiting)):
-            ticks = iter([tick for ms in passes for tick in (0, int(factor * ms * 1e6))])
-            monkeypatch.setattr(latency.time, name, lambda ticks=ticks: next(ticks))
+            ticks = iter([tick for ms in taken for tick in (0, int(factor * ms * 1e6))])
+            monkeypatch.setattr(passes.time, name, lambda ticks=ticks: next(ticks))
 
     return set_clocks
 
@@ -159,7 +160,7 @@ def test_several_threads_are_measured_on_the_wall(path: Path) -> None:
 
 def test_a_coarse_clock_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coarse = types.SimpleNamespace(resolution=0.0156)
-    monkeypatch.setattr(latency.time, "get_clock_info", lambda name: coarse)
+    monkeypatch.setattr(passes.time, "get_clock_info", lambda name: coarse)
     assert measure_latency(path, batch=2, runs=2).clock == "wall"
 
 
