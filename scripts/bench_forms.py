@@ -95,23 +95,20 @@ def _seconds_to_open(path: Path) -> float:
 def layer_rows(tensor_format: str, ranks: list[int], batch: int, runs: int) -> list[str]:
     """Time a layer of every shape at every rank and return the rows."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for channels, size in SHAPES:
-            dense = nn.Conv2d(channels, channels, 3, padding=1)
-            (spec,) = inspect_layers(dense, (channels, size, size))
-            network, shape = nn.Sequential(dense), (channels, size, size)
-            plans = [make_plan(network, shape, tensor_format, rank) for rank in ranks]
-            layers = [build_structure(network, plan)[0] for plan in plans]  # type: ignore[index]
-            cells = []
-            for block in (1, channel_block()):
-                timer = LayerTimer(
-                    batch=batch, threads=1, runs=runs, folder=Path(folder), channel_block=block
-                )
-                cells.append(timer.forms(spec, [dense, *layers]))
-            for index, rank in enumerate(ranks, 1):
-                plain, filled = (times[index] / times[0] for times in cells)
-                times = f"{cells[0][0]:.2f} | {plain:.2f} | {filled:.2f} | {filled / plain:.2f}"
-                rows.append(f"| {channels}, {size} x {size} | {tensor_format} | {rank} | {times} |")
+    for channels, size in SHAPES:
+        dense = nn.Conv2d(channels, channels, 3, padding=1)
+        (spec,) = inspect_layers(dense, (channels, size, size))
+        network, shape = nn.Sequential(dense), (channels, size, size)
+        plans = [make_plan(network, shape, tensor_format, rank) for rank in ranks]
+        layers = [build_structure(network, plan)[0] for plan in plans]  # type: ignore[index]
+        cells = []
+        for block in (1, channel_block()):
+            timer = LayerTimer(batch=batch, threads=1, runs=runs, channel_block=block)
+            cells.append(timer.forms(spec, [dense, *layers]))
+        for index, rank in enumerate(ranks, 1):
+            plain, filled = (times[index] / times[0] for times in cells)
+            times = f"{cells[0][0]:.2f} | {plain:.2f} | {filled:.2f} | {filled / plain:.2f}"
+            rows.append(f"| {channels}, {size} x {size} | {tensor_format} | {rank} | {times} |")
     return rows
 
 

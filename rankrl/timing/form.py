@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,18 +99,13 @@ def faster_contracted(
         replace_module(dense, layer, layer.geometry.dense(dtype=layer.cores()[0].dtype))
     specs = {spec.name: spec for spec in inspect_layers(dense.cpu(), shape)}
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        timer = LayerTimer(
-            batch=timing["batch"],
-            threads=timing["threads"],
-            runs=_RUNS,
-            folder=Path(folder),
-            channel_block=channel_block,
-        )
-        for name, layer in factorised_layers(network).items():
-            spec = specs.get(name)
-            if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:
-                staged, one = timer.forms(spec, [layer, whole[name]])
-                if one < _FASTER * staged:
-                    found.append(name)
+    timer = LayerTimer(
+        batch=timing["batch"], threads=timing["threads"], runs=_RUNS, channel_block=channel_block
+    )
+    for name, layer in factorised_layers(network).items():
+        spec = specs.get(name)
+        if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:
+            staged, one = timer.forms(spec, [layer, whole[name]])
+            if one < _FASTER * staged:
+                found.append(name)
     return found

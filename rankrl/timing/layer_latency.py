@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from torch import nn
@@ -96,26 +95,17 @@ class SiteTimes:
 
 
 def time_sites(
+    timer: LayerTimer,
     modules: Mapping[str, nn.Module],
     sites: Sequence[CandidateSet],
-    *,
-    batch: int,
-    threads: int,
-    runs: int,
-    scratch: Path,
-    channel_block: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> SiteTimes:
     """Measure every candidate of every site.
 
     Args:
+        timer: What times layers.
         modules: The dense layers by name.
         sites: Their candidates.
-        batch: Inputs of a forward pass.
-        threads: Threads of onnxruntime.
-        runs: Timed passes of each candidate.
-        scratch: A folder for files that are of no use later.
-        channel_block: Channels are filled up as in the exported network (`export_onnx`).
         progress: Called with each measured layer's name.
 
     Raises:
@@ -128,7 +118,6 @@ def time_sites(
     narrowed: dict[str, _Rows] = {}
     borders: dict[str, float] = {}
     integers = any(each.integer for site in sites for each in site.candidates)
-    timer = LayerTimer(batch=batch, threads=threads, runs=runs, folder=scratch, channel_block=channel_block)
     for group in alike.values():
         together = _together(group)
         module = modules[together.name]

@@ -13,6 +13,7 @@ one graph each.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import export_onnx
 from rankrl.onnx.graph_edits import part_of
 from rankrl.onnx.protobuf import load_model, save_model
-from rankrl.onnx.runtimes import open_session
+from rankrl.onnx.runtimes import Session, open_session
 from rankrl.timing.passes import clock_for, timed_passes
 
 _WARM_UP = 6
@@ -47,12 +48,11 @@ class LayerTimer:
         batch: Inputs of a forward pass.
         threads: Threads of onnxruntime.
         runs: Timed passes of each graph.
-        folder: Where graphs are written to.
         channel_block: Channels are filled up as in the exported network (`export_onnx`).
     """
 
-    def __init__(self, *, batch: int, threads: int, runs: int, folder: Path, channel_block: int = 1) -> None:
-        self.batch, self.threads, self.runs, self.folder = batch, threads, runs, folder
+    def __init__(self, *, batch: int, threads: int, runs: int, channel_block: int = 1) -> None:
+        self.batch, self.threads, self.runs = batch, threads, runs
         self.channel_block = channel_block
         self._pairs: dict[tuple[tuple[int, ...], bool, bool], float] = {}
 
@@ -161,23 +161,29 @@ class LayerTimer:
             nn.init.normal_(parameter, std=0.1)
         weights = {f"{name}.weight" for name in integer_layers(beside)}
         without_rounding(beside)
-        path = self.folder / "layers.onnx"
-        export_onnx(beside, path, shape[1:], sample=torch.zeros(shape), dynamic_batch=False, progress=False)
         inputs = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-        if weights:
-            quantise_onnx(path, path, [inputs], weights=weights)
-        whole = load_model(path)
-        sessions = []
-        for output in whole.graph.outputs:
-            part = part_of(whole, list(whole.graph.inputs), [str(output.name)])
-            pad_channels(part, self.channel_block)
-            save_model(part, path)
-            sessions.append(open_session(path, threads=self.threads))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "layers.onnx"
+            sample = torch.zeros(shape)
+            export_onnx(beside, path, shape[1:], sample=sample, dynamic_batch=False, progress=False)
+            if weights:
+                quantise_onnx(path, path, [inputs], weights=weights)
+            sessions = self._sessions(path)
         count, clock = len(sessions), clock_for(self.threads)
         times, _ = timed_passes(
             sessions, [inputs] * count, [clock] * count, runs=self.runs, warm_up=_WARM_UP, settle=True
         )
         return np.median(times, axis=0)
+
+    def _sessions(self, path: Path) -> list[Session]:
+        """Open each output of a file as a graph of its own; the file is overwritten."""
+        whole, sessions = load_model(path), []
+        for output in whole.graph.outputs:
+            part = part_of(whole, list(whole.graph.inputs), [str(output.name)])
+            pad_channels(part, self.channel_block)
+            save_model(part, path)
+            sessions.append(open_session(path, threads=self.threads))
+        return sessions
 
 
 def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:

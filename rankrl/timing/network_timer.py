@@ -18,6 +18,7 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
 from rankrl.timing.latency import compare_latency, measure_latency
 from rankrl.timing.layer_latency import geometry, time_sites
+from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.passes import measuring_conditions
 
 _METHOD = 7
@@ -109,18 +110,15 @@ class NetworkTimer:
 
     def measured(self, sites: Sequence[CandidateSet]) -> LatencyTable:
         """Measure what `layers` returns."""
-        options = self.options
+        options, network = self.options, self.network
+        timer = LayerTimer(
+            batch=options.batch,
+            threads=options.threads,
+            runs=options.runs,
+            channel_block=network.channel_block,
+        )
         with progress_bar("time layers", total=len(sites)) as bar:
-            times = time_sites(
-                self.network.modules,
-                sites,
-                batch=options.batch,
-                threads=options.threads,
-                runs=options.runs,
-                scratch=Path(self._scratch.name),
-                channel_block=self.network.channel_block,
-                progress=lambda _: bar.advance(),
-            )
+            times = time_sites(timer, network.modules, sites, lambda _: bar.advance())
         whole, in_integers = self._milliseconds(self._dense), None
         if any(each.integer for site in sites for each in site.candidates):
             in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -39,9 +38,8 @@ def fast_multiple(folder: Path | None = None) -> int:
 
 def _measured() -> int:
     ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _stair(start, step)})
-    with tempfile.TemporaryDirectory() as scratch:
-        timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS, folder=Path(scratch))
-        times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
+    timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS)
+    times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
     multiple = step_of(dict(zip(ranks, times.tolist(), strict=True)))
     log.info("ranks are multiples of %d: what this processor computes at a time", multiple)
     return multiple

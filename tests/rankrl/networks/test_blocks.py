@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,12 +248,12 @@ def test_borders_are_counted_around_a_block_that_is_gone(library: FitLibrary) ->
 
 @pytest.mark.slow
 def test_a_removed_block_takes_its_addition_with_it(
-    network: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    network: nn.Module, library: FitLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LayerTimer, "addition", lambda *_: 1e3)  # milliseconds; all else is microseconds
     sites = library.all_candidates(limit=1)
     modules = dict(network.named_modules())
-    measured = time_sites(modules, sites, batch=4, threads=1, runs=3, scratch=tmp_path)
+    measured = time_sites(LayerTimer(batch=4, threads=1, runs=3), modules, sites)
     for site in sites:
         times = np.array(measured.times[site.name])
         last = site.name in {f"{name}.conv2" for name in REMOVABLE}
