@@ -7,11 +7,21 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
 _ANNOUNCED: dict[str, list[str]] = {}
+_REGISTRIES: dict[str, Registry[Any]] = {}
+
+
+def registered(noun: str) -> list[str]:
+    """Return the names that the registry of this noun holds by now, sorted; nothing is imported.
+
+    Args:
+        noun: The registry's noun; without one of it there are no names.
+    """
+    return sorted(_REGISTRIES[noun]._entries) if noun in _REGISTRIES else []
 
 
 def announce(noun: str, module: str) -> None:
@@ -37,6 +47,7 @@ class Registry(Generic[Entry]):
         self.noun = noun
         self._error = error
         self._entries: dict[str, tuple[Entry, str]] = {}
+        _REGISTRIES.setdefault(noun, self)
 
     def add(self, name: str, entry: Entry, description: str = "") -> Entry:
         """Register `entry` and return it.

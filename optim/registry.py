@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.optimizer import ParamsT
 
-Factory = TypeVar("Factory", bound=Callable[..., Optimizer])
+Factory = TypeVar("Factory", bound="Callable[..., Optimizer]")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class OptimizerRecord:
 
 
 _records: dict[str, OptimizerRecord] = {}
+_MODULES = ("adagrad", "adam", "sgd")
+"""The modules that register ours."""
 
 
 def register_optimizer(name: str, description: str) -> Callable[[Factory], Factory]:
@@ -52,10 +56,12 @@ def register_optimizer(name: str, description: str) -> Callable[[Factory], Facto
     Raises:
         ValueError: If the name is taken.
     """
-    if name in _records:
-        raise ValueError(f"an optimizer named {name!r} is registered already ({_records[name].description})")
+    _refuse_taken(name)
 
     def register(factory: Factory) -> Factory:
+        if not factory.__module__.startswith(f"{__package__}."):
+            _register_ours()  # whose names are taken
+        _refuse_taken(name)
         _records[name] = OptimizerRecord(name, description, factory)
         return factory
 
@@ -68,7 +74,13 @@ def list_optimizers(pattern: str = "*") -> list[str]:
     Args:
         pattern: A shell-style pattern such as `"onnx_*"`.
     """
+    _register_ours()
     return sorted(name for name in _records if fnmatchcase(name, pattern))
+
+
+def registered_optimizers() -> list[str]:
+    """Return the names of the optimizers that are registered by now, sorted; nothing is imported."""
+    return sorted(_records)
 
 
 def optimizer_record(name: str) -> OptimizerRecord:
@@ -80,6 +92,7 @@ def optimizer_record(name: str) -> OptimizerRecord:
     Raises:
         ValueError: If there is none of this name.
     """
+    _register_ours()
     if name not in _records:
         raise ValueError(f"no optimizer is named {name!r}: choose one of {', '.join(list_optimizers())}")
     return _records[name]
@@ -105,3 +118,13 @@ def create_optimizer(name: str, params: ParamsT, **options: Any) -> Optimizer:
             f"its options are {', '.join(record.options)}"
         )
     return record.factory(params, **options)
+
+
+def _refuse_taken(name: str) -> None:
+    if name in _records:
+        raise ValueError(f"an optimizer named {name!r} is registered already ({_records[name].description})")
+
+
+def _register_ours() -> None:
+    for module in _MODULES:
+        importlib.import_module(f"{__package__}.{module}")

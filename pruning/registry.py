@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pruning.errors import PruningError
-from pruning.masks import ChannelMask
-from pruning.selection import Scope
+
+if TYPE_CHECKING:
+    from pruning.selection import Scope
 
 Unit = Literal["channels", "blocks"]
 Definition = TypeVar("Definition", bound=Callable[..., Any])
@@ -36,10 +38,14 @@ class Pruner:
     @property
     def is_mask(self) -> bool:
         """Whether the pruner is a mask to be trained, not a criterion to be computed."""
+        from pruning.masks import ChannelMask  # imports torch
+
         return isinstance(self.definition, type) and issubclass(self.definition, ChannelMask)
 
 
 _PRUNERS: dict[str, Pruner] = {}
+_MODULES = ("blocks", "criteria", "group_lasso", "hard_concrete", "reconstruction")
+"""The modules that register ours."""
 
 
 def register_pruner(
@@ -52,6 +58,8 @@ def register_pruner(
     """
 
     def register(definition: Definition) -> Definition:
+        if not definition.__module__.startswith(f"{__package__}."):
+            _register_ours()  # whose names are taken
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")
         _PRUNERS[name] = Pruner(name, description, definition, scope, unit)
@@ -66,6 +74,7 @@ def get_pruner(name: str) -> Pruner:
     Raises:
         PruningError: if there is none.
     """
+    _register_ours()
     if name not in _PRUNERS:
         raise PruningError(f"unknown pruner {name!r}; choose among {', '.join(sorted(_PRUNERS))}")
     return _PRUNERS[name]
@@ -73,4 +82,15 @@ def get_pruner(name: str) -> Pruner:
 
 def list_pruners() -> list[Pruner]:
     """Return all registered pruners, sorted by name."""
+    _register_ours()
     return [_PRUNERS[name] for name in sorted(_PRUNERS)]
+
+
+def registered_pruners() -> list[str]:
+    """Return the names of the pruners that are registered by now, sorted; nothing is imported."""
+    return sorted(_PRUNERS)
+
+
+def _register_ours() -> None:
+    for module in _MODULES:
+        importlib.import_module(f"{__package__}.{module}")

@@ -1,11 +1,10 @@
-"""Write docs/configuration.md, every option with type, default and explanation, and the options' catalogue.
+"""Write docs/configuration.md, every option with type, default and explanation.
 
 Types and explanations are those of the dataclass, class or function that takes the option; the defaults are
-the composed configuration's. The catalogue, rankrl/cli/config/catalogue.py, is what the command line reads
-instead of importing all of these.
+the composed configuration's.
 
-    python scripts/make_config_reference.py            # writes both
-    python scripts/make_config_reference.py --check    # exit code 1 if one of them is not current
+    python scripts/make_config_reference.py            # writes it
+    python scripts/make_config_reference.py --check    # exit code 1 if it is not current
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import dataclasses
 import inspect
 import re
-import subprocess
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from config_catalogue import CATALOGUE, catalogue
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -233,32 +230,19 @@ def _group(group: str, hint: Any, default: Mapping[str, Any], registered: Mappin
 
 
 def main() -> int:
-    """Write or check the files; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write the page of all options and the catalogue.")
+    """Write or check the page; return the exit code."""
+    parser = argparse.ArgumentParser(description="Write the page of all options.")
     parser.add_argument("--check", action="store_true", help="only compare, with exit code 1 if not current")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page (default: docs/configuration.md)")
-    parser.add_argument("--catalogue", type=Path, default=CATALOGUE, help="the catalogue")
     arguments = parser.parse_args()
-    text = catalogue()
-    outdated = not _holds(arguments.catalogue, text)
-    if outdated and not arguments.check:
-        arguments.catalogue.write_text(text, encoding="utf-8")
-        # The page's defaults are those of the catalogue that is imported when a process begins.
-        return subprocess.run([sys.executable, *sys.argv], check=False).returncode
-    page = reference()
+    page, path = reference(), arguments.output
     if not arguments.check:
-        arguments.output.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
         return 0
-    current = {arguments.catalogue: not outdated, arguments.output: _holds(arguments.output, page)}
-    for path, is_current in current.items():
-        if not is_current:
-            print(f"{path} is not current: run python scripts/make_config_reference.py", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text(encoding="utf-8") == text
+    if path.is_file() and path.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{path} is not current: run python scripts/make_config_reference.py", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
+from rankrl.options.scores import Statistics, Term
 from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line

@@ -39,10 +39,11 @@ from rankrl import reuse_memory
 from rankrl.data import Images
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
+from rankrl.options.scores import Statistics, Term
 from rankrl.plan_search.agents.policy_file import read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, Statistics, Term
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
 from rankrl.plan_search.space.problem import Choices, SearchProblem

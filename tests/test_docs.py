@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import config_catalogue
 import hydra
 import make_config_reference
 import numpy as np
@@ -39,7 +38,8 @@ from rankrl.cli.config.docstrings import explanations, summary
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.tasks import list_tasks
+from rankrl.cli.config.tables import TABLES
+from rankrl.cli.config.tasks import TASKS
 from rankrl.onnx.runtimes import get_runtime, list_runtimes
 from rankrl.plan_search.scores.rewards import register_reward
 from rankrl.plan_search.selectors import list_selectors
@@ -129,7 +129,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         composed = [each for each in arguments if "launcher" not in each and not each.startswith("resume=")]
         check_overrides(composed)
     task = next((each.removeprefix("task=") for each in arguments if each.startswith("task=")), "pipeline")
-    assert task in list_tasks(), command
+    assert task in TASKS, command
     runtimes = [name for name in list_runtimes() if re.search(rf"\b{name}\b", command)]
     if NEEDS_MORE.search(command) or any(get_runtime(name).obstacle() for name in runtimes):
         return
@@ -232,7 +232,7 @@ def test_readme_opens_with_the_two_commands_and_a_short_example() -> None:
 
 def test_readme_names_every_task_and_selector_and_links_every_page() -> None:
     text = README.read_text()
-    for name in (*list_tasks(), *list_selectors()):
+    for name in (*TASKS, *list_selectors()):
         assert f"`{name}`" in text, name
     for page in PAGES[1:]:
         assert f"(docs/{page.name})" in text, page.name
@@ -275,7 +275,8 @@ def test_what_the_page_on_adding_defines_is_explained_in_the_reference(
     (name,) = set(GROUPS[group].known()) - before
     rows = list(make_config_reference.choice_options(group, name, GROUPS[group].node(name)))
     assert all(each.explanation and each.kind for each in rows)
-    assert f'"{name}": Choice(' in config_catalogue.catalogue()
+    assert TABLES[group].types(name) == GROUPS[group].types(name)
+    assert name in TABLES[group].known()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
-from rankrl.cli.config.choices import check_catalogue, store_groups
+from rankrl.cli.config.choices import store_groups
 from rankrl.cli.config.composition import composing, parsed_flags
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
@@ -28,6 +28,7 @@ from rankrl.cli.config.run_folders import check_folders, refuse_used_folder, wri
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.config.structured import built
 from rankrl.cli.config.sweep_arguments import sweep_arguments
+from rankrl.cli.config.tasks import TASKS
 from rankrl.cli.config.values import check_values
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
 from rankrl.runs.run_folder import RunFolder, RunNotes
@@ -110,13 +111,11 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     check_input_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    from rankrl.cli.tasks import get_task  # imports torch and all that is registered
-    from rankrl.memory import reuse_memory
+    from rankrl.memory import reuse_memory  # imports torch
     from rankrl.training.subnormals import subnormals_as_zero
 
     reuse_memory()
-    check_catalogue()
-    run = get_task(settings.task).of(settings)
+    run = TASKS[settings.task].of(settings)
     kind, options = settings.tracking.name, settings.tracking.options
     with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
         tracked = RunFolder(folder.path, tracking)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankrl.errors import ConfigError
+from rankrl.options.agents import IMPORTANCE_SCALE, check_importance_scale
 from rankrl.options.budget import check_budgets
 from rankrl.options.scores import Term, check_choice
-
-IMPORTANCE_SCALE = 2.0
-"""Log-importance of action 1: a layer then counts e^2 = 7.4 times what it does at action 0."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,3 @@ class PretrainOptions(PretrainingOptions, EpisodeOptions):
             raise ConfigError(
                 "pretrain.formats is empty; name formats, as in [tucker], or null for decomposition's"
             )
-
-
-def check_importance_scale(scale: float) -> None:
-    """Refuse a log-importance of action 1 that is not positive.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if not scale > 0:
-        raise ConfigError(f"selector.importance_scale must be positive, got {scale}")

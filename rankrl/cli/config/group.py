@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,35 +44,6 @@ class Group:
         """Return what the configuration holds for a choice."""
         options = self.options(name)
         return {self.key: name, **({"options": options} if self.nested else options)}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the catalogue knows of a choice.
-
-    Attributes:
-        types: The types of its options.
-        options: Its options with their defaults, as the configuration holds them.
-        takes_others: Whether it takes other options too.
-    """
-
-    types: OptionTypes
-    options: Mapping[str, Any]
-    takes_others: bool = False
-
-
-def catalogued(noun: str, key: str, choices: Mapping[str, Choice], *, nested: bool = False) -> Group:
-    """Return a group of the catalogue: all of a `Group` but what only the documentation needs."""
-    return Group(
-        noun,
-        lambda: list(choices),
-        lambda name: "",
-        lambda name: (),
-        lambda name: (choices[name].types, choices[name].takes_others),
-        lambda name: dict(choices[name].options),
-        key,
-        nested,
-    )
 
 
 def _plain(value: Any) -> Any:

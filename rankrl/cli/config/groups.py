@@ -1,4 +1,4 @@
-"""The groups whose choices are registered things, from the registries themselves.
+"""The groups whose choices are registered, from the registries: for the documentation and a user's own.
 
 A registered thing needs no file. Its options and their defaults are those of its signature, their
 explanations those of its docstring.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from decomposition import get_format, list_formats
@@ -20,6 +19,8 @@ from rankrl.cli.config.group import Group
 from rankrl.data import dataset_option_types, dataset_source, list_datasets, load_dataset
 from rankrl.models import list_models, model_option_types, model_source
 from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types
+from rankrl.options.models import ModelOptions
+from rankrl.options.trackers import NONE
 from rankrl.plan_search.scores.rewards import list_rewards, reward_option_types, reward_source
 from rankrl.plan_search.selectors import (
     list_selectors,
@@ -30,21 +31,6 @@ from rankrl.plan_search.selectors import (
 from rankrl.pruners.options import NetworkSteps, PruningOptions, pruner_defaults, pruner_option_types
 from rankrl.runs.tracking import list_trackers, tracker_class, tracker_option_types
 
-NONE = "none"
-"""The choice of `tracking` that keeps nothing."""
-
-
-@dataclass(frozen=True)
-class OfEveryModel:
-    """What every network has beside its own options.
-
-    Attributes:
-        checkpoint: Weights to start from (.th, .pt, .ckpt or .safetensors), a state_dict or a trainer's file
-            that holds one; None trains the network first.
-    """
-
-    checkpoint: str | None = None
-
 
 def _nothing(name: str) -> dict[str, Any]:
     del name
@@ -53,18 +39,18 @@ def _nothing(name: str) -> dict[str, Any]:
 
 def _model_types(name: str) -> tuple[OptionTypes, bool]:
     types, takes_others = model_option_types(name)
-    return {**parameter_types(OfEveryModel), **types}, takes_others
+    return {**parameter_types(ModelOptions), **types}, takes_others
 
 
 def _model_defaults(name: str) -> dict[str, Any]:
     build = model_source(name).build
     shape_and_classes = list(inspect.signature(build).parameters)[:2]
-    return {**parameter_defaults(OfEveryModel), **parameter_defaults(build, without=shape_and_classes)}
+    return {**parameter_defaults(ModelOptions), **parameter_defaults(build, without=shape_and_classes)}
 
 
 def _model_owners(name: str) -> tuple[object, ...]:
     build = model_source(name).build
-    return build, inspect.signature(build, eval_str=True).return_annotation, OfEveryModel
+    return build, inspect.signature(build, eval_str=True).return_annotation, ModelOptions
 
 
 def _dataset_defaults(name: str) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from rankrl.cli.config.choices import group_names, tasks
+from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, composing, offered_choices, parsed_flags
 from rankrl.cli.config.overrides import first_values
+from rankrl.cli.config.tasks import TASKS
 
 HELP_FLAGS = frozenset({"-h", "--help"})
 VERSION_FLAGS = frozenset({"--version"})
@@ -35,7 +36,7 @@ def help_page(arguments: Sequence[str]) -> str:
     parts = [
         about.header,
         "Tasks (task=NAME)",
-        "\n".join(_columns(tasks())),
+        "\n".join(_columns({name: task.description for name, task in TASKS.items()})),
         "Groups (GROUP=CHOICE)",
         "\n".join(_columns(groups)),
         "Launchers of a sweep (rankrl -m hydra/launcher=NAME ...)",

@@ -9,10 +9,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from rankrl.cli.config.choices import groups
 from rankrl.cli.config.composition import parsed_flags
 from rankrl.cli.config.overrides import parsed_overrides
 from rankrl.cli.config.quoting import quoted
+from rankrl.cli.config.tables import TABLES
 from rankrl.errors import ConfigError, StorageError
 from rankrl.runs.run_folder import RunFolder
 
@@ -84,7 +84,7 @@ def _of_group(
     group: str, overrides: Sequence[Override], config: Mapping[str, Any], run: RunFolder
 ) -> Iterator[tuple[str, str]]:
     """Yield the options of a group that a run had, each with its override."""
-    yield group, f"{group}={config[group][groups()[group].key]}"
+    yield group, f"{group}={config[group][TABLES[group].key]}"
     for override in overrides:
         option = override.key_or_group
         if option.startswith(f"{group}.") and option != _CHECKPOINT:

@@ -18,11 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rankrl.cli.config.applicable import check_applicable
-from rankrl.cli.config.choices import group_names, groups
+from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, composing, offered_choices, parsed_flags
 from rankrl.cli.config.quoting import is_readable, quoting_advice
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.config.structured import built
+from rankrl.cli.config.tables import TABLES
 from rankrl.cli.config.values import check_value, check_values
 from rankrl.errors import ConfigError, did_you_mean
 
@@ -255,7 +256,7 @@ def _nearest(name: str, options: Collection[str], chosen: Sequence[str]) -> str:
     if near is not None:
         return f" Did you mean {near!r}?"
     choice = next((each.partition("=")[2] for each in chosen if each.startswith(f"{group}=")), "")
-    if group in groups() and choice in groups()[group].known() and groups()[group].types(choice)[1]:
+    if group in TABLES and choice in TABLES[group].known() and TABLES[group].types(choice)[1]:
         return f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
     others = _options_of_choices(group)
     if name in others:
@@ -288,7 +289,7 @@ def _options_of_choices(group: str) -> dict[str, str]:
 
 def _node(group: str, choice: str) -> DictConfig:
     """Return what the configuration holds for a choice of a group."""
-    registered = groups().get(group)
+    registered = TABLES.get(group)
     if registered is not None and choice in registered.known():  # composing takes a tenth of a second
         return OmegaConf.create(registered.node(choice))
     return typing.cast(DictConfig, composed_config([f"{group}={choice}"])[group])

@@ -1,4 +1,4 @@
-"""The registry of tasks: what `rankrl task=NAME` can do."""
+"""What `rankrl task=NAME` can do."""
 
 from __future__ import annotations
 
@@ -6,85 +6,69 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decomposition.registry import Registry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.runs.run_folder import RunFolder
 
 TaskFunction = Callable[[AppConfig, RunFolder], None]
 _FILE = "onnx"
+_FOLDER = "rankrl.cli.tasks"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the command line.
+    """A task of the command line: the function of its name in the module of its name in `cli.tasks`.
 
     Attributes:
         name: Its name, `task=NAME`.
         description: One line for listings.
-        run: Carries it out.
-        run_on_file: The function of `cli.tasks.onnx_file`, imported when it is needed, that carries it out
-            for a network in an ONNX file (`model=onnx`), which nobody here trained; None where the task has
-            no use for one.
+        on_file: The function of `cli.tasks.onnx_file` that carries it out for a network in an ONNX file
+            (`model=onnx`), which nobody here trained; None where the task has no use for one.
     """
 
     name: str
     description: str
-    run: TaskFunction
-    run_on_file: str | None = None
+    on_file: str | None = None
 
     def of(self, config: AppConfig) -> TaskFunction:
-        """Return what carries the task out for the network that a configuration names.
+        """Import what carries the task out for the network that a configuration names.
 
         Raises:
             ConfigError: The task has no use for such a network.
         """
         if config.model.get("architecture") != _FILE:
-            return self.run
-        if self.run_on_file is None:
-            others = [name for name in _TASKS.names() if _TASKS[name].run_on_file is not None]
+            return _function(self.name, self.name)
+        if self.on_file is None:
+            others = [name for name, task in TASKS.items() if task.on_file is not None]
             raise ConfigError(
                 f"task={self.name} has no use for model={_FILE}, a network in a file that is not trained "
                 f"here; choose task={' or task='.join(others)}"
             )
-        run: TaskFunction = getattr(importlib.import_module("rankrl.cli.tasks.onnx_file"), self.run_on_file)
-        return run
+        return _function("onnx_file", self.on_file)
 
 
-_TASKS: Registry[Task] = Registry("task", ConfigError)
+def _function(module: str, name: str) -> TaskFunction:
+    function: TaskFunction = getattr(importlib.import_module(f"{_FOLDER}.{module}"), name)
+    return function
 
 
-def register_task(
-    name: str, description: str, *, on_file: str | None = None
-) -> Callable[[TaskFunction], TaskFunction]:
-    """Register the decorated function as the task `name`.
-
-    Args:
-        name: Its name.
-        description: One line for listings.
-        on_file: The function of `cli.tasks.onnx_file` that carries it out for a network in an ONNX file,
-            if the task has a use for one.
-
-    Raises:
-        ConfigError: The name is taken.
-    """
-
-    def register(run: TaskFunction) -> TaskFunction:
-        _TASKS.add(name, Task(name, description, run, on_file), description)
-        return run
-
-    return register
-
-
-def list_tasks() -> list[str]:
-    """Return the names of the tasks, sorted."""
-    return _TASKS.names()
-
-
-def get_task(name: str) -> Task:
-    """Return the task `name`.
-
-    Raises:
-        ConfigError: There is none; the message gives the nearest name.
-    """
-    return _TASKS[name]
+_ALL = (
+    Task("apply", "rewrite the network under plan=PATH, without fine-tuning", on_file="apply"),
+    Task("compare", "several selectors on the same evaluator, over several seeds"),
+    Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint or weights=PATH"),
+    Task("export", "write the compressed network weights=PATH as a verified ONNX file"),
+    Task("finetune", "train the compressed network weights=PATH further, the dense one as teacher"),
+    Task(
+        "inspect",
+        "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
+        on_file="inspect",
+    ),
+    Task("pipeline", "choose ranks, rewrite, fine-tune, export and report", on_file="compress"),
+    Task("pretrain", "train one policy on many tasks: networks, formats, budgets"),
+    Task("prune", "remove channels or blocks to a target, fine-tune, export and report"),
+    Task("report", "gather all runs below runs=FOLDER in one page and one CSV file"),
+    Task("search", "choose ranks and write plan.json"),
+    Task("train", "train a network, from scratch or from model.checkpoint"),
+)
+TASKS = {task.name: task for task in _ALL}
+"""The tasks by name."""

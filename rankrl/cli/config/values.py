@@ -11,10 +11,11 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rankrl.cli.config.choices import formats, groups, tasks
 from rankrl.cli.config.group import Group
 from rankrl.cli.config.schema import AppConfig, Choice
 from rankrl.cli.config.structured import option_fields
+from rankrl.cli.config.tables import TABLES, formats
+from rankrl.cli.config.tasks import TASKS
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
 
@@ -29,14 +30,14 @@ def check_values(config: Mapping[str, Any]) -> None:
         ConfigError: Naming the option in full, the value and what is allowed.
     """
     _check_typed(AppConfig, config, "")
-    if config["task"] not in tasks():
+    if config["task"] not in TASKS:
         raise ConfigError(
-            f"there is no task {config['task']!r}; choose from {', '.join(tasks())}."
-            f"{did_you_mean(config['task'], tasks())}"
+            f"there is no task {config['task']!r}; choose from {', '.join(TASKS)}."
+            f"{did_you_mean(config['task'], TASKS)}"
         )
     _check_formats(config["decomposition"])
     for group, prefix, name, options in _owned(config):
-        owner = groups()[group]
+        owner = TABLES[group]
         types, takes_others = owner.types(name)
         others = {key: Any for key in options if key not in types} if takes_others else {}
         check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
@@ -94,7 +95,7 @@ def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the annotations of the options that the schema leaves open, by full name."""
     found: dict[str, Any] = {}
     for group, prefix, name, _ in _owned(config):
-        found |= {f"{prefix}.{key}": each for key, each in groups()[group].types(name)[0].items()}
+        found |= {f"{prefix}.{key}": each for key, each in TABLES[group].types(name)[0].items()}
     return found
 
 
@@ -141,16 +142,16 @@ def _listed(owner: Group) -> str:
 def _owned(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """Yield what the schema leaves open: kind of owner, first part of the options' names, owner, options."""
     for group in ("model", "dataset", "selector", "reward", "pruner"):
-        options, owner = config[group], groups()[group]
+        options, owner = config[group], TABLES[group]
         rest = {key: value for key, value in options.items() if key != owner.key}
         yield group, group, _name(group, options, owner), rest
     optimizers = {"optim": config["optim"], "train.optim": config["train"]["optim"]}
     for prefix, optimizer in optimizers.items():
-        yield "optim", f"{prefix}.options", _name(prefix, optimizer, groups()["optim"]), optimizer["options"]
+        yield "optim", f"{prefix}.options", _name(prefix, optimizer, TABLES["optim"]), optimizer["options"]
     tracking = config["tracking"]
     yield (
         "tracking",
         "tracking.options",
-        _name("tracking", tracking, groups()["tracking"]),
+        _name("tracking", tracking, TABLES["tracking"]),
         tracking["options"],
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from decomposition import CompressionPlan, save_compressed
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compressed import check_plan, method_of
 from rankrl.errors import ConfigError
@@ -13,7 +12,6 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, with_preprocessing
 
 
-@register_task("apply", "rewrite the network under plan=PATH, without fine-tuning", on_file="apply")
 def apply(config: AppConfig, folder: RunFolder) -> None:
     """Write the compressed network as `model.safetensors`."""
     if not config.plan:

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.files import write_json
 from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
@@ -23,7 +22,6 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.measure import network_numbers, rival_numbers, with_preprocessing
 
 
-@register_task("compare", "several selectors on the same evaluator, over several seeds")
 def compare(config: AppConfig, folder: RunFolder) -> None:
     """Search with every selector and seed, fine-tune their plans alike, and write one table.
 

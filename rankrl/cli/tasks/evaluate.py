@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.errors import ConfigError
@@ -13,7 +12,6 @@ from rankrl.training.networks import build_network
 from rankrl.verify.measure import cost_ratios, network_numbers
 
 
-@register_task("evaluate", "test accuracy, parameters and MACs of model.checkpoint or weights=PATH")
 def evaluate(config: AppConfig, folder: RunFolder) -> None:
     """Measure the dense network, the compressed one, or both."""
     if not config.weights and not config.model.get("checkpoint"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.runs.run_folder import RunFolder
@@ -12,7 +11,6 @@ from rankrl.verify.measure import cost_ratios, export_dense, export_numbers, net
 from rankrl.verify.runtimes import runtime_numbers
 
 
-@register_task("export", "write the compressed network weights=PATH as a verified ONNX file")
 def export(config: AppConfig, folder: RunFolder) -> None:
     """Write `model.onnx`, compare it with PyTorch and time it beside the dense network."""
     export_options = options.export_options(config)

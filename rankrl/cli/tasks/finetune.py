@@ -5,7 +5,6 @@ from __future__ import annotations
 from decomposition import save_compressed
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.errors import ConfigError
@@ -13,7 +12,6 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.measure import cost_ratios, network_numbers, test_accuracy, with_preprocessing
 
 
-@register_task("finetune", "train the compressed network weights=PATH further, the dense one as teacher")
 def finetune(config: AppConfig, folder: RunFolder) -> None:
     """Write the fine-tuned network as `model.safetensors`."""
     recipe = options.finetuning_recipe(config)

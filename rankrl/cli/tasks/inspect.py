@@ -12,7 +12,6 @@ from decomposition import CandidateSet, Factorise, LayerSpec, get_format, inspec
 from decomposition.network.layers import skipping
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.progress import progress_bar
@@ -23,11 +22,6 @@ _FITTED_RANKS = 3
 _WIDTH = 160
 
 
-@register_task(
-    "inspect",
-    "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
-    on_file="inspect",
-)
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a layer; errors, with `inspect.errors`, are relative output errors on training images."""
     chosen = options.candidate_options(config)

@@ -6,7 +6,6 @@ from decomposition import save_compressed
 from decomposition.network.surgery import copied
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
@@ -22,7 +21,6 @@ from rankrl.verify.measure import (
 from rankrl.verify.runtimes import runtime_numbers
 
 
-@register_task("pipeline", "choose ranks, rewrite, fine-tune, export and report", on_file="compress")
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     options.check(config, finetuning=config.finetune.epochs > 0)

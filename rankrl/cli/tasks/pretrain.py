@@ -13,7 +13,6 @@ from rich.table import Table
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
@@ -27,7 +26,6 @@ POLICY_FILE = "policy.safetensors"
 EPISODES_FOLDER = "tasks"
 
 
-@register_task("pretrain", "train one policy on many tasks: networks, formats, budgets")
 def pretrain(config: AppConfig, folder: RunFolder) -> None:
     """Play every task's plans, once, train the policy on all of them, and write `policy.safetensors`.
 

@@ -14,7 +14,6 @@ from decomposition.network.surgery import copied
 from pruning import PruningError
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compressed import both_chose
 from rankrl.data import ImageData
@@ -38,7 +37,6 @@ from rankrl.verify.measure import (
 from rankrl.verify.runtimes import runtime_numbers
 
 
-@register_task("prune", "remove channels or blocks to a target, fine-tune, export and report")
 def prune(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     chosen = options.pruning(config)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.errors import ConfigError
 from rankrl.report import write_sweep_report
 from rankrl.runs.run_folder import RunFolder
 
 
-@register_task("report", "gather all runs below runs=FOLDER in one page and one CSV file")
 def report(config: AppConfig, folder: RunFolder) -> None:
     """Write `report.html` and `runs.csv` into the folder of the runs."""
     if not config.runs:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.measure import layer_rows
 
 
-@register_task("search", "choose ranks and write plan.json")
 def search(config: AppConfig, folder: RunFolder) -> None:
     """Search and write the plan; no test image is read."""
     options.check(config, finetuning=False)

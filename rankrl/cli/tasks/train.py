@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import register_task
 from rankrl.cli.tasks import steps
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network
 from rankrl.verify.measure import network_numbers
 
 
-@register_task("train", "train a network, from scratch or from model.checkpoint")
 def train(config: AppConfig, folder: RunFolder) -> None:
     """Train and write `dense.safetensors`."""
     options.training_recipe(config, None)

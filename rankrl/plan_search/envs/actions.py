@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.allocation import allocate, allocate_many
 from rankrl.errors import ConfigError
-from rankrl.options.pretraining import IMPORTANCE_SCALE, check_importance_scale
+from rankrl.options.agents import IMPORTANCE_SCALE, ActionKind, check_importance_scale
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
-
-ActionKind = Literal["importance", "rank"]
 
 
 class ActionMap(ABC):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from decomposition.candidates.candidates import CandidateSet
 from rankrl.errors import ConfigError
+from rankrl.options.agents import Feature
 from rankrl.plan_search.envs.descriptors import layer_descriptors
 from rankrl.plan_search.space.problem import SearchProblem
-
-Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"]
 
 DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
 """The features that are as many whatever the network: a policy that sees no others serves all of them."""

@@ -55,12 +55,14 @@ class Selector(ABC):
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
         seeded: Whether its proposals depend on the seed.
+        own_options: The dataclass of its own options, which checks them; None for those of its signature.
         options: All options it has, defaults too; part of a search's identity when it is resumed.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     seeded: ClassVar[bool] = True
+    own_options: ClassVar[type[Any] | None] = None
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         self.problem = problem
@@ -71,7 +73,7 @@ class Selector(ABC):
     @classmethod
     def option_owner(cls) -> Callable[..., Any]:
         """Return what takes the options: its signature and docstring say what they are."""
-        return cls
+        return cls if cls.own_options is None else cls.own_options
 
     @classmethod
     def default_options(cls) -> dict[str, Any]:
@@ -83,7 +85,7 @@ class Selector(ABC):
         """Return the types of the selector's own options, by name."""
         return parameter_types(cls.option_owner(), without=_GIVEN)
 
-    @classmethod  # noqa: B027 (some have nothing to check)
+    @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options that no problem could go with, before there is a problem.
 
@@ -93,6 +95,8 @@ class Selector(ABC):
         Raises:
             ConfigError: An option is out of its range.
         """
+        if cls.own_options is not None:
+            cls.own_options(**options)
 
     @classmethod  # noqa: B027 (some go with every search)
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:

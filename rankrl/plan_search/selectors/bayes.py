@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from rankrl.errors import ConfigError
+from rankrl.options.selectors import BayesOptions
 from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
 from rankrl.plan_search.agents.policy_file import PolicyFile, read_policy
 from rankrl.plan_search.envs.actions import (
-    IMPORTANCE_SCALE,
     ActionKind,
     check_action,
-    check_importance_scale,
     create_action_map,
 )
 from rankrl.plan_search.selectors.base import (
@@ -25,7 +23,6 @@ from rankrl.plan_search.selectors.base import (
     generator_state,
     restore_generator,
 )
-from rankrl.plan_search.selectors.random_plans import check_plans_per_step
 from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.selectors.reward_model import RewardModel
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -53,49 +50,22 @@ class BayesSelector(Selector):
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Plans that the decay of the step spans.
-        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
-            comes with rankrl and learnt from refitted plans; `action` and `importance_scale` are the file's.
-            None knows nothing beforehand.
-        action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
-            without.
-        importance_scale: Log-importance of action 1.
-        warmup_episodes: Plans around greedy's before the process chooses.
-        warmup_noise: Standard deviation of the noise around it.
-        step: Standard deviation of a change after the warm-up, in units of the action.
-        final_step: The same at the last plan; it decays geometrically between.
-        candidates: Plans imagined for each one that is scored.
-        refinements: How often the most promising ones are changed again.
-        optimism: Standard deviations that are added to the expected reward.
-        plans_per_step: Plans proposed at once, for parallel scoring.
+        **options: Those of `BayesOptions`.
     """
 
     name = "bayes"
     description = "a Gaussian process chooses among local changes of the best plan so far"
+    own_options: ClassVar[type[BayesOptions]] = BayesOptions
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        seed: int,
-        episodes: int,
-        policy: str | None = None,
-        action: ActionKind | None = None,
-        importance_scale: float = IMPORTANCE_SCALE,
-        warmup_episodes: int = 15,
-        warmup_noise: float = 0.15,
-        step: float = 0.3,
-        final_step: float = 0.05,
-        candidates: int = 128,
-        refinements: int = 2,
-        optimism: float = 0.5,
-        plans_per_step: int = 1,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.warmup_episodes, self.warmup_noise = warmup_episodes, warmup_noise
-        self.step, self.final_step = step, final_step
-        self.candidates, self.refinements, self.optimism = candidates, refinements, optimism
-        self.plans_per_step = plans_per_step
-        known = None if policy is None else self._policy(policy, action, importance_scale)
+        own = self.own_options(**options)
+        self.warmup_episodes, self.warmup_noise = own.warmup_episodes, own.warmup_noise
+        self.step, self.final_step = own.step, own.final_step
+        self.candidates, self.refinements, self.optimism = own.candidates, own.refinements, own.optimism
+        self.plans_per_step = own.plans_per_step
+        action, importance_scale = own.action, own.importance_scale
+        known = None if own.policy is None else self._policy(own.policy, action, importance_scale)
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
@@ -117,17 +87,7 @@ class BayesSelector(Selector):
     @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options out of their ranges."""
-        if not 0 < options["final_step"] <= options["step"]:
-            raise ConfigError(
-                "selector.step decays to selector.final_step, both positive; got "
-                f"{options['step']} and {options['final_step']}"
-            )
-        least = {"warmup_episodes": 0, "warmup_noise": 0, "candidates": 1, "refinements": 0, "optimism": 0}
-        for name, bound in least.items():
-            if not options[name] >= bound:
-                raise ConfigError(f"selector.{name} must be at least {bound}, got {options[name]}")
-        check_importance_scale(options["importance_scale"])
-        check_plans_per_step(options["plans_per_step"])
+        super().check_ranges(options)
         if options["policy"] is not None:
             cls._policy(*(options[name] for name in ("policy", "action", "importance_scale")))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from rankrl.errors import ConfigError
+from rankrl.options.selectors import BayesDDPGOptions
 from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
 from rankrl.plan_search.agents.policy_file import read_policy
-from rankrl.plan_search.envs.features import Feature
 from rankrl.plan_search.selectors.base import Proposal, SelectorState
 from rankrl.plan_search.selectors.bayes import BayesSelector
 from rankrl.plan_search.selectors.registry import register_selector
@@ -29,46 +29,21 @@ class BayesDDPGSelector(BayesSelector):
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Plans that the decay of the step spans.
-        policy_share: Share of the imagined plans that are the policy's, in (0, 1].
-        features: What the policy sees beyond the layer's own descriptors and the previous action
-            (`ObservationEncoder`); a pretrained policy's own with one.
-        hidden: Units of the hidden layers of actor and critic.
-        learning_rate: Learning rate of actor and critic (Adam).
-        **options: Those of `bayes`.
+        **options: Those of `BayesDDPGOptions`.
     """
 
     name = "bayes_ddpg"
     description = "bayes, with a DDPG policy that proposes some of the plans it chooses from"
+    own_options = BayesDDPGOptions
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        seed: int,
-        episodes: int,
-        policy_share: float = 0.5,
-        features: Sequence[Feature] = ("identity", "plan"),
-        hidden: Sequence[int] = (64, 64),
-        learning_rate: float = 1e-3,
-        **options: Any,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes, **options)
-        self.policy_share = policy_share
-        own = {"features": features, "hidden": hidden, "learning_rate": learning_rate}
-        chosen = self._agent_options({**options, **own})
+        own = BayesDDPGOptions(**options)
+        self.policy_share = own.policy_share
+        chosen = self._agent_options(asdict(own))
         from rankrl.plan_search.agents import PolicyAgent  # imports stable-baselines3
 
         self.agent = PolicyAgent(problem, "ddpg", chosen, seed=seed, episodes=episodes)
-
-    @classmethod
-    def default_options(cls) -> dict[str, Any]:
-        """Return the options of `bayes` and those of the policy, by name, with their defaults."""
-        return {**BayesSelector.default_options(), **super().default_options()}
-
-    @classmethod
-    def option_types(cls) -> dict[str, Any]:
-        """Return the types of the options of `bayes` and of the policy's, by name."""
-        return {**BayesSelector.option_types(), **super().option_types()}
 
     @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
@@ -77,8 +52,6 @@ class BayesDDPGSelector(BayesSelector):
         chosen = cls._agent_options(options)
         if chosen.policy is not None:
             options_with_policy(chosen, read_policy(chosen.policy))
-        if not 0 < options["policy_share"] <= 1:
-            raise ConfigError(f"selector.policy_share must lie in (0, 1], got {options['policy_share']}")
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Tell the process and the policy what the plans brought."""

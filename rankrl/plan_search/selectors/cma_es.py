@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from rankrl.errors import ConfigError
-from rankrl.plan_search.envs.actions import ImportanceMap, check_action, check_importance_scale
+from rankrl.options.selectors import CMAESOptions
+from rankrl.plan_search.envs.actions import ImportanceMap, check_action
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
 from rankrl.plan_search.selectors.packages import import_package
 from rankrl.plan_search.selectors.registry import register_selector
@@ -28,9 +29,7 @@ class CMAESSelector(Selector):
         problem: What to choose for; it needs a budget and at least two layers.
         seed: Seed of the draws.
         episodes: Not used.
-        step: Standard deviation of the first generation, in units of the action.
-        population: Plans in a generation; None for 4 + 3 log(layers).
-        importance_scale: Log-importance of action 1.
+        **options: Those of `CMAESOptions`.
 
     Raises:
         ConfigError: cmaes is not installed, or the problem has no budget or one layer alone.
@@ -38,40 +37,24 @@ class CMAESSelector(Selector):
 
     name = "cmaes"
     description = "covariance matrix adaptation (cmaes) over the agent's actions"
+    own_options = CMAESOptions
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        seed: int,
-        episodes: int,
-        step: float = 0.3,
-        population: int | None = None,
-        importance_scale: float = 2.0,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self._map = ImportanceMap(problem, scale=importance_scale)
+        own = CMAESOptions(**options)
+        self._map = ImportanceMap(problem, scale=own.importance_scale)
         layers = len(problem.sites)
         if layers < 2:
             raise ConfigError("selector=cmaes needs at least two layers to choose for; use selector=local")
         self._optimizer = import_package("cmaes", "cmaes", "the package cmaes").CMA(
             mean=np.zeros(layers),
-            sigma=step,
+            sigma=own.step,
             bounds=np.tile([-1.0, 1.0], (layers, 1)),
             seed=seed % 2**32,
-            population_size=population,
+            population_size=own.population,
         )
         self._pending: list[np.ndarray] = []
         self._told: list[float] = []
-
-    @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options out of their ranges."""
-        check_importance_scale(options["importance_scale"])
-        if not options["step"] > 0:
-            raise ConfigError(f"selector.step must be positive, got {options['step']}")
-        if options["population"] is not None and options["population"] < 3:
-            raise ConfigError(f"selector.population must be at least 3 or null, got {options['population']}")
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:

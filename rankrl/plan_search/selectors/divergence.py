@@ -7,6 +7,7 @@ from typing import Any
 
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
+from rankrl.options.selectors import DivergenceOptions
 from rankrl.plan_search.envs.actions import check_action
 from rankrl.plan_search.scores.divergence import with_divergences
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
@@ -32,23 +33,18 @@ class DivergenceSelector(Selector):
         problem: What to choose for; it needs a budget, and its `divergences`.
         seed: Not used.
         episodes: Not used.
-        batches: Batches of held-out images that divergences are measured on.
+        **options: Those of `DivergenceOptions`.
     """
 
     name = "divergence"
     description = "the least sum of divergences measured layer by layer (Lagrangian allocation)"
+    own_options = DivergenceOptions
     seeded = False
 
-    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, batches: int = 2) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.batches = batches
+        self.batches = DivergenceOptions(**options).batches
         self._done = False
-
-    @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse a number of batches below 1."""
-        if options["batches"] < 1:
-            raise ConfigError(f"selector.batches must be at least 1, got {options['batches']}")
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankrl.errors import ConfigError
-from rankrl.plan_search.envs.actions import ImportanceMap, check_action, check_importance_scale
+from rankrl.options.selectors import LocalOptions
+from rankrl.plan_search.envs.actions import ImportanceMap, check_action
 from rankrl.plan_search.selectors.base import (
     Proposal,
     Selector,
@@ -17,7 +17,6 @@ from rankrl.plan_search.selectors.base import (
     generator_state,
     restore_generator,
 )
-from rankrl.plan_search.selectors.random_plans import check_plans_per_step
 from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
@@ -34,44 +33,22 @@ class LocalSelector(Selector):
         problem: What to choose for; it needs a budget.
         seed: Seed of the draws.
         episodes: Not used; the step size is constant.
-        step: Standard deviation of a change, in units of the action.
-        share: Probability of each layer to be changed.
-        importance_scale: Log-importance of action 1.
-        plans_per_step: Plans proposed at once, for parallel scoring.
+        **options: Those of `LocalOptions`.
     """
 
     name = "local"
     description = "random local changes of the best plan so far, from greedy's"
+    own_options = LocalOptions
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        seed: int,
-        episodes: int,
-        step: float = 0.3,
-        share: float = 0.3,
-        importance_scale: float = 2.0,
-        plans_per_step: int = 1,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.step, self.share, self.plans_per_step = step, share, plans_per_step
-        self._map = ImportanceMap(problem, scale=importance_scale)
+        own = LocalOptions(**options)
+        self.step, self.share, self.plans_per_step = own.step, own.share, own.plans_per_step
+        self._map = ImportanceMap(problem, scale=own.importance_scale)
         self._generator = np.random.default_rng(seed)
         self._best = np.zeros(len(problem.sites))
         self._best_reward = -np.inf
         self._tried: list[np.ndarray] = []
-
-    @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options out of their ranges."""
-        step, share = options["step"], options["share"]
-        if not step > 0 or not 0 < share <= 1:
-            raise ConfigError(
-                f"selector.step must be positive and selector.share in (0, 1], got {step} and {share}"
-            )
-        check_importance_scale(options["importance_scale"])
-        check_plans_per_step(options["plans_per_step"])
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from decomposition import Budget, CandidateSet
 from decomposition.choose.reachable import cheapest_choices
-from rankrl.errors import ConfigError
+from rankrl.options.selectors import RandomOptions
 from rankrl.plan_search.selectors.base import (
     Proposal,
     Selector,
@@ -90,21 +90,17 @@ class RandomSelector(Selector):
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Not used; every draw is independent.
-        plans_per_step: Plans proposed at once, for parallel scoring.
+        **options: Those of `RandomOptions`.
     """
 
     name = "random"
     description = "independent random plans that spend the budget"
+    own_options = RandomOptions
 
-    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, plans_per_step: int = 1) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.plans_per_step = plans_per_step
+        self.plans_per_step = RandomOptions(**options).plans_per_step
         self._generator = np.random.default_rng(seed)
-
-    @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options out of their ranges."""
-        check_plans_per_step(options["plans_per_step"])
 
     def propose(self) -> list[Proposal]:
         """Draw plans."""
@@ -123,13 +119,3 @@ class RandomSelector(Selector):
     def restore(self, state: SelectorState) -> None:
         """Take over the generator's state."""
         restore_generator(self._generator, state.values["generator"])
-
-
-def check_plans_per_step(value: int) -> None:
-    """Refuse a number of plans a step.
-
-    Raises:
-        ConfigError: It is below 1.
-    """
-    if value < 1:
-        raise ConfigError(f"selector.plans_per_step must be at least 1, got {value}")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankrl.errors import ConfigError, StorageError
-from rankrl.plan_search.envs.actions import ImportanceMap, check_action, check_importance_scale
+from rankrl.errors import StorageError
+from rankrl.options.selectors import TPEOptions
+from rankrl.plan_search.envs.actions import ImportanceMap, check_action
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
 from rankrl.plan_search.selectors.packages import import_package
-from rankrl.plan_search.selectors.random_plans import check_plans_per_step
 from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
@@ -34,10 +34,7 @@ class TPESelector(Selector):
         problem: What to choose for; it needs a budget.
         seed: Seed of the draws.
         episodes: Not used.
-        importance_scale: Log-importance of action 1.
-        startup_trials: Random trials before the estimators are used.
-        multivariate: Model the layers jointly.
-        plans_per_step: Plans proposed at once, for parallel scoring.
+        **options: Those of `TPEOptions`.
 
     Raises:
         ConfigError: Optuna is not installed, or the problem has no budget.
@@ -45,40 +42,22 @@ class TPESelector(Selector):
 
     name = "tpe"
     description = "tree-structured Parzen estimators (Optuna) over the agent's actions"
+    own_options = TPEOptions
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        *,
-        seed: int,
-        episodes: int,
-        importance_scale: float = 2.0,
-        startup_trials: int = 10,
-        multivariate: bool = False,
-        plans_per_step: int = 1,
-    ) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         self._optuna = import_package("optuna", "tpe", "Optuna")
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
-        self.plans_per_step = plans_per_step
-        self.startup_trials, self.multivariate = startup_trials, multivariate
-        self._map = ImportanceMap(problem, scale=importance_scale)
+        own = TPEOptions(**options)
+        self.plans_per_step = own.plans_per_step
+        self.startup_trials, self.multivariate = own.startup_trials, own.multivariate
+        self._map = ImportanceMap(problem, scale=own.importance_scale)
         self._names = [f"importance_{name}" for name in problem.names]
         self._folder: Path | None = None
         self._study: Any = None
         self._mirror: Any = None
         self._pending: list[Any] = []
         self._told: list[tuple[np.ndarray, float]] = []
-
-    @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options out of their ranges."""
-        check_importance_scale(options["importance_scale"])
-        check_plans_per_step(options["plans_per_step"])
-        if options["startup_trials"] < 0:
-            raise ConfigError(
-                f"selector.startup_trials must not be negative, got {options['startup_trials']}"
-            )
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from rankrl.cli.config import catalogue
-from rankrl.cli.config.choices import check_catalogue
+from decomposition import get_format, list_formats
 from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.tables import TABLES, formats
+from rankrl.cli.config.tasks import TASKS
 
 HEAVY = ("torch", "sklearn", "scipy", "stable_baselines3", "torchvision", "onnx", "onnxruntime", "matplotlib")
 COMMANDS = """
@@ -126,9 +128,22 @@ for package in (decomposition, rankrl, rankrl.plan_search.agents):
     assert "rankrl.plan_search.agents True True" in lines
 
 
-def test_the_catalogue_knows_what_is_registered() -> None:
-    check_catalogue()
-    for name, group in GROUPS.items():
-        assert [choice for choice in group.known() if choice in catalogue.GROUPS[name].known()] == list(
-            catalogue.GROUPS[name].known()
-        )
+@pytest.mark.parametrize("group", TABLES)
+def test_the_tables_say_what_the_implementations_do(group: str) -> None:
+    """Each choice of ours has an implementation that takes the same options with the same defaults."""
+    ours, live = TABLES[group], GROUPS[group]
+    assert set(ours.known()) == set(live.known())
+    for choice in ours.known():
+        assert ours.types(choice) == live.types(choice), choice
+        assert ours.options(choice) == live.options(choice), choice
+
+
+def test_the_tables_say_which_formats_can_split_channel_counts() -> None:
+    assert formats() == {name: get_format(name).tensorisable for name in list_formats()}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_its_function(task: str) -> None:
+    model = {"architecture": "resnet20"}, {"architecture": "onnx"}
+    for each in model if TASKS[task].on_file else model[:1]:
+        assert callable(TASKS[task].of(AppConfig(model=each)))

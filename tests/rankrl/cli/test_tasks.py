@@ -23,7 +23,7 @@ from decomposition import CompressionPlan, Quantise, list_formats
 from rankrl.cli.app import FIRST_RUN, main
 from rankrl.cli.config.docstrings import explanations
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import list_tasks
+from rankrl.cli.config.tasks import TASKS
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.onnx.errors import ExportError
 
@@ -443,7 +443,7 @@ def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.Capt
     rankrl("--help", "-m", "seed=1,2")
     shown = capfd.readouterr().out
     groups = (f"decomposition  auto, {', '.join(list_formats())}", "tracking       csv, ")
-    for expected in (*list_tasks(), *groups, "search:", "joblib, local, ray", "seed: 1"):
+    for expected in (*TASKS, *groups, "search:", "joblib, local, ray", "seed: 1"):
         assert expected in shown
 
 
@@ -459,4 +459,4 @@ def test_shell_completion_can_be_installed(rankrl: Command, capfd: pytest.Captur
 
 def test_every_task_is_named_in_the_configuration() -> None:
     named = explanations(AppConfig)["task"].removeprefix("What to do: ").replace("(all of it)", "")
-    assert set(list_tasks()) == {name.strip() for name in named.strip(".").split(",")}
+    assert set(TASKS) == {name.strip() for name in named.strip(".").split(",")}

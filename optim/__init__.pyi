@@ -1,0 +1,31 @@
+from .adagrad import OnnxAdagrad
+from .adam import OnnxAdam
+from .base import OnnxOptimizer
+from .graph import StepNode, build_step_model, optimizer_from_model, read_step_model, step_inputs
+from .registry import (
+    OptimizerRecord,
+    create_optimizer,
+    list_optimizers,
+    optimizer_record,
+    register_optimizer,
+)
+from .sgd import sgd
+from .validation import SparseGradientError
+
+__all__ = [
+    "OnnxAdagrad",
+    "OnnxAdam",
+    "OnnxOptimizer",
+    "OptimizerRecord",
+    "SparseGradientError",
+    "StepNode",
+    "build_step_model",
+    "create_optimizer",
+    "list_optimizers",
+    "optimizer_from_model",
+    "optimizer_record",
+    "read_step_model",
+    "register_optimizer",
+    "sgd",
+    "step_inputs",
+]

@@ -1,0 +1,53 @@
+from . import reconstruction
+from .blocks import ResidualBlock, remove_blocks, require_blocks_suffice, residual_blocks
+from .criteria import Criterion
+from .errors import PruningError
+from .from_scratch import untrained_copy
+from .group_lasso import GroupLassoMask
+from .groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
+from .hard_concrete import HardConcreteMask
+from .masked_network import MaskedNetwork
+from .masks import ChannelMask
+from .registry import Pruner, get_pruner, list_pruners, register_pruner
+from .removal import kept_inputs, kept_norms, remove_channels
+from .schedule import PushPull, StrengthController
+from .selection import keep_share, keep_within
+from .training import train_masks
+from .training_options import MaskEpoch, MaskTrainingOptions, MaskTrainingResult, QualityJump
+from .training_state import MaskTrainingState
+
+__all__ = [
+    "ChannelGroup",
+    "ChannelMask",
+    "Criterion",
+    "GroupLassoMask",
+    "HardConcreteMask",
+    "KeptChannels",
+    "MaskEpoch",
+    "MaskTrainingOptions",
+    "MaskTrainingResult",
+    "MaskTrainingState",
+    "MaskedNetwork",
+    "Pruner",
+    "PruningError",
+    "PushPull",
+    "QualityJump",
+    "ResidualBlock",
+    "StrengthController",
+    "channel_groups",
+    "get_pruner",
+    "keep_share",
+    "keep_within",
+    "kept_inputs",
+    "kept_norms",
+    "list_pruners",
+    "reconstruction",
+    "register_pruner",
+    "removable_groups",
+    "remove_blocks",
+    "remove_channels",
+    "require_blocks_suffice",
+    "residual_blocks",
+    "train_masks",
+    "untrained_copy",
+]
