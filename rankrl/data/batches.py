@@ -84,13 +84,13 @@ def _walk(
     scale, offset = (tensor.view(1, -1, 1, 1).to(device) for tensor in scale_and_offset(mean, std))
     for start in range(0, count - batch_size + 1 if drop_last else count, batch_size):
         stop = min(start + batch_size, count)
-        chosen = order[start:stop]
-        x = images.x[chosen].to(device, non_blocking=True)
+        indices = order[start:stop]
+        x = images.x[indices].to(device, non_blocking=True)
         if crops is not None:
             x = crops.part(start, stop).apply(x)
         yield (
             x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).add_(offset),
-            images.y[chosen].to(device, non_blocking=True),
+            images.y[indices].to(device, non_blocking=True),
         )
 
 

@@ -27,8 +27,8 @@ def calibration_images(data: ImageData, count: int, *, seed: int, augmented: boo
     """
     check_calibration(count)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
-    chosen: Images = data.train.subset(order[:count])
+    images: Images = data.train.subset(order[:count])
     if augmented and data.augmentation is not None:
-        chosen = augmented_copy(chosen, data.augmentation, seed)
-    walk = batches(chosen, CALIBRATION_BATCH, mean=data.mean, std=data.std)
+        images = augmented_copy(images, data.augmentation, seed)
+    walk = batches(images, CALIBRATION_BATCH, mean=data.mean, std=data.std)
     return torch.cat([x for x, _ in walk])

@@ -86,14 +86,14 @@ def _read(folder: Path, classes: list[str], size: int, shorter: int) -> Images:
             raise DataError(
                 f"{entry} is a class that the training folder lacks; it has {', '.join(classes[:10])}"
             )
-        found = image_files(entry)
-        if not found:
+        images = image_files(entry)
+        if not images:
             raise DataError(
                 f"the class folder {entry} holds no image files ({', '.join(sorted(SUFFIXES))}); put images "
                 f"of the class into it, or remove it if {entry.name!r} is no class"
             )
-        files += found
-        labels += [classes.index(entry.name)] * len(found)
+        files += images
+        labels += [classes.index(entry.name)] * len(images)
     if not files:
         raise DataError(
             f"{folder} holds no class folders; it needs one for each of {', '.join(classes[:10])}"

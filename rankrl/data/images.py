@@ -53,9 +53,9 @@ class Images:
 
     def digest(self) -> str:
         """Return a hash of the images and labels, whatever their order in memory."""
-        found = hashlib.sha256(self.x.cpu().contiguous().numpy().tobytes())
-        found.update(self.y.cpu().numpy().tobytes())
-        return found.hexdigest()[:16]
+        hasher = hashlib.sha256(self.x.cpu().contiguous().numpy().tobytes())
+        hasher.update(self.y.cpu().numpy().tobytes())
+        return hasher.hexdigest()[:16]
 
     def to(self, device: torch.device) -> Images:
         """Return the same images on `device`."""

@@ -29,12 +29,12 @@ def npz(root: Path, path: str | Path, classes: int | None = None) -> SourceFiles
     del root
     train, test, names = read_npz(Path(path))
     if classes is None and names is None and len(train) and int(train.y.min()) > 0:
-        found = int(train.y.max()) + 1
+        class_count = int(train.y.max()) + 1
         log.warning(
             "%s: no training image has label 0, and the network gets %d classes. If the classes were counted "
             "from 1, subtract 1 from all labels; if not, dataset.classes=%d says so",
             path,
-            found,
-            found,
+            class_count,
+            class_count,
         )
     return SourceFiles(train, test, classes, names)

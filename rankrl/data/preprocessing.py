@@ -94,10 +94,10 @@ class Preprocessing:
         Raises:
             DataError: The images have another type or shape.
         """
-        wanted = (self.height, self.width, self.channels)
-        if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != wanted:
+        shape = (self.height, self.width, self.channels)
+        if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != shape:
             raise DataError(
-                f"images must be uint8 of shape (N, {', '.join(map(str, wanted))}), got "
+                f"images must be uint8 of shape (N, {', '.join(map(str, shape))}), got "
                 f"{images.dtype} {tuple(images.shape)}"
             )
         scale, offset = (tensor.view(-1, 1, 1).to(images.device) for tensor in self.scale_and_offset())
@@ -145,7 +145,7 @@ class Preprocessing:
             if not isinstance(values[name], list) and not (name == "class_names" and values[name] is None):
                 raise DataError(f"preprocessing: {name} must be a list, got {values[name]!r}")
         names = values["class_names"]
-        found = cls(
+        preprocessing = cls(
             channels=values["channels"],
             height=values["height"],
             width=values["width"],
@@ -156,10 +156,10 @@ class Preprocessing:
             class_names=None if names is None else tuple(names),
             in_graph=values["in_graph"],
         )
-        for name, expected in found.to_dict().items():
+        for name, expected in preprocessing.to_dict().items():
             if values[name] != expected:
                 raise DataError(f"preprocessing: {name} is {values[name]!r}; it must be {expected!r}")
-        return found
+        return preprocessing
 
 
 def check_normalisation(mean: Sequence[float], std: Sequence[float], channels: int) -> None:

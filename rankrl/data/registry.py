@@ -249,7 +249,7 @@ def _check(name: str, files: SourceFiles) -> int:
         classes = int(train.y.max()) + 1 if names is None else len(names)
     if names is not None and len(names) != classes:
         raise DataError(f"dataset {name!r} has {len(names)} class names for {classes} classes")
-    twice = sorted({each for each in names or () if (names or ()).count(each) > 1})
+    twice = sorted({label for label in names or () if (names or ()).count(label) > 1})
     if twice:
         raise DataError(f"dataset {name!r} names {twice[0]!r} twice; every class needs a name of its own")
     if classes < 2:
@@ -277,9 +277,9 @@ def _heldout_size(name: str, heldout: int | None, count: int, classes: int) -> i
 
 
 def _normalisation(
-    name: str, what: str, given: Sequence[float] | None, default: tuple[float, ...], images: Images
+    name: str, what: str, configured: Sequence[float] | None, default: tuple[float, ...], images: Images
 ) -> tuple[float, ...]:
-    values = default if given is None else tuple(float(value) for value in given)
+    values = default if configured is None else tuple(float(value) for value in configured)
     channels = images.x.shape[1]
     if len(values) != channels:
         raise DataError(

@@ -165,12 +165,12 @@ def read_samples(
         DataError: There are too few inputs, or labels are no classes of the network's where they have to be.
         DecompositionError: Inputs are not finite, or the network does not take them.
     """
-    given: dict[str, CalibrationInputs | None] = {"data": data, "heldout": None, "test": test}
+    sets: dict[str, CalibrationInputs | None] = {"data": data, "heldout": None, "test": test}
     if not isinstance(heldout, int | float):
-        given["heldout"] = heldout
+        sets["heldout"] = heldout
     elif not 0 < heldout < 1:
         raise ConfigError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or inputs")
-    samples = {what: Sample.read(each, model, what) for what, each in given.items() if each is not None}
+    samples = {what: Sample.read(inputs, model, what) for what, inputs in sets.items() if inputs is not None}
     fitted = samples["data"]
     for what, sample in samples.items():
         layers: list[str] = []
@@ -202,13 +202,13 @@ def _joined(labels: Sequence[Any], what: str) -> Any:
     Raises:
         DataError: Some have none, or they are no tensors, or not alike.
     """
-    if all(each is None for each in labels):
+    if all(batch_labels is None for batch_labels in labels):
         return None
     refusal = (
         f"{what}: labels must be one tensor for each batch (or a dict or tuple of tensors), or be left out"
     )
-    flat = [tree_flatten(each) for each in labels]
-    if any(each is None for each in labels) or any(spec != flat[0][1] for _, spec in flat):
+    flat = [tree_flatten(batch_labels) for batch_labels in labels]
+    if any(batch_labels is None for batch_labels in labels) or any(spec != flat[0][1] for _, spec in flat):
         raise DataError(f"{refusal} of all of them")
     for leaf in (leaf for leaves, _ in flat for leaf in leaves):
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:

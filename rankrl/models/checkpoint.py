@@ -98,11 +98,11 @@ def _read(path: Path) -> object:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if found is None:
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        if match is None:
             raise CheckpointError(f"{path} is damaged or no PyTorch checkpoint") from error
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values ({found[1].rstrip('.,')}); loading that could "
+            f"{path} holds more than tensors and plain values ({match[1].rstrip('.,')}); loading that could "
             "run code from the file, so it is refused. Save only model.state_dict(), or a .safetensors file."
         ) from error
     except OSError as error:
@@ -131,7 +131,7 @@ def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> Sta
     taken = candidates[0]
     if not taken.fits:
         raise CheckpointError(_misfit(taken, path))
-    fitting = [each for each in candidates if each.fits]
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if len(fitting) > 1:
         listed = " and ".join(map(str, fitting))
         if fitting[1].distance == taken.distance:
@@ -148,34 +148,34 @@ def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> Sta
     left = [
         name
         for name in taken.beside
-        if not any(name.startswith(each.prefix) for each in fitting if each.prefix)
+        if not any(name.startswith(candidate.prefix) for candidate in fitting if candidate.prefix)
     ]
     if left:
         log.warning("%s: left out what the model has no place for: %s", path, _some(left))
     return taken
 
 
-def _misfit(found: StateDict, path: Path) -> str:
+def _misfit(state: StateDict, path: Path) -> str:
     """Say why the tensors that come nearest do not fit."""
-    if not found.missing and not found.unexpected:
-        classes = _class_counts(found.tensors, found.expected, found.reshaped)
+    if not state.missing and not state.unexpected:
+        classes = _class_counts(state.tensors, state.expected, state.reshaped)
         if classes is not None:
             return (
                 f"{path} is for {classes[0]} classes, but the model has {classes[1]}. "
                 "Choose the dataset that the checkpoint was trained on, or a checkpoint for this one."
             )
     problems = []
-    if found.missing:
-        problems.append(f"the file lacks {_some(found.missing)}")
-    if found.unexpected:
-        problems.append(f"the model lacks {_some(found.unexpected)}")
-    if found.reshaped:
+    if state.missing:
+        problems.append(f"the file lacks {_some(state.missing)}")
+    if state.unexpected:
+        problems.append(f"the model lacks {_some(state.unexpected)}")
+    if state.reshaped:
         shapes = [
-            f"{key} {tuple(found.tensors[key].shape)} for {tuple(found.expected[key].shape)}"
-            for key in found.reshaped
+            f"{key} {tuple(state.tensors[key].shape)} for {tuple(state.expected[key].shape)}"
+            for key in state.reshaped
         ]
         problems.append(f"shapes differ (file for model): {_some(shapes)}")
-    read = f" (read: {found})" if found.place or found.prefix else ""
+    read = f" (read: {state})" if state.place or state.prefix else ""
     return f"{path} is for another architecture{read}: {'; '.join(problems)}. Choose the matching model."
 
 

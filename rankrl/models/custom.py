@@ -37,16 +37,16 @@ def custom(
     """
     build = _import(_target_)
     of_dataset = {"input_shape": input_shape, "num_classes": num_classes}
-    wanted = {key: value for key, value in of_dataset.items() if key in _parameter_names(build)}
-    arguments = wanted | options
+    defaults = {key: value for key, value in of_dataset.items() if key in _parameter_names(build)}
+    arguments = defaults | options
     try:
         model = build(**arguments)
     except RankrlError:
         raise
     except Exception as error:  # whatever the user's own code raises
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise ModelError(
-            f"model._target_={_target_} failed with {_described(error)}. It was called with ({given}); its "
+            f"model._target_={_target_} failed with {_described(error)}. It was called with ({listed}); its "
             "arguments are given as model.NAME=VALUE, +model.NAME=VALUE where they are new"
         ) from error
     if not isinstance(model, nn.Module):

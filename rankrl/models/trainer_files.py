@@ -100,12 +100,12 @@ def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDi
         a dict without any such, one with the names as they are.
     """
     tied = _tied(expected)
-    found = [
-        each
+    states = [
+        state
         for place, tensors in _dicts(content)
-        for each in _by_prefix(place, _unwrapped(tensors, expected), expected, tied)
+        for state in _by_prefix(place, _unwrapped(tensors, expected), expected, tied)
     ]
-    return sorted(found, key=lambda each: each.distance)
+    return sorted(states, key=lambda state: state.distance)
 
 
 def _dicts(
@@ -150,14 +150,18 @@ def _by_prefix(
     likely = [prefix for prefix, count in prefixes.items() if 2 * count >= most] or [""]
     for prefix in likely:
         inside = {
-            name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)
+            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
         }
-        own = {name: each for name, each in inside.items() if name in expected or not _is_counter(name, each)}
+        own = {
+            name: tensor
+            for name, tensor in inside.items()
+            if name in expected or not _is_counter(name, tensor)
+        }
         counters = tuple(
-            name for name, each in tensors.items() if _is_counter(name, each) and name not in own
+            name for name, tensor in tensors.items() if _is_counter(name, tensor) and name not in own
         )
-        beside = tuple(name for name in tensors if not name.startswith(prefix) and name not in counters)
-        yield StateDict(place, prefix, own, expected, beside, counters, tied)
+        others = tuple(name for name in tensors if not name.startswith(prefix) and name not in counters)
+        yield StateDict(place, prefix, own, expected, others, counters, tied)
 
 
 def _is_counter(name: str, tensor: Tensor) -> bool:
@@ -171,4 +175,4 @@ def _tied(expected: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
     for name, tensor in expected.items():
         if tensor.numel() and not tensor.is_meta:
             names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), set()).add(name)
-    return {name: frozenset(each - {name}) for each in names.values() if len(each) > 1 for name in each}
+    return {name: frozenset(group - {name}) for group in names.values() if len(group) > 1 for name in group}

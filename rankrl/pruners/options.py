@@ -125,7 +125,7 @@ def pruner_option_types(name: str) -> dict[str, Any]:
         ConfigError: There is none of that name.
     """
     owners = (get_pruner(name).definition, MaskTrainingOptions, NetworkSteps, PruningOptions)
-    types = {key: each for owner in reversed(owners) for key, each in parameter_types(owner).items()}
+    types = {key: kind for owner in reversed(owners) for key, kind in parameter_types(owner).items()}
     types["push_pull"] = tuple[int, int]  # the steps of a `PushPull`
     if "temperature" in types:
         types["temperature"] = parameter_types(MaskTrainingOptions)["temperature"]
@@ -201,10 +201,14 @@ def _fields(pruner: Pruner) -> list[dataclasses.Field[Any]]:
     """Return the fields of the mask training that concern a mask."""
     stochastic = issubclass(pruner.definition, HardConcreteMask)  # type: ignore[arg-type]
     every = dataclasses.fields(MaskTrainingOptions)
-    return [each for each in every if stochastic or each.name != "temperature"]
+    return [field for field in every if stochastic or field.name != "temperature"]
 
 
 def _mask_defaults(pruner: Pruner) -> dict[str, Any]:
     """Return the options of a mask itself; the temperature is the training's, which anneals it."""
     parameters = inspect.signature(pruner.definition).parameters.values()
-    return {each.name: each.default for each in parameters if each.name not in ("units", "temperature")}
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.name not in ("units", "temperature")
+    }

@@ -200,7 +200,7 @@ def _by_blocks(
     specs = inspect_layers(model, data.input_shape)
 
     def entry(layer: str) -> LayerPlan:
-        block = next((each.name for each in blocks if layer.startswith(f"{each.name}.")), None)
+        block = next((known.name for known in blocks if layer.startswith(f"{known.name}.")), None)
         if block is None:
             return LayerPlan(layer, reason="it is in no block that may be removed")
         if block not in gone:

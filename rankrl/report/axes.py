@@ -104,7 +104,7 @@ def whole_axis(axes: Axes, *, which: str = "x", bins: int = 8) -> None:
 def _drawn(axes: Axes, which: str) -> tuple[float, float]:
     """Return the least and the largest value drawn on a panel or on those that share its axis."""
     shared = (axes.get_shared_x_axes() if which == "x" else axes.get_shared_y_axes()).get_siblings(axes)
-    spans = [each.dataLim.intervalx if which == "x" else each.dataLim.intervaly for each in shared]
+    spans = [panel.dataLim.intervalx if which == "x" else panel.dataLim.intervaly for panel in shared]
     values = [float(value) for span in spans for value in span if math.isfinite(value)]
     return (min(values), max(values)) if values else (0.0, 1.0)
 

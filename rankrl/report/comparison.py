@@ -136,7 +136,7 @@ class SelectorSummary:
 
 def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
     """Return a summary of every selector, the highest mean reward first."""
-    found = []
+    summaries = []
     for name in dict.fromkeys(row.selector for row in rows):
         runs = [row for row in rows if row.selector == name]
         measures = {}
@@ -144,8 +144,8 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
             values = [getattr(row, measure) for row in runs if getattr(row, measure) is not None]
             if values:
                 measures[measure] = Spread.of(values)
-        found.append(SelectorSummary(name, len(runs), measures))
-    return sorted(found, key=lambda summary: -summary.measures["best_reward"].mean)
+        summaries.append(SelectorSummary(name, len(runs), measures))
+    return sorted(summaries, key=lambda summary: -summary.measures["best_reward"].mean)
 
 
 def comparison_cells(
@@ -188,7 +188,7 @@ def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[
     for summary in summarise(rows):
         runs = [row.best_rewards for row in rows if row.selector == summary.selector]
         known = (Spread.of([run[min(end, len(run)) - 1] for run in runs]) for end in ends)
-        cells.append([summary.selector, *(each.text(factor, digits) for each in known)])
+        cells.append([summary.selector, *(spread.text(factor, digits) for spread in known)])
     return ["Selector", *(counted(end, "plan") for end in ends)], cells
 
 

@@ -59,8 +59,8 @@ _OTHERS = (("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
 def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the colour's role and the marker of every method; a tensor format has the same on every page."""
     others = [name for name in sorted(set(methods)) if name not in _FIXED]
-    chosen = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
-    return {**{name: each for name, each in _FIXED.items() if name in methods}, **chosen}
+    styles = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
+    return {**{name: style for name, style in _FIXED.items() if name in methods}, **styles}
 
 
 def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
@@ -143,10 +143,10 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     colours = {name: colour for name, (colour, _) in styles.items()}
     colours |= {"compressed": "accent", ONLY_ROUNDED: "muted", LEFT_DENSE: "soft"}
     for name, colour in colours.items():
-        chosen = [index for index, each in enumerate(kinds) if each == name]
-        if chosen:
-            heights = [layers[index].kept for index in chosen]
-            shares.bar(positions[chosen], heights, width=0.72, color=PALETTE[colour], label=name)
+        indices = [index for index, kind in enumerate(kinds) if kind == name]
+        if indices:
+            heights = [layers[index].kept for index in indices]
+            shares.bar(positions[indices], heights, width=0.72, color=PALETTE[colour], label=name)
     total = sum(row.params_after for row in layers) / sum(row.params_before for row in layers)
     shares.axhline(
         total, color=PALETTE["second"], linewidth=1.2, linestyle=(0, (4, 3)), label="all layers together"

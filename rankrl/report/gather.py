@@ -57,7 +57,7 @@ class GatheredRun:
     @property
     def latency_change(self) -> str:
         """How much faster or slower the compressed network is, or that it is neither."""
-        before, after = (None if each is None else each.latency_ms for each in (self.baseline, self.final))
+        before, after = (None if costs is None else costs.latency_ms for costs in (self.baseline, self.final))
         return latency_change(self.metrics, before, after)
 
     @property
@@ -109,10 +109,10 @@ def gather_runs(folder: str | Path) -> list[GatheredRun]:
             "runs=FOLDER"
         )
     runs = [_read(path, folder) for path in _run_folders(folder)]
-    found = [run for run in runs if run.config.get("task") not in _NO_RUNS]
-    if not found:
+    gathered = [run for run in runs if run.config.get("task") not in _NO_RUNS]
+    if not gathered:
         raise ReportError(f"there is no run below {folder}; give the folder of a sweep with runs=FOLDER")
-    return found
+    return gathered
 
 
 def _is_run(folder: Path) -> bool:
@@ -121,7 +121,7 @@ def _is_run(folder: Path) -> bool:
 
 def _run_folders(folder: Path) -> Iterator[Path]:
     """Yield the topmost run folders below a folder, sorted."""
-    for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+    for path in sorted(subfolder for subfolder in folder.iterdir() if subfolder.is_dir()):
         if _is_run(path):
             yield path
         else:

@@ -43,13 +43,13 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, float, float]]:
     """Return the runs that have an accuracy and this cost, with both."""
-    found = []
+    points = []
     for run in runs:
         final = run.final
         value = None if final is None else _cost(run, final, cost)
         if final is not None and final.accuracy is not None and value is not None:
-            found.append((run, value, final.accuracy))
-    return found
+            points.append((run, value, final.accuracy))
+    return points
 
 
 def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float, float]]:
@@ -57,15 +57,15 @@ def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float,
 
     Its parameters and MACs are those of the dense network, so that it is a rival in time and in bytes alone.
     """
-    found: dict[Network, tuple[float, float]] = {}
+    costs: dict[Network, tuple[float, float]] = {}
     for run in runs:
         accuracy, faster, size = (
             number(run.metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio", "file_bytes")
         )
         value = {"latency": 1 / faster if faster else None, "bytes": size}.get(cost)
         if accuracy is not None and value is not None:
-            found[dense_network(run)] = (value, accuracy)
-    return found
+            costs[dense_network(run)] = (value, accuracy)
+    return costs
 
 
 def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
@@ -164,10 +164,10 @@ def _draw(
     front = _front(runs, cost)
     axes.step(*zip(*front, strict=True), where="post", color=PALETTE["muted"], linewidth=1.1, zorder=1)
     for method, (role, marker) in styles.items():
-        chosen = [(value, accuracy) for run, value, accuracy in points if run.method == method]
-        if chosen:
+        own = [(value, accuracy) for run, value, accuracy in points if run.method == method]
+        if own:
             axes.plot(
-                *zip(*chosen, strict=True),
+                *zip(*own, strict=True),
                 marker,
                 color=PALETTE[role],
                 markersize=6,

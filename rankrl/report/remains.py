@@ -56,10 +56,10 @@ def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
     Raises:
         ReportError: A value is no finite number.
     """
-    found = stages(metrics)
-    if len(found) < 2:
+    run_stages = stages(metrics)
+    if len(run_stages) < 2:
         return []
-    first, last = found[0], found[-1]
+    first, last = run_stages[0], run_stages[-1]
     bars = []
     for name, attribute in (("Test accuracy", "accuracy"), ("Agreement", "agreement")):
         before, after = getattr(first, attribute), getattr(last, attribute)

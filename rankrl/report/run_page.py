@@ -91,10 +91,10 @@ def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
 
 def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The numbers that a reader looks for first."""
-    found = stages(metrics)
-    if len(found) < 2:
+    run_stages = stages(metrics)
+    if len(run_stages) < 2:
         return []
-    first, last = found[0], found[-1]
+    first, last = run_stages[0], run_stages[-1]
     values = []
     if last.accuracy is not None:
         note = f"{format_points(first.accuracy, last.accuracy)}, from {format_accuracy(first.accuracy)}"

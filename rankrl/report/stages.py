@@ -56,28 +56,28 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
     Raises:
         ReportError: A value is no finite number.
     """
-    found = [
+    run_stages = [
         Stage(name, *(number(metrics, key, field) for field in ("accuracy", "params", "macs")))
         for name, key in (("Baseline", "baseline"), ("Compressed", "compressed"))
         if metrics.get(key)
     ]
     if metrics.get("finetuned"):
-        last, accuracy = found[-1] if found else Stage(""), number(metrics, "finetuned", "accuracy")
+        last, accuracy = run_stages[-1] if run_stages else Stage(""), number(metrics, "finetuned", "accuracy")
         if metrics.get("epochs") or accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
-            found.append(Stage("Fine-tuned", accuracy, last.params, last.macs))
+            run_stages.append(Stage("Fine-tuned", accuracy, last.params, last.macs))
     agreements = {
         "Baseline": number(metrics, "baseline", "agreement"),
         "Compressed": number(metrics, "compressed", "agreement"),
         "Fine-tuned": number(metrics, "finetuned", "agreement"),
     }
     latencies = {}
-    if found:
-        latencies[len(found) - 1] = number(metrics, "onnx", "latency_ms")
-        if found[0].name == "Baseline":
+    if run_stages:
+        latencies[len(run_stages) - 1] = number(metrics, "onnx", "latency_ms")
+        if run_stages[0].name == "Baseline":
             latencies[0] = number(metrics, "onnx", "baseline_latency_ms")
     return [
         replace(stage, latency_ms=latencies.get(index), agreement=agreements.get(stage.name))
-        for index, stage in enumerate(found)
+        for index, stage in enumerate(run_stages)
     ]
 
 
@@ -158,9 +158,9 @@ def format_ratio(ratio: float | None, better: str, worse: str) -> str:
 
 def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: float | None) -> float | None:
     """The ratio original ÷ compressed: the metrics' own, or that of the two values."""
-    given = number(metrics, "ratios", name)
-    if given is not None or before is None or not after:
-        return given
+    recorded = number(metrics, "ratios", name)
+    if recorded is not None or before is None or not after:
+        return recorded
     return before / after
 
 

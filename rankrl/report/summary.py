@@ -39,10 +39,10 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
     Raises:
         ReportError: A value is no finite number.
     """
-    found = stages(metrics)
-    if not found:
+    run_stages = stages(metrics)
+    if not run_stages:
         return [], []
-    first, last = found[0], found[-1]
+    first, last = run_stages[0], run_stages[-1]
 
     def reduction(name: str, attribute: str, better: str, worse: str) -> str:
         before, after = getattr(first, attribute), getattr(last, attribute)
@@ -56,11 +56,15 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
         ("Latency", format_latency, "latency_ms", latency_change(metrics, first.latency_ms, last.latency_ms)),
     ]
     rows = [
-        [title, *(write(getattr(stage, attribute)) for stage in found), *([change] if len(found) > 1 else [])]
+        [
+            title,
+            *(write(getattr(stage, attribute)) for stage in run_stages),
+            *([change] if len(run_stages) > 1 else []),
+        ]
         for title, write, attribute, change in table
-        if any(getattr(stage, attribute) is not None for stage in found)
+        if any(getattr(stage, attribute) is not None for stage in run_stages)
     ]
-    return ["", *(stage.name for stage in found), *(["Change"] if len(found) > 1 else [])], rows
+    return ["", *(stage.name for stage in run_stages), *(["Change"] if len(run_stages) > 1 else [])], rows
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table:

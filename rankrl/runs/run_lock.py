@@ -55,7 +55,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     path, process = folder / LOCK_FILE, os.getpid()
     try:
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
         descriptor = _acquired(path)
     except OSError as error:
         raise StorageError(
@@ -70,8 +70,8 @@ def locked(folder: Path) -> Iterator[None]:
             _held.discard(descriptor)
             _release(path, descriptor)
             with suppress(OSError):  # there are results
-                for each in made:
-                    each.rmdir()
+                for place in made:
+                    place.rmdir()
 
 
 def alone_in_folder(function: Callable[_P, _R]) -> Callable[_P, _R]:

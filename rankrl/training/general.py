@@ -150,9 +150,9 @@ class _GeneralEpochs(Epochs):
         """Walk through all inputs in random order, but for a last one that would be alone."""
         order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
         device = self.precision.device
-        for chosen in order.split(self.batch_size)[: self.steps]:
-            labels = tree_map_only(Tensor, partial(_rows_on, index=chosen, device=device), self.labels)
-            yield mapped(lambda x: x.to(device), rows(self.inputs, chosen)), labels
+        for indices in order.split(self.batch_size)[: self.steps]:
+            labels = tree_map_only(Tensor, partial(_rows_on, index=indices, device=device), self.labels)
+            yield mapped(lambda x: x.to(device), rows(self.inputs, indices)), labels
 
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
         """Return the user's loss, cross-entropy, or what the teacher's outputs are missed by."""

@@ -89,12 +89,12 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
         NonFiniteError: A class score is NaN or infinite.
     """
     heldout = data.heldout.subset(torch.arange(0, len(data.heldout), -(-len(data.heldout) // JUDGED_IMAGES)))
-    found = heldout_accuracy(network, data, heldout)
+    accuracy = heldout_accuracy(network, data, heldout)
     share = guessing_share(heldout.y)
-    if not near_guessing(found, share, len(heldout)):
+    if not near_guessing(accuracy, share, len(heldout)):
         return None
     return (
-        f"The network is hardly better than guessing: it answers {100 * found:.1f} % of "
+        f"The network is hardly better than guessing: it answers {100 * accuracy:.1f} % of "
         f"{counted(len(heldout), 'held-out image')} right, one answer to all of them {100 * share:.1f} %"
     )
 

@@ -103,7 +103,9 @@ class LocalWorkers:
                     results[index] = future.result()
                 return [results[index] for index in range(len(tasks))]
             except BrokenProcessPool as error:
-                results.update({index: each.result() for index, each in futures.items() if _succeeded(each)})
+                results.update(
+                    {index: future.result() for index, future in futures.items() if _succeeded(future)}
+                )
                 self.close()
                 if deaths == MOST_DEATHS:
                     raise WorkerError(f"one of {self.size} worker processes died. {GO_ON}") from error

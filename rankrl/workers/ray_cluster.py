@@ -92,11 +92,11 @@ class RayCluster:
         self._idle, self._starting = [], {}
 
     def _check_room(self) -> None:
-        wanted = {"CPU": float(self.workers.cpus), "GPU": float(self.workers.gpus)}
+        needed = {"CPU": float(self.workers.cpus), "GPU": float(self.workers.gpus)}
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        if any(all(node.get(name, 0.0) >= each for name, each in wanted.items()) for node in nodes):
+        if any(all(node.get(name, 0.0) >= amount for name, amount in needed.items()) for node in nodes):
             return
-        has = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in wanted) for node in nodes)
+        has = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in needed) for node in nodes)
         message = (
             f"no node of the Ray cluster has the {self.workers.cpus} CPU and {self.workers.gpus:g} GPU of "
             f"search.worker_cpus and search.worker_gpus; its nodes have {has or 'nothing'}"
@@ -192,8 +192,8 @@ class _Pool:
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
         """Return the scorer's results, in the order of the tasks; see `WorkerPool`."""
-        found = dict(self._cluster._results(self._work, tasks))
-        return [found[index] for index in range(len(tasks))]
+        results = dict(self._cluster._results(self._work, tasks))
+        return [results[index] for index in range(len(tasks))]
 
     def close(self) -> None:
         """Do nothing: workers end with their cluster."""

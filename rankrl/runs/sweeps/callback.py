@@ -88,6 +88,8 @@ def number_of_jobs(config: DictConfig) -> int | None:
     if str(config.hydra.sweeper._target_) != _ALL_COMBINATIONS:
         return None
     params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}))
-    given = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
-    overrides = OverridesParser.create().parse_overrides([str(each) for each in given])
-    return math.prod(len(list(each.sweep_iterator())) for each in overrides if each.is_sweep_override())
+    assignments = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
+    overrides = OverridesParser.create().parse_overrides([str(assignment) for assignment in assignments])
+    return math.prod(
+        len(list(override.sweep_iterator())) for override in overrides if override.is_sweep_override()
+    )

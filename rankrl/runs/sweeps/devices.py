@@ -34,12 +34,12 @@ def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -
         job: Number of the job in its sweep.
         environment: Where CUDA_VISIBLE_DEVICES is read and set.
     """
-    given = environment.get(VISIBLE)
-    if given is None:
+    visible = environment.get(VISIBLE)
+    if visible is None:
         import torch  # when a job begins; the command line looks at sweeps without it
 
         devices = [str(index) for index in range(torch.cuda.device_count())]
     else:
-        devices = [name for name in given.split(",") if name.strip()]
+        devices = [name for name in visible.split(",") if name.strip()]
     if len(devices) > 1:
         environment[VISIBLE] = devices[worker_number(job) % len(devices)]

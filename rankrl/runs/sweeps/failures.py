@@ -74,12 +74,12 @@ def sweep_identifier(sweep_folder: Path) -> str | None:
 def failures(sweep_folder: Path) -> list[Failure]:
     """Return the failed jobs of the sweep that was started last in a folder, by their folders' names."""
     sweep = sweep_identifier(sweep_folder)
-    found = []
+    failed = []
     for path in sorted(sweep_folder.rglob(ERROR_FILE)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             content = {}
         if sweep is None or content.get("sweep", sweep) == sweep:
-            found.append(Failure(path.parent, read_failure(path.parent) or ""))
-    return found
+            failed.append(Failure(path.parent, read_failure(path.parent) or ""))
+    return failed

@@ -44,7 +44,7 @@ class SweepJobs:
         first: int,
     ) -> None:
         self._context, self._function, self._config = hydra_context, task_function, config
-        self._overrides, self._first = [list(each) for each in overrides], first
+        self._overrides, self._first = [list(job) for job in overrides], first
         self._singletons: dict[Any, Any] = Singleton.get_state()
         self._current = Path.cwd()  # folders in the configuration are relative to it
         setup_globals()
@@ -96,9 +96,9 @@ class SweepJobs:
             sweep_identifier(self.folder),
         )
         # Not failed for Hydra, which would end the sweep before the failed jobs are listed.
-        found = JobReturn(overrides=self._overrides[number], status=JobStatus.COMPLETED)
-        found.return_value = None
-        return found
+        result = JobReturn(overrides=self._overrides[number], status=JobStatus.COMPLETED)
+        result.return_value = None
+        return result
 
     def _job_config(self, number: int) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, self._overrides[number])

@@ -49,8 +49,8 @@ def run_locally(
     together = min(together, len(jobs))
     threads = parameters.get("cpus_per_task") or max(1, cores // together)
     executor = submitit.AutoExecutor(folder=folder, cluster="local")
-    given = {name: value for name, value in parameters.items() if value is not None}
-    executor.update_parameters(**given)
+    settings = {name: value for name, value in parameters.items() if value is not None}
+    executor.update_parameters(**settings)
     log.info("submitit runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
 
     def run(number: int) -> JobReturn:

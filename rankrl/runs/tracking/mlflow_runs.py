@@ -37,8 +37,8 @@ class MlflowTracker(Tracker):
             self._run = known.read_text(encoding="utf-8").strip()
             self._client.update_run(self._run, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(experiment)
-        identifier = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        earlier = self._client.get_experiment_by_name(experiment)
+        identifier = self._client.create_experiment(experiment) if earlier is None else earlier.experiment_id
         self._run = self._client.create_run(identifier, run_name=folder.name).info.run_id
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(self._run, encoding="utf-8")

@@ -128,10 +128,10 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flattened({"search": {"episodes": 100}, "seed": 0})
     {'search.episodes': 100, 'seed': 0}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= flattened(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -41,7 +41,7 @@ class WandbTracker(Tracker):
     def point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Log `STAGE/NAME` over `STAGE/step`."""
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": each for name, each in values.items()}})
+        self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}})
 
     def result(self, values: Mapping[str, float]) -> None:
         """Keep them in the run's summary."""
