@@ -91,6 +91,48 @@ def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence
     return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
 
 
+def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
+    """Return the part of a model that computes some values, which become its outputs.
+
+    Args:
+        model: The model; left as it was.
+        values: Names of values of its main graph.
+    """
+    return part_of(model, list(model.graph.inputs), values)
+
+
+def free_ends(model: ir.Model) -> None:
+    """Let the ends of a graph take and give float32 of any size."""
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
+
+
+def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
+    """Return the values of a graph that depend on some of its values, and those."""
+    found = {each for each in values if not each.is_initializer()}
+    for node in graph:  # in topological order
+        if any(each in found for each in used_by(node, graph)):
+            found.update(node.outputs)
+    return found
+
+
+def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of the main graph that a node or its bodies take."""
+    found = [each for each in node.inputs if each is not None]
+    for attribute in node.attributes.values():
+        bodies = (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else list(attribute.as_graphs())
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        )
+        for body in bodies:
+            for inner in ir.traversal.RecursiveGraphIterator(body):
+                found += [each for each in inner.inputs if each is not None and each.graph is graph]
+    return found
+
+
 def without_unused(model: ir.Model) -> ir.Model:
     """Remove constants and nodes that nothing uses any more, in place; return the model."""
     passes.RemoveUnusedNodesPass()(model)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from decomposition.cache import Cache, digest
-from rankrl.onnx.graph.network import Feed, OnnxNetwork, free_ends
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.positions import (
     SeveralPositions,
     possible_positions,
@@ -20,7 +20,7 @@ from rankrl.onnx.graph.positions import (
     with_several_positions,
 )
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import part_of
+from rankrl.onnx.graph_edits import free_ends, part_of
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar

@@ -7,8 +7,9 @@ import onnx_ir as ir
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.given import GivenFile
-from rankrl.onnx.graph.network import Feed, GraphSession, free_sizes, open_session
+from rankrl.onnx.graph.network import Feed, GraphSession, open_session
 from rankrl.onnx.graph.quantised import rounds
+from rankrl.onnx.graph.reading import free_sizes
 from rankrl.onnx.graph.rewrite import MARKED, replace_node
 from rankrl.onnx.graph_edits import without_unused
 from rankrl.onnx.protobuf import load_model

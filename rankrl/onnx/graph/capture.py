@@ -15,9 +15,9 @@ from decomposition.errors import DecompositionError
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, until
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.graph_edits import Array, until
 
 _CAPTURED = 2**28
 """Bytes of captured values at a time."""

@@ -16,11 +16,11 @@ from rankrl.onnx.export.network_file import INT4_OPSET, store_integers
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.half import in_half
-from rankrl.onnx.graph.network import Feed, GraphSession, free_ends
+from rankrl.onnx.graph.network import Feed, GraphSession
 from rankrl.onnx.graph.quantised import rounds
 from rankrl.onnx.graph.refit import CompressedGraph
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, part_of
+from rankrl.onnx.graph_edits import Array, free_ends, part_of
 from rankrl.onnx.operators import opset_of
 from rankrl.onnx.protobuf import save_model, to_proto
 

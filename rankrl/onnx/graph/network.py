@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -11,35 +11,22 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
-from onnx import inliner, version_converter
-from onnx_ir.passes import common as passes
 
-from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.graph.axis_suggestions import axes_in_file
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.graph_input import GraphInput
 from rankrl.onnx.graph.half import HalfValues, half_values, in_float32, in_half
-from rankrl.onnx.graph_edits import Array, part_of, values_in
-from rankrl.onnx.operators import STANDARD, opset_of
+from rankrl.onnx.graph.reading import read_graph
+from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.protobuf import save_model, to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
-from rankrl.onnx.sparse import store_densely
 
 Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
 
-LEAST_OPSET = 13
-_LEAST_IR = 7
-"""The version of ONNX's files that came with that operator set."""
-_CONSTANTS_APART = 4
-"""The version of ONNX's files since which constants need not be inputs."""
 _QUIET = onnxruntime.RunOptions()
 _QUIET.log_severity_level = 4  # only what ends the process
-_LARGEST_FILE = 2**31 - 1
-"""Bytes that one protobuf message can hold, in which onnxruntime is handed changed graphs."""
 
 
 class OnnxNetwork:
@@ -75,38 +62,7 @@ class OnnxNetwork:
             OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, data
                 beside it are missing, or it has no input that arrays can be given for.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise OnnxGraphError(f"there is no ONNX file at {path}; check the path (model.path=FILE)")
-        try:
-            proto = onnx.load(path, load_external_data=False)
-        except (DecodeError, ValueError, OSError) as error:
-            raise OnnxGraphError(
-                f"{path} is no ONNX file, or one that is cut off ({error}); fetch or export it again"
-            ) from error
-        if not proto.graph.node or not any(each.domain in STANDARD for each in proto.opset_import):
-            raise OnnxGraphError(
-                f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
-            )
-        try:
-            onnx.load_external_data_for_model(proto, str(path.parent))
-        except (OSError, ValueError, onnx.checker.ValidationError) as error:
-            raise OnnxGraphError(
-                f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "
-                f"the folder {path.parent}"
-            ) from error
-        if proto.ByteSize() > _LARGEST_FILE:
-            raise OnnxGraphError(f"{path} holds {proto.ByteSize():,} bytes; networks of up to 2 GiB are read")
-        model = _checked(proto, path)
-        if passes.RemoveInitializersFromInputsPass()(model).modified:  # old files list them, others cannot go
-            model.ir_version = max(model.ir_version, _CONSTANTS_APART)
-        free_sizes(model.graph)
-        opset, converted = opset_of(model), ""
-        if opset < LEAST_OPSET:
-            model = _converted(model, path, opset)
-            converted = f"onnx's version converter took it from operator set {opset} to {LEAST_OPSET}"
-        unpad_channels(model)
-        _name_nodes(model)
+        model, converted = read_graph(Path(path))
         network = cls(model, str(path), converted=converted)
         if not network.inputs:
             raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
@@ -276,111 +232,3 @@ class GraphSession:
                 f"{self.source} fails in onnxruntime on the inputs {shapes}: {error}"
             ) from error
         return found
-
-
-def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
-    """Return the part of a model that computes some values, which become its outputs.
-
-    Args:
-        model: The model; left as it was.
-        values: Names of values of its main graph.
-    """
-    return part_of(model, list(model.graph.inputs), values)
-
-
-def free_ends(model: ir.Model) -> None:
-    """Let the ends of a graph take and give float32 of any size."""
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
-
-
-def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
-    """Return the values of a graph that depend on some of its values, and those."""
-    found = {each for each in values if not each.is_initializer()}
-    for node in graph:  # in topological order
-        if any(each in found for each in used_by(node, graph)):
-            found.update(node.outputs)
-    return found
-
-
-def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of the main graph that a node or its bodies take."""
-    found = [each for each in node.inputs if each is not None]
-    for attribute in node.attributes.values():
-        bodies = (
-            [attribute.as_graph()]
-            if attribute.type == ir.AttributeType.GRAPH
-            else list(attribute.as_graphs())
-            if attribute.type == ir.AttributeType.GRAPHS
-            else []
-        )
-        for body in bodies:
-            for inner in ir.traversal.RecursiveGraphIterator(body):
-                found += [each for each in inner.inputs if each is not None and each.graph is graph]
-    return found
-
-
-def _checked(proto: onnx.ModelProto, path: Path) -> ir.Model:
-    """Return the graph of a file that ONNX's checker accepts, without functions and sparse constants.
-
-    Nodes are put in order, as onnxruntime does where converters append them at the end.
-    """
-    try:
-        try:
-            onnx.checker.check_model(proto)
-        except onnx.checker.ValidationError:
-            store_densely(proto)
-            model = ir.from_proto(proto)
-            model.graph.sort()
-            proto = to_proto(model)
-            onnx.checker.check_model(proto)
-        store_densely(proto)
-    except ExportError as error:
-        raise OnnxGraphError(f"{path}: {error}") from error
-    except Exception as error:  # the checker's, and those of what cannot be put in order
-        raise OnnxGraphError(
-            f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
-        ) from error
-    if proto.functions:
-        proto = inliner.inline_local_functions(proto, convert_version=True)
-    return ir.from_proto(proto)
-
-
-def _converted(model: ir.Model, path: Path, opset: int) -> ir.Model:
-    """Return a model in the oldest operator set that is taken."""
-    try:
-        converted: onnx.ModelProto = version_converter.convert_version(to_proto(model), LEAST_OPSET)
-        onnx.checker.check_model(converted)
-    except Exception as error:  # the converter's own, and those of what it does not know
-        raise OnnxGraphError(
-            f"{path} has opset {opset}; {LEAST_OPSET} or newer is needed, to which onnx's version converter "
-            f"cannot convert it ({error}). Export it anew with a newer one"
-        ) from error
-    converted.ir_version = max(converted.ir_version, _LEAST_IR)
-    return ir.from_proto(converted)
-
-
-def free_sizes(graph: ir.Graph) -> bool:
-    """Make sizes free that are written as -1 or 0, as Paddle's exporter does; tell whether there were any."""
-    changed = False
-    for value in values_in(graph):
-        sizes = [] if value.shape is None or value.is_initializer() else list(value.shape)
-        if any(isinstance(axis, int) and axis < 1 for axis in sizes):
-            value.shape = ir.Shape(None if isinstance(axis, int) and axis < 1 else axis for axis in sizes)
-            changed = True
-    return changed
-
-
-def _name_nodes(model: ir.Model) -> None:
-    """Give every node of the graph and of its bodies a name of its own, which plans go by."""
-    taken = {node.name for node in model.graph.all_nodes() if node.name}
-    seen: set[str] = set()
-    for graph in model.graphs():
-        for index, node in enumerate(graph):
-            if not node.name or node.name in seen:
-                stem, number = f"{node.name or node.op_type}_{index}", 0
-                while (name := f"{stem}_{number}" if number else stem) in taken:
-                    number += 1
-                node.name = name
-                taken.add(name)
-            seen.add(node.name)

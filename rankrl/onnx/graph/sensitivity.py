@@ -24,9 +24,9 @@ from decomposition.calibration.metric import gram, shrunk_matrix
 from decomposition.calibration.shrinkage import Spread
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.capture import Captured
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, depending, used_by
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, part_of
+from rankrl.onnx.graph_edits import Array, depending, part_of, used_by
 
 PASSES = (2048, 8192)
 """Inputs that are sent through what lies behind a node, all channels together: fewest and most."""

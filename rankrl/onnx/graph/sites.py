@@ -14,7 +14,7 @@ import torch
 from decomposition.network.kinds import Kind
 from decomposition.network.layers import LayerSpec
 from rankrl.onnx.graph.foreign import foreign_reason, foreign_weight
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, depending, until
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.quantised import (
     MOVING,
     computes_integers,
@@ -24,7 +24,7 @@ from rankrl.onnx.graph.quantised import (
     rounded_constant,
 )
 from rankrl.onnx.graph.site import Absorber, Site
-from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.graph_edits import Array, depending, until
 from rankrl.onnx.operators import is_standard
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, ClassVar
 
+import onnx.parser
 import onnxruntime
-from onnx import TensorProto, helper
 
 from rankrl.onnx.runtimes.base import Session
 from rankrl.onnx.runtimes.onnxruntime_cpu import OnnxRuntime, OnnxRuntimeSession, session_options
@@ -14,7 +14,7 @@ from rankrl.onnx.runtimes.registry import register_runtime
 
 _PROVIDER = "CUDAExecutionProvider"
 _FATAL_ONLY = 4
-_OPSET, _IR_VERSION = 18, 10
+_PROBE = '<ir_version: 10, opset_import: ["": 18]> probe (float[1] x) => (float[1] y) { y = Relu(x) }'
 
 
 @register_runtime
@@ -56,9 +56,7 @@ def _session(model: str | bytes, options: onnxruntime.SessionOptions) -> onnxrun
 @cache
 def _starts() -> bool:
     """Whether the provider starts: without a GPU or its libraries, onnxruntime falls back on the CPU."""
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "probe", ends[:1], ends[1:])
-    probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
+    probe = onnx.parser.parse_model(_PROBE)
     options = session_options(1)
     options.log_severity_level = _FATAL_ONLY
     return _PROVIDER in _session(probe.SerializeToString(), options).get_providers()

@@ -23,7 +23,8 @@ from small_graphs import (
 )
 
 from rankrl.onnx.graph import OnnxGraphError, OnnxNetwork
-from rankrl.onnx.graph.network import GraphSession, until
+from rankrl.onnx.graph.network import GraphSession
+from rankrl.onnx.graph_edits import until
 
 
 @pytest.mark.parametrize("opset", OPSETS)
