@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decomposition.cache import digest
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.runs.run_folder import COMPRESS
@@ -50,11 +50,9 @@ def call_record(
 def network_digest(model: nn.Module) -> str:
     """Return the hash of a network's modules and weights, 16 hexadecimal digits."""
     modules = [(name, type(module).__qualname__) for name, module in model.named_modules()]
-    digest = hashlib.sha256(repr(modules).encode())
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        if isinstance(value, Tensor) and value.layout == torch.strided and value.numel():
-            plain = value.detach().cpu().contiguous().flatten()
-            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            digest.update(plain.view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    tensors = {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and value.layout == torch.strided
+    }
+    return digest(modules, tensors)[:16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from decomposition.cache import digest
 from rankrl.onnx.graph.axis_suggestions import axes_in_file
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.errors import OnnxGraphError
@@ -141,7 +141,7 @@ class OnnxNetwork:
     @cached_property
     def digest(self) -> str:
         """Hash of all that the network computes with."""
-        return hashlib.sha256(to_proto(self.model).SerializeToString()).hexdigest()
+        return digest(to_proto(self.model).SerializeToString())
 
     @cached_property
     def weight_inputs(self) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
+from decomposition.cache import digest
 from decomposition.candidates.library import FitLibrary
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
@@ -195,8 +195,7 @@ class PlanEvaluator:
     @property
     def fingerprint(self) -> str:
         """Hash of the images and options, for telling whether two searches score alike."""
-        text = f"{self._digest} {asdict(self.options)} {self.precision.dtype} {self.precision.device.type}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest(self._digest, self.options, self.precision.dtype, self.precision.device.type)[:16]
 
     @property
     def scored(self) -> int:

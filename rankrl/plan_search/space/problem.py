@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +10,7 @@ from typing import Literal, cast
 import numpy as np
 from torch import nn
 
+from decomposition.cache import digest
 from decomposition.candidates.candidates import CandidateSet, saved
 from decomposition.candidates.chosen_plan import plan_from_choices
 from decomposition.candidates.library import FitLibrary
@@ -215,24 +214,20 @@ class SearchProblem:
 
         It covers layers, candidates, errors (which stand for weights and calibration data) and the budget.
         """
-        digest = hashlib.sha256()
         limits = () if self.budget is None else self.budget.limits
-        budget = [value for each in limits for value in (each.fraction, each.measure)] or None
-        digest.update(json.dumps([fingerprint(self.specs), shape_to_json(self.input_shape), budget]).encode())
-        for site in self.sites:
-            content = [one.content() for one in site.candidates]
-            digest.update(json.dumps([site.layer_names, content], sort_keys=True).encode())
-            for values in (
-                site.params,
-                site.macs,
-                site.losses,
-                *([site.cost("latency")] if site.timed else []),
-                *(site.saved(measure) for measure in ("params", self.measure) if site.narrows),
-            ):
-                digest.update(values.tobytes())
-        if self.budget is not None and self.budget.borders:
-            digest.update(repr(self.budget.borders).encode())
-        return digest.hexdigest()[:16]
+        budget = [value for each in limits for value in (each.fraction, each.measure)]
+        sites = [
+            (
+                site.layer_names,
+                [one.content() for one in site.candidates],
+                [site.params, site.macs, site.losses],
+                site.cost("latency") if site.timed else None,
+                [site.saved(measure) for measure in ("params", self.measure) if site.narrows],
+            )
+            for site in self.sites
+        ]
+        borders = () if self.budget is None else self.budget.borders
+        return digest(fingerprint(self.specs), shape_to_json(self.input_shape), budget, sites, borders)[:16]
 
     @cached_property
     def preset(self) -> np.ndarray:
