@@ -268,7 +268,7 @@ def fitted_layer(
         sensitivity: G (out, out) of the network's output to the layer's; `None` counts channels alike.
         options: How much work to do.
     """
-    fitted = FittedLayer(dense, problem.target, 0.0)
+    fitted = FittedLayer(dense, problem.target)
     for operation in entry.layer_operations:
         fitted = operation.fit(fitted.module, spec, problem, sensitivity=sensitivity, options=options)
     return fitted

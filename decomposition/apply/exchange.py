@@ -71,13 +71,8 @@ def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str 
 
 
 def as_operation(fit: Fit) -> Factorise:
-    """Return the operation that gives a layer the format and ranks of a fit.
-
-    Raises:
-        DecompositionError: If the fit does not say its format.
-    """
-    tensor_format, modes = fit.described()
-    return Factorise(tensor_format.name, fit.ranks, factors_of(modes))
+    """Return the operation that gives a layer the format and ranks of a fit."""
+    return Factorise(fit.tensor_format.name, fit.ranks, factors_of(fit.modes))
 
 
 def apply_fits(
@@ -94,7 +89,7 @@ def apply_fits(
 
     Raises:
         PlanError: If a name is no compressible layer of the model.
-        DecompositionError: If a fit is of a weight of another shape, or does not say its format.
+        DecompositionError: If a fit is of a weight of another shape.
     """
     model = unwrapped(model)
     specs = inspect_layers(model, input_shape)

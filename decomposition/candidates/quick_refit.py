@@ -184,7 +184,7 @@ class QuickRefit:
         )
         target = matrix.reshape(weight_of(dense.layer).shape)
         weight = target if len(patches) >= PATCHES_TO_SOLVE * matrix.shape[1] else weight_of(dense.layer)
-        fitted = FittedLayer(dense.layer, weight, 0.0)
+        fitted = FittedLayer(dense.layer, weight)
         for operation in operations:
             assert isinstance(operation, LayerOperation)
             start = self._library.fit(name, operation).cores if isinstance(operation, Factorise) else None

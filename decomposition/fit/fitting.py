@@ -40,16 +40,16 @@ class Fit:
         cores: The format's cores, float64.
         error: Relative output error sqrt(E|(W - V) x|^2 / E|W x|^2), |y|^2 = y' G y where a sensitivity G is
             given; without data |W - V| / |W|.
-        tensor_format: The cores' format; like modes and ranks `None` or `()` in a fit that does not say.
+        tensor_format: The cores' format.
         modes: How the weight is read as a tensor.
         ranks: One rank a bond.
     """
 
     cores: Cores
     error: float
-    tensor_format: TensorFormat | None = None
-    modes: WeightModes | None = None
-    ranks: Ranks = ()
+    tensor_format: TensorFormat
+    modes: WeightModes
+    ranks: Ranks
 
     def to_tensorly(self) -> Any:
         """Return the cores as a CPTensor, TuckerTensor, TTTensor or TRTensor of shape `modes.sizes`.
@@ -57,22 +57,9 @@ class Fit:
         The arrays are copies in tensorly's present backend.
 
         Raises:
-            DecompositionError: If tensorly has no object for the format, or the fit does not say its format.
+            DecompositionError: If tensorly has no object for the format.
         """
-        tensor_format, modes = self.described()
-        return tensor_format.to_tensorly(self.cores, modes)
-
-    def described(self) -> tuple[TensorFormat, WeightModes]:
-        """Return the format and how it reads the weight.
-
-        Raises:
-            DecompositionError: If the fit does not say.
-        """
-        if self.tensor_format is None or self.modes is None:
-            raise DecompositionError(
-                "this fit does not say its format; take that of fit_weight, FitLibrary or from_tensorly"
-            )
-        return self.tensor_format, self.modes
+        return self.tensor_format.to_tensorly(self.cores, self.modes)
 
 
 class Fitter:

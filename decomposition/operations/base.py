@@ -96,12 +96,10 @@ class FittedLayer:
     Attributes:
         module: The layer that takes its place.
         weight: The dense weight (out, in, kernel) that it equals, float64.
-        error: Relative output error of the fit.
     """
 
     module: nn.Module
     weight: torch.Tensor
-    error: float
 
 
 @dataclass(frozen=True)

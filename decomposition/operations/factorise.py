@@ -118,7 +118,7 @@ class Factorise(LayerOperation):
         )
         layer.load(fit.cores, cast(DecomposableModule, module).bias, fit.error)
         weight = layer.to_dense().weight.detach()
-        return FittedLayer(layer, weight.double().cpu().reshape(*weight.shape[:2], -1), fit.error)
+        return FittedLayer(layer, weight.double().cpu().reshape(*weight.shape[:2], -1))
 
     def values(self) -> dict[str, Any]:
         """Return format, ranks and factors as plain values."""

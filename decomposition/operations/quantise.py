@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
-from decomposition.calibration.metric import powers
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.fit.compensated_rounding import compensated_weight
 from decomposition.fit.fit_options import FitOptions
@@ -175,7 +174,7 @@ class Quantise(LayerOperation):
                     round_features(part, problem.metric, self.weight_bits)
                     make_up(part, problem, self.weight_bits)
                     weight = weight_of(part.to_dense())
-        return FittedLayer(layer, weight, _error(problem, weight))
+        return FittedLayer(layer, weight)
 
     def values(self) -> dict[str, Any]:
         """Return both attributes."""
@@ -209,10 +208,3 @@ PRECISIONS: dict[str, tuple[Quantise, ...]] = {
 def computes_in_integers(precisions: Iterable[str]) -> bool:
     """Tell whether any of these precisions computes in integers; unknown names do not count."""
     return any(operation.integer for name in precisions for operation in PRECISIONS.get(name, ()))
-
-
-def _error(problem: RefitProblem, weight: torch.Tensor) -> float:
-    """Return |W - V| / |W| in the problem's metric."""
-    target = problem.target.flatten(1)
-    lost, whole = (float(powers(rows, problem.metric).sum()) for rows in (target - weight.flatten(1), target))
-    return (max(0.0, lost) / max(whole, 1e-300)) ** 0.5

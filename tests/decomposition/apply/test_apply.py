@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -406,7 +407,7 @@ def test_cores_that_overflow_the_models_type_are_named(
 ) -> None:
     def fit_hugely(*args: Any, **options: Any) -> Fit:
         fit = fit_weight(*args, **options)
-        return Fit([1e30 * core for core in fit.cores], fit.error)
+        return replace(fit, cores=[1e30 * core for core in fit.cores])
 
     monkeypatch.setattr("decomposition.operations.factorise.fit_weight", fit_hugely)
     plan = make_plan(model, (3, 10, 10), "cp", 2)

@@ -229,11 +229,6 @@ def test_a_format_that_tensorly_does_not_know_is_refused(name: str) -> None:
         )
 
 
-def test_a_fit_that_does_not_say_its_format_is_refused() -> None:
-    with pytest.raises(DecompositionError, match="does not say its format"):
-        Fit([torch.ones(2, 2)], 0.0).to_tensorly()
-
-
 def test_a_train_can_be_read_as_a_ring() -> None:
     cores = [np.ones((1, 8, 2)), np.ones((2, 6, 3)), np.ones((3, 9, 1))]
     assert from_tensorly(cores, convolution()).ranks == (2, 3)

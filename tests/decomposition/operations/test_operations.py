@@ -89,7 +89,7 @@ class Scale(LayerOperation):
         layer = ScaledLayer(copy.deepcopy(module)).train(module.training)
         nn.init.constant_(layer.scale, self.factor)
         dense = module.to_dense() if hasattr(module, "to_dense") else module
-        return FittedLayer(layer, self.factor * weight_of(dense), 0.0)
+        return FittedLayer(layer, self.factor * weight_of(dense))
 
     def values(self) -> dict[str, Any]:
         return {"factor": self.factor}
