@@ -50,9 +50,7 @@ from rankrl.wording import counted
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",
-    "weights + BN": "reestimated",
     "data": "corrected",
-    "data + BN": "reestimated",
     "data + refit": "refitted",
 }
 AFTER = ("heldout_finetuned", "test_finetuned")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from rankrl.errors import ConfigError, did_you_mean
 
 Term = Literal["accuracy", "agreement", "soft_agreement"]
-Statistics = Literal["corrected", "reestimated", "refitted"]
+Statistics = Literal["corrected", "refitted"]
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,9 @@ class ScoringOptions:
             class probabilities, which moves with every change of the weights.
         augmented: Score one fixed augmented copy of the held-out images: a network that has seen them in its
             training has not seen them like this.
-        statistics: `corrected` moves biases and batch-norm means analytically; `reestimated` measures all
-            batch-norm statistics anew for every plan (which costs one forward pass more over those images);
-            `refitted` solves every layer for what reaches it, as applying the plan does, which is what a plan
-            becomes and takes several times as long (`decomposition.candidates.quick_refit`).
-        reestimation_images: Held-out images that `reestimated` measures on, augmented as in training.
+        statistics: `corrected` moves biases and batch-norm means analytically; `refitted` solves every layer
+            for what reaches it, as applying the plan does, which is what a plan becomes and takes several
+            times as long (`decomposition.candidates.quick_refit`).
         refit_images: Training images that `refitted` solves on.
         batch_size: Images in a batch; None for what suits the device.
     """
@@ -33,14 +31,13 @@ class ScoringOptions:
     term: Term = "accuracy"
     augmented: bool = True
     statistics: Statistics = "corrected"
-    reestimation_images: int = 500
     refit_images: int = 512
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("search.term", self.term, Term)
         check_choice("search.statistics", self.statistics, Statistics)
-        for name in ("reestimation_images", "refit_images", "batch_size"):
+        for name in ("refit_images", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"search.{name} must be at least 1, got {value}")

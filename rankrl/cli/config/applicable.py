@@ -241,12 +241,6 @@ RULES = (
         "leave it out, or choose decomposition=tensor_ring or decomposition=tensor_train",
     ),
     Rule(
-        "search.reestimation_images",
-        lambda config: config["search"]["statistics"] != "reestimated",
-        "statistics are measured anew with search.statistics=reestimated alone",
-        "leave it out, or set search.statistics=reestimated",
-    ),
-    Rule(
         "search.refit_images",
         lambda config: config["search"]["statistics"] != "refitted",
         "plans are refitted with search.statistics=refitted alone",

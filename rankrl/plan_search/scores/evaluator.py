@@ -173,19 +173,10 @@ class PlanEvaluator:
                 problem.sites,
                 self.precision,
                 example,
-                fold=self.options.statistics == "corrected",
                 cache_bytes=self.options.cache_bytes,
             )
         size = self.batch_size = self.options.batch_size or batch_size(self.precision.device.type)
         self._x, self._y = self._load(images, size, mean, std)
-        self._calibration: list[Tensor] = []
-        if self.options.statistics == "reestimated":
-            normal = images.first(self.options.reestimation_images)
-            # As in training: on images as they are, the statistics of a network that was trained on padded
-            # crops are others (the dense ResNet-20 on CIFAR-10: 88.3 instead of 91.5 %).
-            if augmentation is not None and not self.options.augmented:
-                normal = augmented_copy(normal, augmentation, self.options.seed)
-            self._calibration = self._load(normal, size, mean, std)[0]
         self._known: dict[Choices, Evaluation] = {}
         self._written: Choices | None = None
         self._dense_logits = self.network.logits(self._x)
@@ -237,8 +228,6 @@ class PlanEvaluator:
         """
         if choices != self._written:
             self.network.write(choices)
-            if isinstance(self.network, ScoringNetwork) and self.options.statistics == "reestimated":
-                self.network.reestimate(self._calibration)
             self._written = choices
         return self.network.logits(self._x[start:stop])
 

@@ -4,8 +4,7 @@ The main process keeps everything that decides (what is known, the order); worke
 compute class scores, or call the user's function. So the same seed gives the same plans whatever the number
 of workers. They run torch on `search.worker_cpus` threads each, one by default: beside a search in one
 process on several threads that holds as far as torch gives equal class scores on one thread and on several.
-It did, bit for bit in bfloat16 and float32, for ResNet-20 on an x86 CPU; batch-norm statistics that are
-re-estimated for every plan (`statistics="reestimated"`) are sums whose last bits may differ.
+It did, bit for bit in bfloat16 and float32, for ResNet-20 on an x86 CPU.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
     """Scores plans like `PlanEvaluator`, in worker processes.
 
     The plans of one step (`selector.plans_per_step`) are scored at the same time; where there are fewer of
-    them than workers, the batches of a plan are shared out too, unless batch-norm statistics are
-    re-estimated.
+    them than workers, the batches of a plan are shared out too, unless plans are refitted.
 
     Args:
         model: The dense network; it is copied.

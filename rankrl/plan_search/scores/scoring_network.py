@@ -76,7 +76,6 @@ class ScoringNetwork:
         sites: The candidates of its layers.
         precision: Device and precision to run in.
         example: Model inputs to try the network on, such as normalised images (N, C, H, W), float32.
-        fold: Whether to fold batch norms; not for networks whose statistics are re-estimated.
         cache_bytes: Memory for reconstructed weights, about.
     """
 
@@ -88,7 +87,6 @@ class ScoringNetwork:
         precision: Precision,
         example: Inputs,
         *,
-        fold: bool = True,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.library = library
@@ -100,7 +98,7 @@ class ScoringNetwork:
         self.model, self._layers = self._copy(model)
         example = mapped(lambda x: x.to(self.precision.device), example)
         self.layout = to_fastest_layout(self.model, rows(example, slice(2)))
-        self.folded = fold and self._fold(model, example)
+        self.folded = self._fold(model, example)
         self._dense = {name: self._keep(layer) for name, layer in self._layers.items()}
         self._written = [site.dense for site in self.sites]
 
@@ -124,23 +122,6 @@ class ScoringNetwork:
     def logits(self, batches: Sequence[Tensor]) -> Tensor:
         """Return the class scores of batches, concatenated, (N, classes) float32."""
         return class_scores(self.model, batches, self.precision, self.layout)
-
-    def reestimate(self, batches: Sequence[Tensor]) -> None:
-        """Replace every batch norm's statistics by those of the given batches (their plain average)."""
-        norms = [module for module in self.model.modules() if isinstance(module, BatchNorm)]
-        momenta = [norm.momentum for norm in norms]
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a cumulative average
-            norm.train()
-        try:
-            self.logits(batches)
-        finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
-                norm.eval()
-        # Running means were replaced: every correction has to be written again by the next plan.
-        self._written = [-1] * len(self.sites)
 
     def _copy(self, model: nn.Module) -> tuple[nn.Module, dict[str, _ScoredLayer]]:
         network = copied(model).to(self.precision.device).eval().requires_grad_(False)

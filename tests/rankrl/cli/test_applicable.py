@@ -69,11 +69,6 @@ IDLE = [
         r"decomposition\.tensorised=true .* decomposition=tensor_ring",
     ),
     (
-        "search.reestimation_images",
-        ("search.reestimation_images=50",),
-        r"reestimation_images=50 .* set search\.statistics=reestimated",
-    ),
-    (
         "search.refit_images",
         ("search.refit_images=50",),
         r"refit_images=50 .* set search\.statistics=refitted",
@@ -107,7 +102,7 @@ IDLE = [
             ("export.pad_channels", "export.pad_channels=true"),
             ("search.images", "search.images=50"),
             ("search.augmented", "search.augmented=true"),
-            ("search.statistics", "search.statistics=reestimated"),
+            ("search.statistics", "search.statistics=refitted"),
             ("search.batch_size", "search.batch_size=5"),
             ("search.workers", "search.workers=2"),
         )
@@ -150,7 +145,6 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("decomposition=auto", "decomposition.formats=[cp,tucker]"),
         ("decomposition=tensor_train", "decomposition.tensorised=true"),
         ("decomposition=cp", "decomposition.tensorised=false"),
-        ("search.statistics=reestimated", "search.reestimation_images=50"),
         ("search.statistics=refitted", "search.refit_images=50"),
         ("search.workers=2", "search.cluster=ray", "search.worker_gpus=1"),
         ("finetune.temperature=2",),

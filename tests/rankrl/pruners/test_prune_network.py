@@ -19,8 +19,10 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.resnet import BasicBlock
 from rankrl.operations import KeepChannels, kept_channels
+from rankrl.pruners.mask_training import STATE_VERSION, pruning_setup, read_pruning_state
 from rankrl.pruners.options import PruningOptions, pruner_defaults, pruning_options
 from rankrl.pruners.prune import PrunedNetwork, check_target, prune_network
+from rankrl.state_file import write_state
 
 PRUNERS = [pruner.name for pruner in list_pruners() if pruner.unit == "channels"]
 MASKS = [pruner.name for pruner in list_pruners() if pruner.is_mask]
@@ -307,3 +309,12 @@ def test_options_are_checked(name: str, given: dict[str, Any], message: str) -> 
 def test_there_is_one_target_between_nothing_and_everything(target: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"one target|outside \(0, 1\)"):
         pruning_options("magnitude", {}, **{"params": None, "macs": None, **target})
+
+
+def test_a_state_of_another_pruning_is_refused_by_name(data: ImageData, tmp_path: Path) -> None:
+    file, options = tmp_path / "pruned.safetensors", quick("group_lasso", macs=0.6)
+    write_state(file, {}, {"setup": pruning_setup(data, options)}, STATE_VERSION)
+    read_pruning_state(file, "pruned network", pruning_setup(data, options))
+    ranked = dataclasses.replace(options, scope="global")
+    with pytest.raises(CheckpointError, match="scope was 'uniform', is now 'global'"):
+        read_pruning_state(file, "pruned network", pruning_setup(data, ranked))
