@@ -67,7 +67,7 @@ def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where:
 
 
 def read_npz(path: Path) -> tuple[Images, Images, tuple[str, ...] | None]:
-    """Read the training images, the test images and, where there are any, the class names of a dataset file.
+    """Read the training images, the test images and the class names, if any, of a dataset file.
 
     Args:
         path: A .npz file with x_train, y_train, x_test, y_test and perhaps class_names.

@@ -48,7 +48,7 @@ class Images:
         return Images(self.x[indices], self.y[indices])
 
     def first(self, count: int) -> Images:
-        """Return copies of the first `count` images, or of all where there are fewer."""
+        """Return copies of the first `count` images, or of all if there are fewer."""
         return self.subset(torch.arange(min(count, len(self))))
 
     def digest(self) -> str:
@@ -121,7 +121,7 @@ class ImageData:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What an image goes through before a network that is trained on these sees it."""
+        """The preprocessing of images for a network that is trained on this dataset."""
         channels, height, width = self.input_shape
         return Preprocessing(
             channels=channels,

@@ -1,4 +1,4 @@
-"""What an image goes through before a network sees it, as data: for whoever has only the network's file."""
+"""The preprocessing of images as data, for readers who have only the network's file."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Preprocessing:
 
 
 def check_normalisation(mean: Sequence[float], std: Sequence[float], channels: int) -> None:
-    """Refuse a mean or standard deviation that images of so many channels cannot be normalised with.
+    """Refuse a mean or standard deviation that does not match the number of channels.
 
     Raises:
         DataError: The number of values differs from that of the channels, or a value is out of range.

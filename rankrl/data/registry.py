@@ -66,7 +66,7 @@ class DatasetSource:
 
     @property
     def options(self) -> list[str]:
-        """The options of this source beside the folder it looks in."""
+        """The options of this source except its folder."""
         return [name for name in inspect.signature(self.read).parameters if name != "root"]
 
 
@@ -117,7 +117,7 @@ def dataset_source(name: str) -> DatasetSource:
 
 
 def dataset_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a dataset's options: those that all have, and its source's own.
+    """Return the types of a dataset's options: the common ones and those of its source.
 
     Raises:
         ConfigError: There is no such dataset.

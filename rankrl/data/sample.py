@@ -87,13 +87,13 @@ class Sample:
         return isinstance(self.labels, Tensor) and self.labels.ndim == 1 and not _is_real(self.labels)
 
     def labelled(self) -> Sample:
-        """Return those inputs that have a class, where labels are classes."""
+        """Return the inputs that have a class, if labels are classes."""
         if not self.has_classes or not bool((self.labels == UNLABELLED).any()):
             return self
         return self.part((self.labels != UNLABELLED).nonzero().flatten())
 
     def of_classes(self, classes: int, what: str) -> Sample:
-        """Return the same with labels of classes as int64, those that are whole numbers in floats, too.
+        """Return the same sample with class labels as int64; whole numbers in floats count as classes, too.
 
         Args:
             classes: How many classes the network tells apart.
@@ -147,7 +147,7 @@ def read_samples(
     score_reads_classes: bool,
     loss_reads_classes: bool,
 ) -> tuple[Sample, Sample, Sample | None]:
-    """Return what is fitted to, what is held out, and what is tested on, all of it checked.
+    """Return the checked samples for fitting, for holding out and for testing.
 
     Args:
         data: Inputs, as `rankrl.compress` takes them.
@@ -197,7 +197,7 @@ def _is_real(labels: Tensor) -> bool:
 
 
 def _joined(labels: Sequence[Any], what: str) -> Any:
-    """Return the labels of all batches as one, on the CPU; None where there are none.
+    """Join the labels of all batches on the CPU; return None if there are none.
 
     Raises:
         DataError: Some have none, or they are no tensors, or not alike.

@@ -116,7 +116,7 @@ def _read(path: Path) -> object:
 
 
 def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> StateDict:
-    """Return what of a file's content the network is filled with; log what was taken or left out."""
+    """Return the part of a file's content that fills the network; log what was taken and left out."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}, not a state_dict (a dict of tensors)"

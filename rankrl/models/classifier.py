@@ -1,4 +1,4 @@
-"""What every network here must be: images in, one row of class scores per image out."""
+"""The contract of every network here: images in, one row of class scores per image out."""
 
 from __future__ import annotations
 

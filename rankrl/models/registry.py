@@ -72,7 +72,7 @@ def model_source(name: str) -> ModelSource:
 
 
 def model_option_types(name: str) -> tuple[dict[str, Any], bool]:
-    """Return the types of a model's options, and whether it hands others on to what it builds.
+    """Return the types of a model's options, and whether it passes other options on.
 
     Raises:
         ConfigError: There is no such model.

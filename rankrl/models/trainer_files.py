@@ -1,4 +1,4 @@
-"""Which tensors of a trainer's file are the network's: in which of its dicts, behind which prefix.
+"""Finding the network's tensors in a trainer's file: the dict that holds them and the prefix of their names.
 
 Trainers keep a network's tensors in a dict of their own among optimizers, epochs and metrics, name them after
 the wrapper or module that holds the network, and often keep a running average of them beside them.
@@ -72,12 +72,12 @@ class StateDict:
 
     @property
     def fits(self) -> bool:
-        """Whether the network can be filled with it."""
+        """Whether it fills the network."""
         return not (self.missing or self.unexpected or self.reshaped)
 
     @property
     def distance(self) -> tuple[int, int, int]:
-        """How far it is from fitting, then how unusual a name it has for a network to be taken."""
+        """Rank among candidates: how far it is from fitting, then how unusual its name is for a network."""
         words = {word for part in (*self.place, *self.prefix.split(".")) for word in part.split("_") if word}
         unusual = 0 if words & _AVERAGES else 1 if words <= _NETWORKS else 2
         return len(self.missing) + len(self.reshaped), len(self.unexpected), unusual
@@ -89,7 +89,7 @@ class StateDict:
 
 
 def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDict]:
-    """Return what of a file's content may be a network's tensors, the best fit first.
+    """Return the parts of a file's content that may be a network's tensors, the best fit first.
 
     Args:
         content: What the file holds.
@@ -111,7 +111,7 @@ def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDi
 def _dicts(
     content: object, place: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
-    """Yield every dict that holds tensors by name; plain values beside them are the trainer's notes."""
+    """Yield every dict that holds tensors by name; other values in it are the trainer's notes."""
     if not isinstance(content, Mapping):
         return
     named = {key: value for key, value in content.items() if isinstance(key, str)}

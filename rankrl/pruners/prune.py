@@ -108,7 +108,7 @@ def prune_network(
 ) -> PrunedNetwork:
     """Remove channels until the target is met; nothing is fine-tuned afterwards.
 
-    What a criterion leaves of the network is solved for anew, so that it makes up for what goes. A mask's
+    The weights that a criterion leaves are solved for anew, to compensate for the removed ones. A mask's
     training changes the weights; held-out images decide between them and the dense ones, solved for as well.
 
     Args:
@@ -213,7 +213,7 @@ def _by_blocks(
 
 
 def _removable_blocks(model: nn.Module, inputs: Tensor, layers: Sequence[str] | None) -> list[ResidualBlock]:
-    """Return the blocks that may go: all, or those that hold a layer of these names.
+    """Return the blocks that may be removed: all, or those that hold a layer of these names.
 
     Raises:
         PruningError: If a layer is in no block that can be removed.

@@ -1,4 +1,4 @@
-"""Axes whose labels are true: no two alike, no per cent beyond 100, a single point in the middle."""
+"""Axes with honest labels: no two are equal, no per cent exceeds 100, a single point is in the middle."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def milestones(plans: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Spread:
-    """What the seeds say of one measure.
+    """One measure over all seeds.
 
     Attributes:
         mean: Mean over the seeds.
@@ -114,14 +114,14 @@ class Spread:
         return cls(mean, std, float(stdtrit(count - 1, 0.975)) * std / count**0.5)
 
     def text(self, factor: float, digits: int) -> str:
-        """Return `mean ± half_width`, each times a factor and with so many decimals."""
+        """Return `mean ± half_width`, each times a factor and with this number of decimals."""
         mean = f"{factor * self.mean:.{digits}f}"
         return mean if self.half_width is None else f"{mean} ± {factor * self.half_width:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class SelectorSummary:
-    """What the searches of one selector have in common.
+    """The summary of one selector's searches.
 
     Attributes:
         selector: The selector.
@@ -170,7 +170,7 @@ def comparison_cells(
 
 
 def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[str]]]:
-    """Return as text how far searches had come after so many plans.
+    """Return as text how far searches had come after increasing numbers of plans.
 
     Args:
         rows: The searches. One that ended early keeps what it had.

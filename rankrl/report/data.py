@@ -1,4 +1,4 @@
-"""What a report is made of: plain rows and numbers, as a run folder holds them."""
+"""The data of a report: plain rows and numbers, as a run folder holds them."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = W
 
 
 def _dashes(count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """A line style of its own for each reference plan."""
+    """Return a different line style for each reference plan."""
     styles = [(0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)), (0, (9, 3))]
     return [styles[index % len(styles)] for index in range(count)]
 

@@ -56,7 +56,7 @@ class GatheredRun:
 
     @property
     def latency_change(self) -> str:
-        """How much faster or slower the compressed network is, or that it is neither."""
+        """How much faster or slower the compressed network is, as text."""
         before, after = (None if costs is None else costs.latency_ms for costs in (self.baseline, self.final))
         return latency_change(self.metrics, before, after)
 

@@ -1,4 +1,4 @@
-"""What a run was made with: command, seed, versions and hardware."""
+"""Provenance of a run: command, seed, versions and hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a run in several runtimes: what is faster where."""
+"""The files of a run in several runtimes, and which file is fastest in each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 
 
 def runtime_note(metrics: Mapping[str, Any]) -> str:
-    """Say what is faster where, one sentence a runtime, and what else a reader must know; a paragraph."""
+    """Return a paragraph: a sentence for each runtime on its fastest file, and what else to know."""
     section = metrics.get("runtimes") or {}
     sentences = [*_speeds(section), *_classes(section)]
     clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}

@@ -1,4 +1,4 @@
-"""What a call from Python records in its folder, so that another call is told from the same one again."""
+"""The record of a call from Python in its folder, which tells a repeated call from a different one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call_record(
     *,
     seed: int,
 ) -> dict[str, Any]:
-    """Return all that a search depends on beside the data and the score, which its own state tells apart.
+    """Return everything that a search depends on except data and score, which its own state identifies.
 
     Args:
         model: The network.

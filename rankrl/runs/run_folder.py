@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = (
 
 @dataclass
 class RunNotes:
-    """What the steps of a run leave for its `metrics.json`.
+    """Results of a run's steps for its `metrics.json`.
 
     Attributes:
         warnings: What a reader must know before trusting the numbers.
@@ -128,7 +128,7 @@ class RunFolder:
 
     @property
     def error(self) -> Path:
-        """What a job of a sweep failed with."""
+        """The failure of a sweep's job."""
         return self.path / "error.json"
 
     @property
@@ -281,7 +281,7 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Return what of a configuration a run's results depend on."""
+    """Return the part of a configuration that a run's results depend on."""
     return {
         name: with_effect(value, f"{within}{name}.") if isinstance(value, Mapping) else value
         for name, value in config.items()

@@ -1,8 +1,8 @@
 """One run at a time in a folder: a lock of the operating system, in a file that says who holds it.
 
-The lock ends with the process that holds it, however that ends; the file is removed with it, and what a
-killed process leaves of it locks nothing. On a network's file system the lock holds for all machines where
-the file system says so, as NFS and Lustre (mounted with `flock`) do. Where there are no locks at all,
+The lock ends with the process that holds it, however that ends. The file is removed with the lock; a file
+that a killed process leaves behind locks nothing. On a network's file system the lock holds for all machines
+where the file system says so, as NFS and Lustre (mounted with `flock`) do. Where there are no locks at all,
 processes of the same machine alone are seen.
 """
 
@@ -42,7 +42,7 @@ _held: set[int] = set()
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep every other run out of a folder, those of other threads too.
+    """Keep every other run out of a folder, runs in other threads included.
 
     Processes that this one starts do not hold the lock.
 

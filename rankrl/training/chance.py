@@ -1,4 +1,4 @@
-"""What guessing reaches, and whether a network does better."""
+"""The accuracy of guessing, and whether a network exceeds it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _STEPS_BETWEEN_CHECKS = 25
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a training is, for a progress bar or a tracker.
+    """How far a training has come, for a progress bar or a tracker.
 
     Attributes:
         epoch: The running epoch, from 1 on.
@@ -57,7 +57,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training brought.
+    """The outcome of a training.
 
     Attributes:
         history: One row per epoch.
@@ -120,7 +120,7 @@ class Epochs(ABC):
 
     @abstractmethod
     def score(self, model: nn.Module) -> float:
-        """Return a network's score on what is held out; higher is better.
+        """Return a network's score on the held-out inputs; higher is better.
 
         Raises:
             NonFiniteError: It has none.
@@ -277,7 +277,7 @@ def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: P
 
 
 def balanced(model: nn.Module, recipe: TrainingRecipe) -> list[FactorisedLayer]:
-    """Size the cores of a network alike if the recipe says so; return the layers whose products decay."""
+    """Balance the cores of a network if the recipe says so; return the layers whose products decay."""
     layers = list(factorised_layers(model).values())
     if recipe.balance_cores:
         for layer in layers:

@@ -147,7 +147,7 @@ class _GeneralEpochs(Epochs):
         self._score, self._loss = score, loss
 
     def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Walk through all inputs in random order, but for a last one that would be alone."""
+        """Walk through all inputs in random order; a last batch of a single input is left out."""
         order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
         device = self.precision.device
         for indices in order.split(self.batch_size)[: self.steps]:

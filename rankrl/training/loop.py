@@ -163,7 +163,7 @@ class _ImageEpochs(Epochs):
         return ((in_layout(x, self.layout), y) for x, y in walk)
 
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return cross-entropy mixed with distillation; count what was right."""
+        """Return cross-entropy mixed with distillation, and count the right answers."""
         scores = outputs.detach().float()
         self._entropies.append(F.cross_entropy(scores, labels))
         self._right += (scores.argmax(1) == labels).sum()

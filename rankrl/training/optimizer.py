@@ -14,7 +14,7 @@ _DECAY_OPTIONS = ("weight_decay", "norm_coefficient", "norm_coefficient_post")
 
 
 def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
-    """Make the recipe's optimizer, in two groups: parameters with weight decay, and those that are spared it.
+    """Make the recipe's optimizer with two groups: parameters with and without weight decay.
 
     Spared are vectors, that is biases and the parameters of normalisation layers (everything of one dimension
     or none), unless `recipe.decay_vectors`, and the cores of factorised layers where `recipe.product_decay`

@@ -28,7 +28,7 @@ STATE_VERSION = 4
 
 @dataclass(frozen=True)
 class EpochRow:
-    """What one epoch brought.
+    """The outcome of one epoch.
 
     Attributes:
         epoch: Number of the epoch, from 1 on.
@@ -92,7 +92,7 @@ class TrainingState:
 
     @property
     def scored_model(self) -> nn.Module:
-        """The network whose accuracy counts: the average where there is one."""
+        """The network whose accuracy counts: the average, if there is one."""
         return self.model if self.average is None else self.average.module
 
     @property

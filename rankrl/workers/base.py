@@ -139,7 +139,7 @@ class LocalWorkers:
 
 @dataclass(frozen=True)
 class Workers:
-    """How many worker processes there are, where, and what each computes with.
+    """The number of worker processes, where they run, and what each computes with.
 
     Attributes:
         size: How many.

@@ -33,7 +33,7 @@ _PATIENCE = 30.0  # seconds without any worker before the log says so
 
 @dataclass
 class _Work:
-    """What actors are given: a builder in Ray's store, what is done, and who is at which task."""
+    """The work of actors: a builder in Ray's store, a description, and which actor has which task."""
 
     key: int
     build: Any
@@ -82,7 +82,7 @@ class RayCluster:
             yield result
 
     def pool(self, build: Builder) -> WorkerPool:
-        """Return the workers, each of which applies what `build` makes."""
+        """Return the workers; each applies what `build` makes."""
         return _Pool(self, self._new_work(build), self.workers.size)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens before the first and after the last job of a sweep."""
+"""Hydra's callback around a sweep: before its first job and after its last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One GPU a job, where a machine has several and jobs run beside each other."""
+"""One GPU for each job, if a machine has several and jobs run in parallel."""
 
 from __future__ import annotations
 

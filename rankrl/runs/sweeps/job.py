@@ -30,7 +30,7 @@ def run_sweep_job(
     sweep_folder: Path,
     explain: Callable[[Exception], str],
 ) -> None:
-    """Carry out a job, unless the folder holds its results; write what it failed with to `error.json`.
+    """Carry out a job unless the folder holds its results; write a failure to `error.json`.
 
     Args:
         run: Carries the job out.

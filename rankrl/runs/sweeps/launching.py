@@ -1,4 +1,4 @@
-"""What rankrl's own launchers have in common: a job of a sweep, carried out wherever it was sent to."""
+"""Common parts of rankrl's launchers: a job of a sweep, carried out wherever it was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the jobs of a sweep are: told by each in its folder, shown as one line for all."""
+"""Progress of a sweep: each job records it in its folder, and one line shows all of them."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def run_locally(
 ) -> list[JobReturn]:
     """Run jobs with submitit's local executor and wait for all of them.
 
-    submitit starts all that it is given at once, so it is given no more than may run. A job whose process is
-    killed is started again and goes on from its state; one that is killed every time counts as failed, and
-    the others run on.
+    submitit starts all of its jobs at once, so it gets no more than may run. A job whose process is killed is
+    started again and goes on from its state; a job that is killed every time counts as failed, and the others
+    run on.
 
     Args:
         jobs: The jobs.

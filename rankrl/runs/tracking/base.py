@@ -10,8 +10,8 @@ from pathlib import Path
 class Tracker(ABC):
     """Writes the numbers of one run somewhere; subclasses are registered with `@register_tracker`.
 
-    A tracker is made once a run, before anything has been computed, so that what is missing is found then. A
-    resumed run makes it anew in the same folder: points that were written stay.
+    A tracker is made once for each run before anything is computed, so missing packages or settings show up
+    early. A resumed run makes it anew in the same folder: points that were written stay.
 
     Args:
         folder: The run folder.
@@ -40,4 +40,4 @@ class Tracker(ABC):
         """Keep the final numbers, flattened: `finetuned.accuracy` to `0.91`."""
 
     def close(self) -> None:  # noqa: B027 - a tracker may leave it out
-        """Write out what is left. Nothing by default."""
+        """Flush and close; does nothing by default."""

@@ -123,7 +123,7 @@ def _trackers(name: str, folder: Path, options: Mapping[str, Any]) -> list[Track
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted names; lists are left out of it as they are.
+    """Return nested values by dotted names; lists stay as they are.
 
     >>> flattened({"search": {"episodes": 100}, "seed": 0})
     {'search.episodes': 100, 'seed': 0}
