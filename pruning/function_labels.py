@@ -1,4 +1,4 @@
-"""Which labels an operation without parameters hands on."""
+"""The labels that an operation without parameters passes on."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class FunctionLabels:
         return coupled[0] if coupled else None
 
     def _clash(self, call: Call, arrays: Sequence[Tensor], fixed: Tensor | None) -> None:
-        """Protect what meets a tensor of which not every channel can go with one of its own."""
+        """Protect channels that meet a tensor whose channels cannot all go with them."""
         reasons = [] if fixed is None else [self._labels.obstacle(label) for label in labels_in(fixed)]
         reason = next(
             (obstacle for obstacle in reasons if obstacle),
@@ -192,7 +192,7 @@ class FunctionLabels:
 
 
 def _pads_only(module: nn.Module) -> bool:
-    """Say whether a module without parameters pads once, so that it can be written anew with other widths."""
+    """Tell whether a module without parameters pads exactly once: it can be rewritten with other widths."""
     if module._modules or module._parameters:
         return False
     forward = module.__dict__.pop("forward", None)  # the walk's own

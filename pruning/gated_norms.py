@@ -1,7 +1,7 @@
-"""Layer and RMS norms whose statistics leave channels out, or count them in part.
+"""Layer and RMS norms whose statistics leave channels out, or count them partly.
 
-A channel that is removed no longer counts in the mean and the variance of those beside it. A mask that is to
-say what a removal does has to leave it out of them as well, and not only silence it where it is read.
+A removed channel no longer counts in the mean and the variance of its neighbours. A mask that imitates the
+removal has to leave the channel out of these statistics, too, not only silence it where it is read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def gated_norm(
 
 
 class GatedForward:
-    """Takes the place of a norm's `forward`; what that calls normalises by what is present.
+    """Replaces a norm's `forward`; the functions that it calls normalise by the channels that are present.
 
     Args:
         module: the norm.

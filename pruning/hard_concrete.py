@@ -14,7 +14,7 @@ from pruning.masks import ChannelMask
 from pruning.registry import register_pruner
 
 SMALLEST_ALPHA = 1e-8
-"""The plain-alpha variant treats a smaller (or negative) alpha as this one: a gate that is surely closed."""
+"""The plain-alpha variant raises smaller (or negative) alphas to this value: such gates are surely closed."""
 
 
 @register_pruner("hard_concrete", "stochastic gates with an L0 penalty")

@@ -35,7 +35,7 @@ def label_axes(array: Tensor) -> list[int]:
 
 
 def slices(array: Tensor, axis: int) -> Tensor:
-    """Return what stands at each place along an axis, one row for each place."""
+    """Return the entries at each place along an axis, one row for each place."""
     return array.movedim(axis, 0).unsqueeze(-1).flatten(1)
 
 
@@ -54,7 +54,7 @@ def rooted(array: Tensor, labels: ChannelLabels) -> Tensor:
 
 @dataclass(frozen=True)
 class Removal:
-    """Labels that are thought of as removed, to see what becomes of a computation without them.
+    """Labels that count as removed, to see how a computation changes without them.
 
     Attributes:
         labels: the couplings.

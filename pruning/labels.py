@@ -62,7 +62,7 @@ class ChannelLabels:
         return self._obstacle.get(self.root(label))
 
     def reword(self, old: str, new: str) -> None:
-        """Say `new` wherever the obstacle is `old`, now that more is known."""
+        """Replace the obstacle `old` by `new` everywhere."""
         self._obstacle = {root: new if said == old else said for root, said in self._obstacle.items()}
 
     def copy(self) -> Self:

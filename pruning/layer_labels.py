@@ -1,4 +1,4 @@
-"""Which labels layers take in, give out and hand on: convolutions, linear layers and norms."""
+"""The labels that layers read, make and pass on: convolutions, linear layers and norms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "layer_norm": nn.LayerNorm,
     "rms_norm": nn.RMSNorm,
 }
-"""By the operation that they call, the layers whose parameters can be cut."""
+"""The layers whose parameters can be cut, by the operation that they call."""
 
 WEIGHTED = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Those of them that mix channels."""
@@ -59,7 +59,7 @@ class LayerLabels:
             self._labels.protect(row, obstacle)
 
     def count_calls(self) -> None:
-        """Say of shared layers how often they were called, at the end of the walk."""
+        """Complete the obstacles of shared layers with their numbers of calls, at the end of the walk."""
         for name, calls in self._calls.items():
             if calls > 1:
                 self._labels.reword(

@@ -1,4 +1,4 @@
-"""A network with a mask on every channel group, and its way back to a plain, smaller network."""
+"""A network with a mask on every channel group, which turns into a plain, smaller network again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the channels go when an operation moves numbers: reshaping, splitting, indexing, stacking.
+"""Following channels through operations that move numbers: reshaping, splitting, indexing, stacking.
 
 The operation is carried out on the labels of the numbers. Whether the network does the right thing once
 channels are gone is tried out: the operation is carried out again on the labels that would be left, with the
@@ -57,7 +57,7 @@ def moved(
     kwargs: Mapping[str, Any],
     operands: Mapping[int, Labelled],
 ) -> list[Tensor] | None:
-    """Return the label arrays of what an operation gives out, and couple what it takes.
+    """Return the label arrays of an operation's outputs, and couple its inputs.
 
     Args:
         labels: all labels; couplings are added.

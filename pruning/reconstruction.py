@@ -1,12 +1,12 @@
-"""A criterion: what does the network's output lose with a channel, once the other channels make up for it?
+"""A criterion: what the network's output loses with a channel after the other channels compensate for it.
 
 A channel that goes is replaced, in every layer that reads it, by the best linear combination of those that
 stay. What is left of it, e, changes the network's output by J e, and to second order its square error by
 E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions; activations and gradients are taken as
 independent, as in K-FAC (Martens & Grosse, ICML 2015). Channels go one by one, the cheapest first, and the
 others take over: the optimal brain surgeon (Hassibi & Stork, NIPS 1992, eq. 5) with a channel in place of a
-weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed. What layer and RMS norms
-make of the other channels without one is left out.
+weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed. The effect of a removal on
+the statistics of layer and RMS norms is ignored.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def kept_norms(
 ) -> dict[str, nn.Module]:
     """Return copies of the layer and RMS norms that lose channels, with the statistics of those that stay.
 
-    They have all their channels still: in a network that is not cut yet they stand in for what is left of
-    them.
+    They still have all of their channels: in a network that is not cut yet they compute like the cut norms.
 
     Args:
         model: see `remove_channels`.

@@ -1,4 +1,4 @@
-"""What changes during mask training: whose turn it is, the temperature, the strength of the penalty."""
+"""Schedules of mask training: whose turn it is, the temperature, the strength of the penalty."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PushPull:
 
 
 class StrengthController:
-    """Adapts the strength of the penalty so that the gates close along a line, and nobody has to tune it.
+    """Adapts the strength of the penalty so that the gates close along a line, without tuning.
 
     A proportional-integral controller on the logarithm of the strength. The line leads to no gates at all at
     the end of the pruning phase; the training leaves it where the cost of the network reaches its target. It

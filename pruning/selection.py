@@ -139,7 +139,7 @@ def require_reachable(
 
 
 def _fewest(groups: Sequence[ChannelGroup], multiple: int) -> KeptChannels:
-    """Return what is left of the groups with as few channels per layer as may be."""
+    """Return the channels to keep for the smallest network: the fewest for each layer."""
     scores = {group.name: torch.zeros(group.units) for group in groups}
     return keep_share(groups, scores, 0.0, multiple=multiple)
 

@@ -219,7 +219,7 @@ class _Walker(TorchFunctionMode):
         return label_row(labels, axes[0], tensor.ndim)
 
     def _counts(self, call: Call, value: Any) -> Any:
-        """Return a shape, or the size of an axis, in which numbers of channels know that they are such."""
+        """Return a shape, or the size of an axis, whose channel counts are `ChannelCount`s."""
         ((array, shape),) = call.arrays.values()
         sizes = [self._count(array, axis, size) for axis, size in enumerate(shape)]
         if call.name == "numel":

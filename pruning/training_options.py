@@ -1,4 +1,4 @@
-"""What a mask training is told, and what it reports."""
+"""Options of mask training, and its reports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MaskTrainingOptions:
 
 @dataclass(frozen=True)
 class MaskEpoch:
-    """What an epoch of mask training was like.
+    """The report of one epoch of mask training.
 
     Attributes:
         epoch: counted from 0 over both phases.

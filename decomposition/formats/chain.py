@@ -154,7 +154,7 @@ class ChainFormat(TensorFormat):
     def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
         """Read a TTTensor or TRTensor over (out, in, kernel), each of them one mode or several.
 
-        Several output or input modes are those of a tensorised weight; the kernel's are contracted to one.
+        Several output or input modes belong to a tensorised weight; the kernel's modes are contracted to one.
         """
         sizes = tensor.sizes
         out = _modes_for(sizes, modes.out_channels)
