@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.options.budget import BudgetOptions
 
-BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 AUTO = "auto"
 """What `metrics.json` calls a choice among several formats."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
@@ -66,8 +64,6 @@ class DecompositionOptions(FittingOptions):
         final_starts: Starting points of each of these fits.
         sequential: Fit each layer to the inputs it receives in the compressed network (one pass of twice the
             images through the model); otherwise to those of the dense network.
-        batch_norm: `keep` the running statistics, correct their `mean` for the change of each input's mean,
-            or `reestimate` them on training images.
     """
 
     format: str = "tensor_ring"
@@ -77,7 +73,6 @@ class DecompositionOptions(FittingOptions):
     final_iterations: int = 200
     final_starts: int = 1
     sequential: bool = True
-    batch_norm: BatchNormCorrection = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()

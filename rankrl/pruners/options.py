@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from decomposition.apply.apply import BatchNormCorrection
 from pruning import MaskTrainingOptions, Pruner, PruningError, PushPull, get_pruner, list_pruners
 from pruning.hard_concrete import HardConcreteMask
 from pruning.selection import Scope
@@ -64,7 +63,6 @@ class PruningOptions:
             anew like those that a criterion leaves; None for whichever weights do better on held-out images.
         sequential: Where the weights are the dense network's: let what stays make up for what goes (see
             `decomposition.apply_plan`).
-        batch_norm: There, see `decomposition.apply_plan`.
         seed: Seed of everything random.
     """
 
@@ -79,7 +77,6 @@ class PruningOptions:
     steps: NetworkSteps = field(default_factory=NetworkSteps)
     rewind: bool | None = None
     sequential: bool = True
-    batch_norm: BatchNormCorrection = "mean"
     seed: int = 0
 
     @property

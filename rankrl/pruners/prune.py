@@ -269,7 +269,6 @@ def _applied(
         plan,
         calibration,
         sequential=options.sequential,
-        batch_norm=options.batch_norm,
         seed=options.seed,
         statistics=calibration_images(data, len(calibration), seed=options.seed, augmented=True),
     )

@@ -112,7 +112,7 @@ def _is_onnx(config: Config) -> bool:
 
 _UNUSED_BY_ONNX = (
     *("calibration", "finetune", "optim", "train"),
-    *("decomposition.sequential", "decomposition.batch_norm", "export.opset", "export.preprocess"),
+    *("decomposition.sequential", "export.opset", "export.preprocess"),
     *("export.int8", "export.runtimes", "export.training", "export.pad_channels"),
     *("search.images", "search.augmented", "search.statistics", "search.batch_size"),
     "search.workers",

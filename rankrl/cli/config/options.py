@@ -112,10 +112,7 @@ def pruning(config: AppConfig) -> PruningOptions:
     name, given = _named(config.pruner)
     budget = config.budget
     chosen = pruning_options(name, given, params=budget.params, macs=budget.macs, seed=config.seed)
-    decomposition = config.decomposition
-    return dataclasses.replace(
-        chosen, sequential=decomposition.sequential, batch_norm=decomposition.batch_norm
-    )
+    return dataclasses.replace(chosen, sequential=config.decomposition.sequential)
 
 
 def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:

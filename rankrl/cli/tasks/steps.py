@@ -181,7 +181,6 @@ def applied_plan(
         images,
         sequential=config.decomposition.sequential,
         weigh_outputs=config.decomposition.weigh_outputs,
-        batch_norm=config.decomposition.batch_norm,
         options=options.final_fit(config),
         seed=config.seed,
         statistics=calibration_images(data, len(images), seed=config.seed, augmented=True),

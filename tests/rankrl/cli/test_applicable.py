@@ -93,7 +93,6 @@ IDLE = [
             ("optim.", "optim=sgd"),
             ("train.", "train.epochs=3"),
             ("decomposition.sequential", "decomposition.sequential=true"),
-            ("decomposition.batch_norm", "decomposition.batch_norm=keep"),
             ("export.opset", "export.opset=18"),
             ("export.preprocess", "export.preprocess=true"),
             ("export.int8", "export.int8=true"),

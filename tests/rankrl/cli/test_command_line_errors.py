@@ -63,7 +63,7 @@ def test_a_refusal_is_one_paragraph(refused: Refused, arguments: tuple[str, ...]
         (("optim.lr=-1",), "lr must be positive"),
         (("search.term=acuracy",), "term must be one of"),
         (("export.batch=0",), "export.batch must be at least 1"),
-        (("decomposition.batch_norm=men",), "Did you mean 'mean'"),
+        (("search.statistics=corected",), "Did you mean 'corrected'"),
         (("calibration.images=0",), "calibration.images must be at least 1"),
         (("dataset.heldout=100000",), "held"),
         (("model.checkpoint=missing.th",), "no checkpoint file missing.th"),
