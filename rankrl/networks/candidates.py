@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from rankrl.onnx.export.int8 import runnable
+from rankrl.onnx.export.weight_range import runnable
 from rankrl.options.budget import BudgetOptions
 from rankrl.options.decomposition import DecompositionOptions, FittingOptions, default_precisions
 

@@ -15,7 +15,7 @@ from decomposition.network.input_specs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.files import write_atomically
 from rankrl.onnx.export import export_network
-from rankrl.onnx.export.int8 import as_in_file
+from rankrl.onnx.export.weight_range import as_in_file
 from rankrl.onnx.operators import opset_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch

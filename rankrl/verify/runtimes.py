@@ -13,7 +13,7 @@ from torch import nn
 from rankrl.data import ImageData
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.int8 import as_in_file
+from rankrl.onnx.export.weight_range import as_in_file
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, get_runtime, open_session
 from rankrl.timing import TimedTurns, time_in_turns
 from rankrl.training.networks import range_images

@@ -4,10 +4,6 @@ Weights become int8, one scale an output channel; activations uint8, one scale a
 they take on calibration inputs (static quantisation; Jacob et al., CVPR 2018). The file says so by pairs of
 QuantizeLinear and DequantizeLinear (QDQ), which onnxruntime fuses to integer kernels when it loads it.
 Signed activations would be as accurate and, on processors with AVX-512 VNNI, three times slower.
-
-x86 processors without VNNI add two products of 8 bits in 16 (VPMADDUBSW), where 2 * 255 * 127 does not fit
-and is cut off: the file runs, as fast as ever, and its numbers are wrong. There weights take 7 of their 8
-bits (onnxruntime's `reduce_range`), with which no sum overflows.
 """
 
 from __future__ import annotations
@@ -17,31 +13,25 @@ import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-from torch import nn
 
-from decomposition import Inputs, calibrate_ranges, integer_layers, rounded_parameters
-from decomposition.network.rounding import REDUCED_BITS, reduce_weight_range
-from decomposition.network.surgery import copied
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
 from rankrl.onnx.export.subsampling import selects, store_selections
+from rankrl.onnx.export.weight_range import reduces
 from rankrl.onnx.graph_edits import is_constant
 from rankrl.onnx.operators import dequantises, is_standard, opset_of, quantises
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch, open_session
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
-
-log = logging.getLogger(__name__)
 
 # What only moves, adds or compares integers is integer where all that it takes is.
 _PASSING = frozenset(
@@ -105,7 +95,7 @@ def quantise_onnx(
                 "quantise to; check the network and the inputs."
             )
     named = [{copy.values[name]: each for name, each in feed.items()} for feed in batches]
-    quantised = _quantised(model, path, named, nodes, copy.apart, _reduces(reduce_range))
+    quantised = _quantised(model, path, named, nodes, copy.apart, reduces(reduce_range))
     if nodes is not None:
         _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
     copy.restore(quantised)
@@ -142,77 +132,6 @@ def _quantised(
         except Exception as error:  # whatever onnxruntime's Python code stumbles over
             raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
         return load_model(scratch)
-
-
-@cache
-def sums_overflow() -> bool:
-    """Tell whether onnxruntime cuts off sums of uint8 times int8 on this processor, by trying.
-
-    It does on x86 processors without VNNI: AVX2, and AVX-512 before Cascade Lake.
-    """
-    terms = 64
-    inputs = ir.val("inputs", ir.DataType.UINT8, [1, terms])
-    weights = ir.val("weights", const_value=ir.tensor(np.full((terms, 16), 127, dtype=np.int8)))
-    result = ir.val("sums", ir.DataType.INT32, [1, 16])
-    node = ir.node("MatMulInteger", [inputs, weights], outputs=[result])
-    opsets = {"": _LEAST_OPSET}
-    graph = ir.Graph([inputs], [result], nodes=[node], initializers=[weights], opset_imports=opsets)
-    graph.name = "largest sums"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "sums.onnx"
-        save_model(ir.Model(graph, ir_version=8), path)
-        (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
-    overflow = bool((sums != 255 * 127 * terms).any())
-    if overflow:
-        log.info(
-            "this processor's 8-bit sums overflow (no VNNI): weights of what computes in integers get 7 bits"
-        )
-    return overflow
-
-
-def as_in_file(
-    network: nn.Module, reduce_range: bool | None, inputs: Iterable[Inputs] | None = None
-) -> nn.Module:
-    """Return the network whose simulated integers are those of its file, a copy where they are not its own.
-
-    All weights that compute in integers have as many bits: where a plan gives some of them 7, all get 7.
-
-    Args:
-        network: A network with rounding.
-        reduce_range: As in `quantise_onnx`.
-        inputs: Batches of what the network takes, on which a copy's activations get their ranges anew; `None`
-            leaves those that there are.
-    """
-    bits = integer_bits(network)
-    if 8 not in bits or not (REDUCED_BITS in bits or _reduces(reduce_range)):
-        return network
-    reduced = reduce_weight_range(copied(network))
-    if inputs is not None:
-        calibrate_ranges(reduced, inputs)
-    return reduced
-
-
-def integer_bits(network: nn.Module) -> set[int]:
-    """Return the bits of the weights that compute in integers."""
-    bits = rounded_parameters(network)
-    return {bits[f"{name}.weight"] for name in integer_layers(network)}
-
-
-def runnable(precisions: Sequence[str], reduce_range: bool | None = None) -> tuple[str, ...]:
-    """Return precisions with `int7` in the place of `int8` where weights are to have 7 of 8 bits.
-
-    Args:
-        precisions: Names of what layers may compute with (`PRECISIONS`).
-        reduce_range: As in `quantise_onnx`.
-    """
-    if "int8" not in precisions or not _reduces(reduce_range):
-        return tuple(precisions)
-    return tuple(dict.fromkeys("int7" if name == "int8" else name for name in precisions))
-
-
-def _reduces(reduce_range: bool | None) -> bool:
-    """Return what was asked for, or else what this processor needs."""
-    return sums_overflow() if reduce_range is None else reduce_range
 
 
 class _Reader(CalibrationDataReader):

@@ -25,8 +25,9 @@ from decomposition.network.surgery import copied
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.int8 import as_in_file, integer_bits, quantise_onnx
+from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
+from rankrl.onnx.export.weight_range import as_in_file, integer_bits
 from rankrl.onnx.graph_edits import Array, add_constant, names_in, new_name, node_of, put_first
 from rankrl.onnx.operators import is_standard
 from rankrl.onnx.protobuf import load_model, save_model

@@ -14,7 +14,7 @@ from torch import nn
 
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, quantise_onnx
-from rankrl.onnx.export.int8 import sums_overflow
+from rankrl.onnx.export.weight_range import sums_overflow
 
 SHAPE = (3, 12, 12)
 
