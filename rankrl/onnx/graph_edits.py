@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
@@ -56,6 +57,11 @@ def add_constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(array), name=name))
     graph.register_initializer(value)
     return value
+
+
+def new_constant(graph: ir.Graph, wanted: str, values: npt.ArrayLike) -> ir.Value:
+    """Store numbers in a graph, under a name like the wanted one that is free; return their value."""
+    return add_constant(graph, free_name(graph, wanted), np.asarray(values))
 
 
 def node_of(
@@ -120,16 +126,10 @@ def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     """Return the values of the main graph that a node or its bodies take."""
     found = [each for each in node.inputs if each is not None]
     for attribute in node.attributes.values():
-        bodies = (
-            [attribute.as_graph()]
-            if attribute.type == ir.AttributeType.GRAPH
-            else list(attribute.as_graphs())
-            if attribute.type == ir.AttributeType.GRAPHS
-            else []
-        )
-        for body in bodies:
-            for inner in ir.traversal.RecursiveGraphIterator(body):
-                found += [each for each in inner.inputs if each is not None and each.graph is graph]
+        bodies = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []
+        bodies += attribute.as_graphs() if attribute.type == ir.AttributeType.GRAPHS else []
+        for inner in (inner for body in bodies for inner in body.all_nodes()):
+            found += [each for each in inner.inputs if each is not None and each.graph is graph]
     return found
 
 

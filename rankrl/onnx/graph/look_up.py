@@ -16,8 +16,7 @@ from onnx_ir.passes import common as passes
 
 from rankrl.onnx.graph.network import GraphSession, OnnxNetwork
 from rankrl.onnx.graph.quantised import constant
-from rankrl.onnx.graph.rewrite import new_constant
-from rankrl.onnx.graph_edits import Array, free_name, part_of, put_in_place, without_unused
+from rankrl.onnx.graph_edits import Array, free_name, new_constant, part_of, put_in_place, without_unused
 from rankrl.onnx.operators import is_standard
 
 # fmt: off

@@ -20,9 +20,8 @@ import onnx_ir as ir
 
 from decomposition.errors import PlanError
 from rankrl.onnx.graph.network import OnnxNetwork
-from rankrl.onnx.graph.rewrite import new_constant
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, free_name, put_in_place, without_unused
+from rankrl.onnx.graph_edits import Array, free_name, new_constant, put_in_place, without_unused
 
 METADATA = "several_positions"
 """Under which a plan's metadata say what was rewritten in the network that it is for."""

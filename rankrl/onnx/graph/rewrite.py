@@ -18,7 +18,7 @@ from decomposition.network.kinds import is_decomposable_module
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.quantised import constant
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, add_constant, free_name, put_in_place
+from rankrl.onnx.graph_edits import Array, free_name, new_constant, put_in_place
 
 MARKED = 1
 """The padding of modules that are handed to fits: where a stage has it, the node's own goes."""
@@ -227,8 +227,3 @@ def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
     use = next(iter(value.uses()))
     normalises = site.absorber == "batch_norm"  # its third input is the mean that it takes away
     return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1
-
-
-def new_constant(graph: ir.Graph, name: str, values: torch.Tensor | Array) -> ir.Value:
-    """Store numbers in a graph, under a name of their own; return their value."""
-    return add_constant(graph, free_name(graph, name), np.asarray(values))
