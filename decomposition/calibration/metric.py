@@ -80,17 +80,8 @@ def whole(metric: Metric) -> torch.Tensor:
     return metric
 
 
-def in_float64(metric: Metric) -> Metric:
-    """Return the metric in float64."""
-    return _in(metric, torch.float64)
-
-
-def in_float32(metric: Metric) -> Metric:
-    """Return the metric in float32."""
-    return _in(metric, torch.float32)
-
-
-def _in(metric: Metric, dtype: torch.dtype) -> Metric:
+def converted(metric: Metric, dtype: torch.dtype) -> Metric:
+    """Return the metric in another type."""
     if isinstance(metric, RowFactor):
         return RowFactor(metric.rows.to(dtype), metric.ridge)
     return metric.to(dtype)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from decomposition.calibration.metric import Metric, in_float64, is_finite, times
+from decomposition.calibration.metric import Metric, converted, is_finite, times
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FAST, FitOptions
 from decomposition.fit.least_squares import LeastSquares, Stop
@@ -98,7 +98,7 @@ class Fitter:
             )
         self.tensor_format, self.modes = tensor_format, modes
         self._weight = weight.double()
-        self._metric = None if metric is None else in_float64(metric)
+        self._metric = None if metric is None else converted(metric, torch.float64)
         self._sensitivity = sensitivity
         # Without a kernel every format is a product of two matrices.
         self._direct = modes.kernel == 1 and modes.plain

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, in_float32, times
+from decomposition.calibration.metric import Metric, RowFactor, converted, times
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Quadratic:
     @cached_property
     def in_float32(self) -> Quadratic:
         """The same in float32, in which a product takes half as long."""
-        metric = None if self.metric is None else in_float32(self.metric)
+        metric = None if self.metric is None else converted(self.metric, torch.float32)
         return Quadratic(self.weight.float(), metric, self.target.float())
 
     def products(self, features: torch.Tensor) -> Products:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,28 +10,11 @@ from torch import nn
 
 from decomposition.network.kinds import DecomposableModule
 
-
-class Padded(Protocol):
-    """The attributes of a convolution that say how it pads."""
-
-    @property
-    def kernel_size(self) -> tuple[int, ...]:
-        """Spatial kernel."""
-
-    @property
-    def dilation(self) -> tuple[int, ...]:
-        """Spatial dilation."""
-
-    @property
-    def padding(self) -> tuple[int, ...] | str:
-        """Padding a side, `same` or `valid`."""
-
-    @property
-    def padding_mode(self) -> str:
-        """`zeros`, `reflect`, `replicate` or `circular`."""
+if TYPE_CHECKING:
+    from decomposition.network.geometry import Geometry
 
 
-def padded_input(module: Padded, x: torch.Tensor) -> torch.Tensor:
+def padded_input(module: nn.Conv1d | nn.Conv2d | Geometry, x: torch.Tensor) -> torch.Tensor:
     """Pad `x` (N, C, *spatial) the way the convolution does, whatever its padding and padding mode."""
     spatial = len(module.kernel_size)
     if module.padding == "valid":
