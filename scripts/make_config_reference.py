@@ -221,7 +221,7 @@ def _group(group: str, hint: Any, default: Mapping[str, Any], registered: Mappin
         yield f"\n### `{group}={choice}`\n"
         yield (comment(path) if path.is_file() else GROUPS[group].about(choice)) + "\n"
         if path.is_file():
-            prefix = "" if group == "experiment" else f"{group}."
+            prefix = "" if "@package _global_" in path.read_text(encoding="utf-8") else f"{group}."
             values = [f"`{prefix}{name}={value}`" for name, value in written_options(path)]
             yield f"It sets {', '.join(values)}.\n"
         if choice in registered:

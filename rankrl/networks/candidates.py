@@ -49,7 +49,7 @@ class CandidateOptions(FittingOptions):
             reduce_range: As in `quantise_onnx`.
         """
         return cls(
-            (options.format,) if options.formats is None else options.formats,
+            options.choices,
             default_precisions(budget) if options.precisions is None else options.precisions,
             reduce_range,
             options.rank_multiple or multiple or 1,

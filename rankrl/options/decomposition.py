@@ -81,9 +81,9 @@ class DecompositionOptions(FittingOptions):
         check_precisions(self.precisions)
 
     @property
-    def name(self) -> str:
-        """The tensor format, or `auto` where every layer chooses among several."""
-        return self.format if self.formats is None else AUTO
+    def choices(self) -> tuple[str, ...]:
+        """The formats that every layer chooses from."""
+        return self.formats if self.format == AUTO and self.formats is not None else (self.format,)
 
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:

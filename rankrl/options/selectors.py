@@ -202,6 +202,8 @@ SELECTORS = {
     "vbmf": NoOptions,
 }
 """Options by the selector's name."""
+HEURISTICS = ("energy", "greedy", "uniform", "vbmf")
+"""Selectors that are rules of `decomposition`: one plan, no search."""
 
 
 def _check_least(options: object, **least: float) -> None:

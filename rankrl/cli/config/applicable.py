@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankrl.cli.config.tables import formats
+from rankrl.cli.config.tables import formats, heuristics
 from rankrl.errors import ConfigError
 from rankrl.option_types import shown
 
@@ -23,7 +23,7 @@ class Rule:
     Attributes:
         option: Its full name; with a dot at the end, all options of a section; a group's choice is one too.
         idle: Tells from the composed configuration whether it does nothing.
-        reason: Why, for the message; `{task}` stands for the task.
+        reason: Why, for the message; `{task}` and `{selector}` stand for the task and the selector.
         advice: What to do instead.
     """
 
@@ -53,7 +53,7 @@ def check_applicable(config: Config, given: Sequence[str]) -> None:
         value = _value(config, name)
         for rule in RULES:
             if value not in (None, False) and rule.concerns(name) and rule.idle(config):
-                reason = rule.reason.format(task=config["task"])
+                reason = rule.reason.format(task=config["task"], selector=config["selector"]["name"])
                 held = value
                 if isinstance(value, Mapping):  # a group's choice
                     held = value.get("name", value.get("format", value))
@@ -117,6 +117,10 @@ _UNUSED_BY_ONNX = (
     *("search.images", "search.augmented", "search.statistics", "search.batch_size"),
     "search.workers",
 )
+
+
+def _is_rule(config: Config) -> bool:
+    return _is_onnx(config) and config["selector"]["name"] in heuristics()
 
 
 def _unused_by_onnx(option: str) -> Rule:
@@ -262,4 +266,22 @@ RULES = (
         "leave it out, or set finetune.distillation above 0",
     ),
     *map(_unused_by_onnx, _UNUSED_BY_ONNX),
+    *(
+        Rule(
+            f"{section}.",
+            _is_rule,
+            "selector={selector} is a rule, which scores no plans",
+            "leave it out, or choose a selector that does, such as selector=bayes",
+        )
+        for section in ("search", "reward")
+    ),
+    *(
+        Rule(
+            f"dataset.{name}",
+            lambda config: config["dataset"]["name"] == "inputs",
+            f"dataset.{name} means nothing for dataset=inputs",
+            "leave it out",
+        )
+        for name in ("heldout", "train_images", "padding", "flip")
+    ),
 )

@@ -28,7 +28,7 @@ class _Choices(dict[str, Any]):
 
 
 def store_groups() -> None:
-    """Make every registered thing a choice of its group; what was registered meanwhile too."""
+    """Make what is registered by now, and nothing else, the choices of its group."""
     store = ConfigStore.instance()
     for name, group in TABLES.items():
         for choice in set(group.known()) - set(_files(name)):
@@ -36,7 +36,9 @@ def store_groups() -> None:
     for name in _UNTYPED:
         store.store(group=name, name="default", node={}, provider="rankrl")
     for name in (*TABLES, *_UNTYPED):
-        store.repo[name] = _Choices(store.repo.get(name, {}))
+        known = {f"{choice}.yaml" for choice in group_choices(name)}
+        nodes: dict[str, Any] = store.repo.get(name, {})
+        store.repo[name] = _Choices({file: nodes[file] for file in nodes if file in known})
 
 
 def group_names() -> list[str]:

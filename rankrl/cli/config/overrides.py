@@ -208,7 +208,9 @@ def _explain(error: BaseException, overrides: Sequence[Override]) -> str:
     if missing is not None:
         option = missing.group(1)
         group_of = option.partition(".")[0]
-        choice = next((each for each in _chosen(overrides) if each.startswith(f"{group_of}=")), "the command")
+        choice = "the command"
+        if group_of in TABLES:
+            choice = f"{group_of}={composed_config(_chosen(overrides))[group_of][TABLES[group_of].key]}"
         return f"{choice} needs {option}=VALUE. `rankrl --help` lists all options."
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:

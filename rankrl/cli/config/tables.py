@@ -23,7 +23,7 @@ from rankrl.options.models import HAND_ON, MODELS
 from rankrl.options.optimizers import OPTIMIZERS
 from rankrl.options.pruners import PRUNERS
 from rankrl.options.rewards import REWARDS
-from rankrl.options.selectors import SELECTORS, NoOptions
+from rankrl.options.selectors import HEURISTICS, SELECTORS, NoOptions
 from rankrl.options.trackers import TRACKERS
 
 
@@ -109,6 +109,11 @@ TABLES = {
     ),
     "tracking": _group("tracking", "tracker", TRACKERS, nested=True),
 }
+
+
+def heuristics() -> frozenset[str]:
+    """Return the names of the selectors that are rules."""
+    return frozenset((*HEURISTICS, *registered("heuristic")))
 
 
 def formats() -> dict[str, bool]:

@@ -18,6 +18,7 @@ from rankrl.cli.config.tables import TABLES, formats
 from rankrl.cli.config.tasks import TASKS
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
+from rankrl.options.decomposition import AUTO
 
 
 def check_values(config: Mapping[str, Any]) -> None:
@@ -50,7 +51,7 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def _check_formats(chosen: Mapping[str, Any]) -> None:
-    several = chosen["formats"] is not None
+    several = chosen["format"] == AUTO and chosen["formats"] is not None
     option = "decomposition.formats" if several else "decomposition.format"
     for name in chosen["formats"] if several else [chosen["format"]]:
         if name not in formats():

@@ -30,7 +30,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     specs = skipping(inspect_layers(network, data.input_shape), chosen.skip, chosen.only)
     fitted = _fitted(config, data, network, specs) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
-    table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.name}")
+    table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.format}")
     table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
     table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share", "ranks"):

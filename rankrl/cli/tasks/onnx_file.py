@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -19,14 +18,13 @@ from rankrl.cli.tasks.compressed import method_of
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.onnx.graph import GivenFile, ImagePreprocessing
 from rankrl.onnx_compression import (
-    TIMED_BATCH,
     Finishing,
     OnnxCompression,
     apply_onnx_plan,
     chosen_formats,
     compress_file,
 )
-from rankrl.options.timing import LatencyOptions
+from rankrl.options.datasets import InputsOptions
 from rankrl.plan_search.run import search_numbers
 from rankrl.report import LayerRow
 from rankrl.runs.run_folder import RunFolder, cache_folder
@@ -37,7 +35,6 @@ from rankrl.wording import counted
 INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
 _LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
-_SELECTOR = "greedy"
 _LITTLE = 0.5
 """Agreement with the original below which hardly anyone would use a network."""
 _WIDTH = 160
@@ -58,15 +55,13 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
             "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; budget.params, "
             "budget.macs and budget.bytes likewise"
         )
-    formats = _formats(config)
-    selector, selector_options = _selector(config)
-    term = _term(config)
+    selector, selector_options = options.selector(config)
     try:
         result = compress_file(
             path,
             inputs,
             folder.onnx,
-            replace(chosen, formats=chosen_formats(formats)),
+            replace(chosen, formats=_formats(config)),
             options.search_goal(config),
             selector,
             selector_options,
@@ -77,7 +72,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
             cache=cache_folder(),
             folder=folder.path,
             on_episode=folder.tracking.episode,
-            **term,
+            term=config.search.term,  # type: ignore[arg-type]  # checked there, with a message for users
         )
     except KeyboardInterrupt as error:
         raise RunStoppedError(folder.path) from error
@@ -86,8 +81,11 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     missed = missed or missed_latency(budget.latency, result.latency)
     if missed is not None:
         folder.miss(missed)
-    format_name = "auto" if formats is None or len(formats) > 1 else config.decomposition.format
-    further: dict[str, Any] = {"decomposition": format_name, "selector": selector, "budget": _budget(config)}
+    further: dict[str, Any] = {
+        "decomposition": config.decomposition.format,
+        "selector": selector,
+        "budget": config.budget.fractions,
+    }
     if result.search is not None and selector not in list_heuristics():
         further["search"] = search_numbers(result.search)
     _report(config, folder, result, images, further)
@@ -164,24 +162,13 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
 
 def _finishing(config: AppConfig) -> Finishing:
     """Return how a plan is carried out and judged."""
-    timing = LatencyOptions(
-        batch=config.export.batch if _given("export.batch") else TIMED_BATCH,
-        threads=config.export.threads,
-        runs=config.export.runs,
-        folder=cache_folder() / "latencies",
-        reduce_range=config.export.reduce_range,
-    )
+    timing = replace(config.export, folder=cache_folder() / "latencies")
     return Finishing(
         timing=timing,
         weigh_outputs=config.decomposition.weigh_outputs,
         options=options.final_fit(config),
         seed=config.seed,
     )
-
-
-def _budget(config: AppConfig) -> dict[str, float]:
-    """Return the fractions that may be kept, by their measures."""
-    return {name: value for name, value in asdict(config.budget).items() if value is not None}
 
 
 def _report(
@@ -230,15 +217,13 @@ def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
     """Return how images become inputs; None where no image is read.
 
     Raises:
-        ConfigError: An option of images is given without a folder of them, or one that means nothing here.
+        ConfigError: An option of images is given without a folder of them.
     """
-    of_images = ("size", "resize", "scale", "order", "mean", "std")
-    useless = [name for name in ("heldout", "train_images", "padding", "flip") if _given(f"dataset.{name}")]
-    if useless:
-        raise ConfigError(f"dataset.{useless[0]} means nothing for dataset={INPUTS}; leave it out")
+    values = {name: config.dataset[name] for name in ("size", "resize", "scale", "order", "mean", "std")}
     if inputs.is_dir():
-        return ImagePreprocessing(**{name: config.dataset[name] for name in of_images})
-    given = [name for name in of_images if _given(f"dataset.{name}")]
+        return ImagePreprocessing(**values)
+    defaults = {each.name: each.default for each in fields(InputsOptions)}
+    given = [name for name, value in values.items() if value != defaults[name]]
     if given:
         raise ConfigError(
             f"dataset.{given[0]} is for a folder of images; {inputs} is none, and arrays in a file are taken "
@@ -247,50 +232,10 @@ def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
     return None
 
 
-def _given(*names: str) -> bool:
-    """Tell whether the command line sets one of these options or chooses in one of these groups."""
-    return not {each.partition("=")[0] for each in _overrides()}.isdisjoint(names)
-
-
-def _overrides() -> list[str]:
-    """Return what the command line sets and chooses, as it says it."""
-    return [str(each).lstrip("+~") for each in HydraConfig.get().overrides.task]
-
-
-def _formats(config: AppConfig) -> tuple[str, ...] | None:
-    """Return the formats that were asked for; the default is one for PyTorch networks."""
-    if not _given("decomposition", "decomposition.format", "decomposition.formats"):
-        return None
-    names = config.decomposition.formats or [config.decomposition.format]
-    if config.decomposition.format not in names and config.decomposition.formats is not None:
-        writable = chosen_formats(None)
-        return tuple(name for name in names if name in writable) or chosen_formats(tuple(names))
-    return chosen_formats(tuple(names))
-
-
-def _selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
-    """Return the selector's name and its options; without one given, greedy.
-
-    Raises:
-        ConfigError: An option of searches is given to a rule, which needs none, or the selector's own are
-            wrong.
-    """
-    chosen = any(each.partition("=")[0].partition(".")[0] == "selector" for each in _overrides())
-    name, given = options.selector(config) if chosen else (_SELECTOR, {})
-    if name in list_heuristics():
-        sections = ("search", "reward")
-        idle = [each for each in _overrides() if each.partition("=")[0].partition(".")[0] in sections]
-        if idle:
-            raise ConfigError(
-                f"{idle[0]} has no effect: selector={name} is a rule, which scores no plans; leave it out, "
-                "or choose a selector that does, such as selector=bayes"
-            )
-    return name, given
-
-
-def _term(config: AppConfig) -> dict[str, Any]:
-    """Return what plans are scored by, where that is given: the default is one for labelled images."""
-    return {"term": config.search.term} if _given("search.term") else {}
+def _formats(config: AppConfig) -> tuple[str, ...]:
+    """Return the formats that nodes choose from: of several those that can be written as plain nodes."""
+    names, writable = config.decomposition.choices, chosen_formats(None)
+    return tuple(name for name in names if name in writable) or chosen_formats(names)
 
 
 def _outputs(result: OnnxCompression) -> Table:

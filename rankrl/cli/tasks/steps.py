@@ -314,7 +314,7 @@ def head(
 
 def searched(config: AppConfig) -> dict[str, str | None]:
     """Return what a search of this run compresses a network with: the format and the selector."""
-    return {"decomposition": config.decomposition.name, "selector": config.selector["name"]}
+    return {"decomposition": config.decomposition.format, "selector": config.selector["name"]}
 
 
 def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:

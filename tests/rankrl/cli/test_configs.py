@@ -52,7 +52,7 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     [
         ("selector", list_selectors()),
         ("reward", list_rewards()),
-        ("decomposition", [*list_formats(), "auto"]),
+        ("decomposition", [*list_formats(), "auto", "plain_nodes"]),
         ("dataset", list_datasets()),
         ("model", list_models()),
         ("optim", list_optimizers()),
@@ -115,7 +115,8 @@ def test_files_hold_only_what_differs(path: Path) -> None:
     content.pop("defaults", None)
     content.pop("hydra", None)
     default = dict(leaves(OmegaConf.to_container(OmegaConf.structured(structured(AppConfig)))))
-    group = "" if path.parent.name in ("configs", "experiment") else f"{path.parent.name}."
+    everywhere = "@package _global_" in path.read_text()
+    group = "" if everywhere or path.parent.name == "configs" else f"{path.parent.name}."
     key = GROUPS[group[:-1]].key if group[:-1] in GROUPS else None
     written = {f"{group}{name}": value for name, value in leaves(content) if name != key}
     assert not {name: value for name, value in written.items() if default.get(name, "absent") == value}

@@ -52,9 +52,7 @@ def told(*arguments: str) -> str:
         checked_arguments(arguments)
     except RankrlError as refused:
         return str(refused)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rankrl.cli.tasks.onnx_file._overrides", lambda: arguments)
-        return task_refusal(*arguments)
+    return task_refusal(*arguments)
 
 
 def test_a_file_becomes_a_smaller_one(

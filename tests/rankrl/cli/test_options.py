@@ -47,7 +47,7 @@ def test_layers_choose_among_the_formats_that_are_listed() -> None:
     assert options.candidate_options(settings("decomposition=tucker")).formats == ("tucker",)
     auto = settings("decomposition=auto")
     assert options.candidate_options(auto).formats == ("cp", "tucker", "tensor_ring")
-    assert auto.decomposition.name == "auto"
+    assert auto.decomposition.format == "auto"
     few = settings("decomposition=auto", "decomposition.formats=[cp,tucker]")
     assert options.candidate_options(few).formats == ("cp", "tucker")
 
