@@ -59,7 +59,7 @@ def register_optimizer(name: str, description: str) -> Callable[[Factory], Facto
     _refuse_taken(name)
 
     def register(factory: Factory) -> Factory:
-        if not factory.__module__.startswith(f"{__package__}."):
+        if not str(factory.__module__).startswith(f"{__package__}."):
             _register_ours()  # whose names are taken
         _refuse_taken(name)
         _records[name] = OptimizerRecord(name, description, factory)

@@ -58,7 +58,7 @@ def register_pruner(
     """
 
     def register(definition: Definition) -> Definition:
-        if not definition.__module__.startswith(f"{__package__}."):
+        if not str(definition.__module__).startswith(f"{__package__}."):
             _register_ours()  # whose names are taken
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")

@@ -9,6 +9,7 @@ from rankrl.cli.config.applicable import RULES, check_applicable
 from rankrl.cli.config.overrides import check_overrides
 from rankrl.errors import ConfigError
 
+FILE = ("model=onnx", "model.path=net.onnx", "dataset.path=inputs.npz")
 IDLE = [
     (
         "search.",
@@ -105,6 +106,14 @@ IDLE = [
             ("search.batch_size", "search.batch_size=5"),
             ("search.workers", "search.workers=2"),
         )
+    ),
+    *(
+        (section, (*FILE, option), rf"{option} .* is a rule")
+        for section, option in (("search.", "search.episodes=5"), ("reward.", "reward=amc"))
+    ),
+    *(
+        (f"dataset.{name}", (*FILE, f"dataset.{name}={value}"), rf"dataset\.{name} means nothing for")
+        for name, value in (("heldout", 5), ("train_images", 5), ("padding", 2), ("flip", "true"))
     ),
 ]
 

@@ -171,7 +171,7 @@ def test_what_is_no_option_is_refused_before_the_task(arguments: tuple[str, ...]
     ("arguments", "expected"),
     [
         (("budget.params=0.5", "budget.macs=0.5"), "one target"),
-        (("budget.macs=1.5",), "outside (0, 1)"),
+        (("budget.macs=1.0",), "outside (0, 1)"),
         (("pruner.epochs=0",), "epochs must be at least 1"),
         (("pruner.layers=[fc2]",), "layer 'fc2' cannot be pruned"),
         (("pruner.layers=[nothing]",), "layer 'nothing' cannot be pruned"),
