@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,11 +25,12 @@ from decomposition.calibration.metric import (
 )
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
+from decomposition.fit.stand_ins import NormPair, RemovedBlock, StandIn, Substituted
 from decomposition.fit.targets import from_few_patches, from_many_patches
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Inputs, count_inputs, joined, rows, run_model
-from decomposition.network.kinds import BatchNorm, DecomposableModule, weight_of
+from decomposition.network.kinds import DecomposableModule, weight_of
 from decomposition.network.layers import LayerSpec
 from decomposition.network.outputs import tensors_in
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
@@ -62,8 +62,6 @@ class RefitProblem:
     count: int = 0
     start: Sequence[torch.Tensor] | None = None
 
-
-_Replaced = TypeVar("_Replaced", bound=nn.Module)
 
 # Returns the new layer with its weight set, and that weight (out, in, kernel) in float64.
 Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
@@ -197,7 +195,7 @@ def refit_in_lockstep(
         expected = run_model(model, rows(images, slice(2)))
     generator = torch.Generator().manual_seed(seed)
     pairs: dict[str, _LayerPair] = {}
-    norms: list[_NormPair] = []
+    norms: list[NormPair] = []
     for name, refit in refits.items():
         dense: DecomposableModule = modules[name]
         pairs[name] = _LayerPair(
@@ -212,15 +210,15 @@ def refit_in_lockstep(
             shrink,
         )
         replace_module(model, dense, pairs[name])
-    blocks = [_RemovedBlock(modules[name]) for name in removed]
+    blocks = [RemovedBlock(modules[name]) for name in removed]
     for block in blocks:
         replace_module(model, block.dense[0], block)
-    substituted = [_Substituted(modules[name], other) for name, other in (substitutes or {}).items()]
+    substituted = [Substituted(modules[name], other) for name, other in (substitutes or {}).items()]
     for stand_in in substituted:
         replace_module(model, stand_in.dense, stand_in)
     if correct_batch_norm:
         for norm in tracked_batch_norms(model):
-            norms.append(_NormPair(norm))
+            norms.append(NormPair(norm))
             replace_module(model, norm, norms[-1])
     try:
         with evaluation_mode(model):
@@ -251,23 +249,7 @@ def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
     return first.shape == expected.shape and torch.allclose(first, expected, rtol=1e-2, atol=1e-3)
 
 
-class _StandIn(nn.Module, Generic[_Replaced]):
-    """Replaces a module and forwards its attributes, which the network's own code may read."""
-
-    dense: _Replaced
-
-    def __init__(self, dense: _Replaced) -> None:
-        super().__init__()
-        self.dense = dense
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("dense"), name)
-
-
-class _LayerPair(_StandIn[DecomposableModule]):
+class _LayerPair(StandIn[DecomposableModule]):
     """The dense layer for the first half of the batch, its replacement for the second."""
 
     def __init__(
@@ -336,57 +318,3 @@ class _LayerPair(_StandIn[DecomposableModule]):
             bias += refitted.shift.to(bias)
         self.error = refitted.error
         return refitted.module
-
-
-class _RemovedBlock(nn.Module):
-    """A block for the first half of the batch, nothing for the second."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.dense = (block.eval(),)  # in a tuple: its layers and norms are no longer the network's
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dense_input, arriving = x.chunk(2)
-        return torch.cat([self.dense[0](dense_input), arriving])
-
-
-class _Substituted(_StandIn[nn.Module]):
-    """A module for the first half of the batch, another one for the second."""
-
-    def __init__(self, dense: nn.Module, substitute: nn.Module) -> None:
-        super().__init__(dense)
-        self.substitute = substitute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dense, arriving = x.chunk(2)
-        return torch.cat([self.dense(dense), self.substitute(arriving)])
-
-
-class _NormPair(_StandIn[BatchNorm]):
-    """A batch norm whose running mean follows the shift of the compressed half's mean."""
-
-    def __init__(self, norm: BatchNorm) -> None:
-        super().__init__(norm)
-        self.shift: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm = self.dense
-        dense, arriving = x.chunk(2)
-        if self.shift is None:
-            axes = [axis for axis in range(x.ndim) if axis != 1]
-            self.shift = arriving.mean(axes) - dense.mean(axes)
-        expected, mean = norm(dense), norm.running_mean
-        assert mean is not None
-        # Through the norm itself: subclasses may do more than normalise.
-        norm.running_mean = mean + self.shift
-        try:
-            moved = norm(arriving)
-        finally:
-            norm.running_mean = mean
-        return torch.cat([expected, moved])
-
-    def finish(self) -> nn.Module:
-        """Return the batch norm with its mean shifted."""
-        if self.shift is not None and self.dense.running_mean is not None:
-            self.dense.running_mean += self.shift
-        return self.dense
