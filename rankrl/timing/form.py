@@ -99,9 +99,7 @@ def faster_contracted(
         replace_module(dense, layer, layer.geometry.dense(dtype=layer.cores()[0].dtype))
     specs = {spec.name: spec for spec in inspect_layers(dense.cpu(), shape)}
     found = []
-    timer = LayerTimer(
-        batch=timing["batch"], threads=timing["threads"], runs=_RUNS, channel_block=channel_block
-    )
+    timer = LayerTimer(**{**timing, "runs": _RUNS}, channel_block=channel_block)
     for name, layer in factorised_layers(network).items():
         spec = specs.get(name)
         if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:

@@ -95,14 +95,8 @@ def compared_with_original(
     with tempfile.TemporaryDirectory() as scratch:
         original = Path(scratch) / "original.onnx"
         network.as_in_file().save(original)
-        return compare_latency(
-            original,
-            path,
-            batch=network.axes.size(feed),
-            threads=options.threads,
-            runs=options.runs,
-            inputs=feed,
-        )
+        timing = options.timing | {"batch": network.axes.size(feed)}
+        return compare_latency(original, path, **timing, inputs=feed)
 
 
 def _padding(site: Site) -> tuple[int, ...]:

@@ -111,12 +111,7 @@ class NetworkTimer:
     def measured(self, sites: Sequence[CandidateSet]) -> LatencyTable:
         """Measure what `layers` returns."""
         options, network = self.options, self.network
-        timer = LayerTimer(
-            batch=options.batch,
-            threads=options.threads,
-            runs=options.runs,
-            channel_block=network.channel_block,
-        )
+        timer = LayerTimer(**options.timing, channel_block=network.channel_block)
         with progress_bar("time layers", total=len(sites)) as bar:
             times = time_sites(timer, network.modules, sites, lambda _: bar.advance())
         whole, in_integers = self._milliseconds(self._dense), None
@@ -126,15 +121,8 @@ class NetworkTimer:
 
     def whole(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""
-        options, path = self.options, self._file("compressed", plan)
-        times = compare_latency(
-            self._dense,
-            path,
-            batch=options.batch,
-            threads=options.threads,
-            runs=options.runs,
-            inputs=self.network.feed,
-        )
+        path = self._file("compressed", plan)
+        times = compare_latency(self._dense, path, **self.options.timing, inputs=self.network.feed)
         return 1 / times.ratio
 
     def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
@@ -147,11 +135,8 @@ class NetworkTimer:
         return plan_from_choices(sites, choices, network.specs, network.input_shape, "all in integers")
 
     def _milliseconds(self, path: Path) -> float:
-        options, feed = self.options, self.network.feed
-        timed = measure_latency(
-            path, batch=options.batch, threads=options.threads, runs=2 * options.runs, inputs=feed
-        )
-        return timed.median_ms
+        twice = self.options.timing | {"runs": 2 * self.options.runs}
+        return measure_latency(path, **twice, inputs=self.network.feed).median_ms
 
     @cached_property
     def _dense(self) -> Path:

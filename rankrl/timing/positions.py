@@ -108,13 +108,8 @@ def _fastest(
             for number, graph in enumerate(graphs):
                 files.append(Path(scratch) / f"{number}.onnx")
                 graph.save(files[-1])
-            timed = time_in_turns(
-                [(DEFAULT_RUNTIME, file) for file in files],
-                batch=batch,
-                threads=options.threads,
-                runs=_RUNS,
-                inputs=x,
-            )
+            turns = [(DEFAULT_RUNTIME, file) for file in files]
+            timed = time_in_turns(turns, batch=batch, threads=options.threads, runs=_RUNS, inputs=x)
         times += [each.median_ms for each in timed.latencies]
     best = int(times.argmin())
     if best == 0 or is_unchanged(times[0] / times[best]):
