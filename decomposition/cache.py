@@ -47,12 +47,15 @@ class Cache:
         """
 
         def write(path: Path, value: _Value) -> None:
-            path.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+            path.write_text(json.dumps(value), encoding="utf-8")
 
         def read(path: Path) -> Any:
             return json.loads(path.read_text(encoding="utf-8"))
 
-        return self._kept(f"{kind}-{key}.json", compute, read, write)
+        def computed() -> Any:  # as the next run will read it
+            return json.loads(json.dumps(compute(), allow_nan=False))
+
+        return self._kept(f"{kind}-{key}.json", computed, read, write)
 
     def tensors(self, kind: str, key: str, compute: Callable[[], _Tensors]) -> _Tensors:
         """Return tensors on the CPU by name, computed where they are not kept yet; see `value`."""
@@ -92,7 +95,7 @@ def digest(*values: object) -> str:
     """Return a hash of values, 32 hexadecimal digits.
 
     Tensors and arrays count with their types, shapes and numbers, dataclasses with their fields, mappings and
-    sequences with what they hold, in order; everything else with its `repr`.
+    sequences of any type with what they hold, in order; everything else with its `repr`.
 
     Raises:
         TypeError: A value's `repr` is where it lies in memory, which says nothing of it.
@@ -110,6 +113,8 @@ def _read(path: Path, read: Callable[[Path], _Value]) -> _Value | None:
 
 
 def _add(hasher: hashlib._Hash, value: object) -> None:
+    if isinstance(value, np.generic):
+        value = value.item()
     text, data, parts = type(value).__qualname__, memoryview(b""), tuple[object, ...]()
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous().flatten()
@@ -122,9 +127,9 @@ def _add(hasher: hashlib._Hash, value: object) -> None:
     elif is_dataclass(value):
         parts = tuple((item.name, getattr(value, item.name)) for item in fields(value))
     elif isinstance(value, Mapping):
-        parts = tuple(value.items())
+        text, parts = "mapping", tuple(value.items())
     elif isinstance(value, (list, tuple)):
-        parts = tuple(value)
+        text, parts = "sequence", tuple(value)
     else:
         text = repr(value)
         if " at 0x" in text:

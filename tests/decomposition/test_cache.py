@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,12 @@ def test_tensors_count_by_their_numbers_however_they_lie_in_memory(kind: Any, sh
         assert digest(tensor.numpy()) == digest(tensor.numpy().copy())
 
 
+def test_a_value_read_from_json_has_the_digest_that_it_had_before() -> None:
+    value = {"sites": (1, 0.1), "fraction": 0.6}
+    numpy = {"sites": (np.int64(1), np.float64(0.1)), "fraction": np.float64(0.6)}
+    assert digest(value) == digest(json.loads(json.dumps(value))) == digest(numpy)
+
+
 def test_an_object_that_only_says_where_it_lies_is_no_part_of_a_key() -> None:
     with pytest.raises(TypeError, match="cannot be part of a key"):
         digest([object()])
@@ -83,7 +90,7 @@ def test_a_value_is_computed_once(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "deep" / "cache")
     assert cache.value("times", "1", lambda: {"a": [1.5, None]}) == {"a": [1.5, None]}
     assert cache.value("times", "1", refuse) == {"a": [1.5, None]}
-    assert cache.value("times", "2", lambda: 3) == 3
+    assert cache.value("times", "2", lambda: (3, np.float64(0.1))) == [3, 0.1]
     assert cache.value("other", "1", lambda: 4) == 4
 
 
