@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -35,6 +35,7 @@ from decomposition import (
     inspect_layers,
     plan_by_heuristic,
 )
+from decomposition.fit import rounded_stages
 from decomposition.network.rounding import rounded_weight
 from decomposition.network.surgery import replace_module
 from decomposition.operations import quantise
@@ -47,10 +48,14 @@ from rankrl.training import report_accuracy
 ALL, AT_THE_END = "nothing", "the refit: rounded at the end, as a quantiser does"
 NEAREST = "every weight to its nearest integer"
 PARTS = {
-    NEAREST: (quantise, "compensated_weight", lambda weight, moments, bits: rounded_weight(weight, bits)),
-    "the last stage not solved for anew": (quantise, "_make_up", lambda layer, problem, bits: None),
-    "channels between stages not equalised": (quantise, "_equalise", lambda layer, metric: None),
-    "ranks chosen without regard to noise": (FitLibrary, "_noise", lambda self, name, operation: 0.0),
+    NEAREST: (
+        (quantise, rounded_stages),
+        "compensated_weight",
+        lambda weight, moments, bits: rounded_weight(weight, bits),
+    ),
+    "the last stage not solved for anew": ((quantise,), "make_up", lambda layer, problem, bits: None),
+    "channels between stages not equalised": ((quantise,), "equalise", lambda layer, metric: None),
+    "ranks chosen without regard to noise": ((FitLibrary,), "_noise", lambda self, name, operation: 0.0),
 }
 """What is replaced by what, in the variants without one part."""
 
@@ -130,8 +135,10 @@ def without(variant: str) -> Iterator[None]:
     if variant not in PARTS:
         yield
         return
-    owner, name, instead = PARTS[variant]
-    with mock.patch.object(owner, name, instead):
+    owners, name, instead = PARTS[variant]
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(mock.patch.object(owner, name, instead))
         yield
 
 
