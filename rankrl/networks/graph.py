@@ -93,8 +93,9 @@ class GraphNetwork:
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return what measures times of the graph, whose nodes hold fits while it is timed."""
         assert library is not None
-        batch = self.given.network.axes.size(self.feed)
-        return NetworkTimer(GraphFiles(self.given, self.feed, library), replace(options, batch=batch))
+        options = replace(options, batch=self.given.network.axes.size(self.feed))
+        files = GraphFiles(self.given, self.feed, library)
+        return NetworkTimer(files, self.specs, self.input_shape, options)
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> OnnxNetwork:
         """Return the network that a plan becomes, as it is written."""

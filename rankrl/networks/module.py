@@ -148,7 +148,7 @@ class ModuleNetwork:
         """Return what measures times of the module, exported; no fits are needed."""
         preprocessing = self.preprocessing if options.preprocess else None
         files = ModuleFiles(self.model, self.input_shape, options.batch, options.channel_block, preprocessing)
-        return NetworkTimer(files, options)
+        return NetworkTimer(files, self.specs, self.input_shape, options)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
         """Return the compressed module; it is calibrated anew, layer by layer."""

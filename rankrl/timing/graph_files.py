@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from decomposition import CompressionPlan, FitLibrary, LayerSpec
+from decomposition import CompressionPlan, FitLibrary
 from decomposition.cache import Cache, digest
 from rankrl.onnx.graph.file import write_graph
 from rankrl.onnx.graph.given import GivenFile
@@ -23,7 +23,7 @@ from rankrl.timing.passes import measuring_conditions
 
 @dataclass(frozen=True, eq=False)
 class GraphFiles:
-    """A network in an ONNX file as it is written; a `TimedNetwork`.
+    """A network in an ONNX file as it is written; a `TimedFiles`.
 
     Attributes:
         given: The network.
@@ -36,16 +36,6 @@ class GraphFiles:
     library: FitLibrary
 
     channel_block = 1
-
-    @property
-    def specs(self) -> list[LayerSpec]:
-        """Every node with a weight in forward order."""
-        return [site.spec for site in self.given.sites]
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of the first input for one input of the network."""
-        return self.given.shape
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:

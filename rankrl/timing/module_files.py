@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from decomposition import CompressionPlan, LayerSpec, build_structure, factorised_layers, inspect_layers
+from decomposition import CompressionPlan, build_structure, factorised_layers
 from decomposition.network.input_specs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.onnx.export import export_network
@@ -20,7 +20,7 @@ from rankrl.onnx.runtimes import Batch
 
 @dataclass(eq=False)
 class ModuleFiles:
-    """A PyTorch module as it is exported; a `TimedNetwork`.
+    """A PyTorch module as it is exported; a `TimedFiles`.
 
     Attributes:
         model: The dense network.
@@ -35,11 +35,6 @@ class ModuleFiles:
     batch: int
     channel_block: int = 1
     preprocessing: Preprocessing | None = None
-
-    @cached_property
-    def specs(self) -> Sequence[LayerSpec]:
-        """Every layer in forward order."""
-        return inspect_layers(self.model, self.input_shape)
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:

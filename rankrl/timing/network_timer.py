@@ -25,22 +25,14 @@ _METHOD = 7
 """How layers are timed; another number keeps tables that were measured otherwise from being read."""
 
 
-class TimedNetwork(Protocol):
-    """A network that is written to files, which are timed.
+class TimedFiles(Protocol):
+    """Files of a network under plans, which are timed.
 
     Attributes:
-        channel_block: Channels are filled up to multiples of it in its files.
+        channel_block: Channels are filled up to multiples of it in them.
     """
 
     channel_block: int
-
-    @property
-    def specs(self) -> Sequence[LayerSpec]:
-        """Every layer in forward order."""
-
-    @property
-    def input_shape(self) -> InputShape:
-        """Shape of one input without the batch axis, or what else is known of the inputs."""
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -48,7 +40,7 @@ class TimedNetwork(Protocol):
 
     @property
     def feed(self) -> Batch:
-        """The batch that its files are timed on."""
+        """The batch that they are timed on."""
 
     @property
     def conditions(self) -> object:
@@ -66,18 +58,23 @@ class NetworkTimer:
     """Measures a network's layers, and the whole network under a plan.
 
     Args:
-        network: The network.
-        options: How time is measured; the batch is that of the network's feed.
+        files: Its files.
+        specs: Its layers in forward order.
+        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
+        options: How time is measured; the batch is that of the files' feed.
     """
 
-    def __init__(self, network: TimedNetwork, options: LatencyOptions) -> None:
-        self.network, self.options = network, options
+    def __init__(
+        self, files: TimedFiles, specs: Sequence[LayerSpec], input_shape: InputShape, options: LatencyOptions
+    ) -> None:
+        self.files, self.options = files, options
+        self._specs, self._input_shape = specs, input_shape
         self._scratch = tempfile.TemporaryDirectory()
 
     @property
     def conditions(self) -> object:
         """What times depend on beside the options and the layers."""
-        return self.network.conditions
+        return self.files.conditions
 
     def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
         """Return the times of all candidates of all sites, and of the whole dense network.
@@ -100,9 +97,9 @@ class NetworkTimer:
             _METHOD,
             measuring_conditions(options.batch, options.threads),
             options.runs,
-            self.network.channel_block,
-            self.network.conditions,
-            list(self.network.specs),
+            self.files.channel_block,
+            self.files.conditions,
+            list(self._specs),
             [(site.name, geometry(site), [each.content() for each in site.candidates]) for site in sites],
         )
         cache = Cache(options.folder)
@@ -110,10 +107,10 @@ class NetworkTimer:
 
     def measured(self, sites: Sequence[CandidateSet]) -> LatencyTable:
         """Measure what `layers` returns."""
-        options, network = self.options, self.network
-        timer = LayerTimer(**options.timing, channel_block=network.channel_block)
+        options, files = self.options, self.files
+        timer = LayerTimer(**options.timing, channel_block=files.channel_block)
         with progress_bar("time layers", total=len(sites)) as bar:
-            times = time_sites(timer, network.modules, sites, lambda _: bar.advance())
+            times = time_sites(timer, files.modules, sites, lambda _: bar.advance())
         whole, in_integers = self._milliseconds(self._dense), None
         if any(each.integer for site in sites for each in site.candidates):
             in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
@@ -122,7 +119,7 @@ class NetworkTimer:
     def whole(self, plan: CompressionPlan) -> float:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""
         path = self._file("compressed", plan)
-        times = compare_latency(self._dense, path, **self.options.timing, inputs=self.network.feed)
+        times = compare_latency(self._dense, path, **self.options.timing, inputs=self.files.feed)
         return 1 / times.ratio
 
     def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
@@ -131,12 +128,11 @@ class NetworkTimer:
             next((j for j, each in enumerate(site.candidates) if each.only_integers), site.dense)
             for site in sites
         ]
-        network = self.network
-        return plan_from_choices(sites, choices, network.specs, network.input_shape, "all in integers")
+        return plan_from_choices(sites, choices, self._specs, self._input_shape, "all in integers")
 
     def _milliseconds(self, path: Path) -> float:
         twice = self.options.timing | {"runs": 2 * self.options.runs}
-        return measure_latency(path, **twice, inputs=self.network.feed).median_ms
+        return measure_latency(path, **twice, inputs=self.files.feed).median_ms
 
     @cached_property
     def _dense(self) -> Path:
@@ -145,5 +141,5 @@ class NetworkTimer:
 
     def _file(self, name: str, plan: CompressionPlan | None) -> Path:
         path = Path(self._scratch.name) / f"{name}.onnx"
-        self.network.write(path, plan)
+        self.files.write(path, plan)
         return path
