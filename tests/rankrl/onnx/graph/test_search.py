@@ -89,7 +89,6 @@ def test_the_inputs_that_results_are_compared_on_choose_nothing(tmp_path: Path) 
 
 def test_plans_are_scored_on_inputs_of_their_own(at_random: OnnxCompression) -> None:
     assert at_random.search is not None
-    assert {row.images for row in at_random.search.rows} == {20}
     assert at_random.search.best.score != 1 - at_random.outputs[0].error
 
 
