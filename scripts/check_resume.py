@@ -161,7 +161,6 @@ def _without_clock(state: SearchState) -> dict[str, Any]:
         "identity": state.identity,
         "rows": rows,
         "values": state.values,
-        "evaluator": state.evaluator,
     }
 
 

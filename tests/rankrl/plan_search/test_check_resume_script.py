@@ -45,9 +45,7 @@ def test_every_kind_of_difference_is_named(small_problem, synthetic_evaluator, t
         **state.tensors,
         "rewards": torch.nextafter(state.tensors["rewards"], torch.tensor(9.0).double()),
     }
-    SearchState(state.identity, state.rows[:-1], 99.0, tensors, state.values, state.evaluator).save(
-        second / STATE_FILE
-    )
+    SearchState(state.identity, state.rows[:-1], 99.0, tensors, state.values).save(second / STATE_FILE)
     assert script.differences(first, second) == ["plan.json", EPISODES_FILE, "array rewards", "state: rows"]
 
 
