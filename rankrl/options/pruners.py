@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pruning.errors import PruningError
+
 Scope = Literal["uniform", "global", "per_cost"]
 
 
@@ -32,7 +34,33 @@ class ReconstructionOptions(CriterionOptions):
 
 
 @dataclass(frozen=True)
-class MaskOptions(BlockOptions):
+class NetworkSteps:
+    """How the network learns beside its masks.
+
+    Attributes:
+        batch_size: Images in a step.
+        lr: Learning rate of Adam for the network's parameters.
+        mask_lr: Learning rate of Adam for the masks' parameters; None for each mask's own, faster in short
+            trainings.
+        augment: Whether training images are cropped and flipped at random.
+    """
+
+    batch_size: int = 128
+    lr: float = 1e-3
+    mask_lr: float | None = None
+    augment: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise PruningError(f"batch_size must be at least 1, got {self.batch_size}")
+        for name in ("lr", "mask_lr"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise PruningError(f"{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True)
+class MaskOptions(NetworkSteps, BlockOptions):
     """Options of a mask that is trained."""
 
     rewind: bool | None = None
@@ -47,10 +75,6 @@ class MaskOptions(BlockOptions):
     trap_threshold: float | None = 0.05
     limit: float | None = None
     checks_per_epoch: int = 4
-    batch_size: int = 128
-    lr: float = 1e-3
-    mask_lr: float | None = None
-    augment: bool = True
 
 
 @dataclass(frozen=True)

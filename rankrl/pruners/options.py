@@ -13,35 +13,10 @@ from pruning.hard_concrete import HardConcreteMask
 from pruning.selection import Scope
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options, parameter_types
+from rankrl.options.pruners import NetworkSteps
 
 DEFAULT_KEPT_MACS = 0.5
 Measure = Literal["params", "macs"]
-
-
-@dataclass(frozen=True)
-class NetworkSteps:
-    """How the network learns beside its masks.
-
-    Attributes:
-        batch_size: Images in a step.
-        lr: Learning rate of Adam for the network's parameters.
-        mask_lr: Learning rate of Adam for the masks' parameters; None for each mask's own, faster in short
-            trainings.
-        augment: Whether training images are cropped and flipped at random.
-    """
-
-    batch_size: int = 128
-    lr: float = 1e-3
-    mask_lr: float | None = None
-    augment: bool = True
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise PruningError(f"batch_size must be at least 1, got {self.batch_size}")
-        for name in ("lr", "mask_lr"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise PruningError(f"{name} must be positive, got {value}")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rankrl.data import dataset_option_types, dataset_source, list_datasets, loa
 from rankrl.models import list_models, model_option_types, model_source
 from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types
 from rankrl.options.models import ModelOptions
+from rankrl.options.pruners import NetworkSteps
 from rankrl.options.trackers import NONE
 from rankrl.plan_search.scores.rewards import list_rewards, reward_option_types, reward_source
 from rankrl.plan_search.selectors import (
@@ -28,7 +29,7 @@ from rankrl.plan_search.selectors import (
     selector_option_types,
     selector_options,
 )
-from rankrl.pruners.options import NetworkSteps, PruningOptions, pruner_defaults, pruner_option_types
+from rankrl.pruners.options import PruningOptions, pruner_defaults, pruner_option_types
 from rankrl.runs.tracking import list_trackers, tracker_class, tracker_option_types
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from decomposition.registry import Registry
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.option_types import check_options, parameter_types
+from rankrl.options.rewards import CountedCost
 from rankrl.plan_search.scores.evaluator import Evaluation
 
 RewardFunction = Callable[[Evaluation], float]
@@ -57,8 +58,6 @@ class RewardSource:
     needs_budget: bool
     make: Callable[..., RewardFunction]
 
-
-CountedCost = Literal["params", "macs"]
 
 _REWARDS: Registry[RewardSource] = Registry("reward", ConfigError)
 
