@@ -31,7 +31,8 @@ def store_groups() -> None:
     """Make what is registered by now, and nothing else, the choices of its group."""
     store = ConfigStore.instance()
     for name, group in TABLES.items():
-        for choice in set(group.known()) - set(_files(name)):
+        stored = {file.removesuffix(".yaml") for file in store.repo.get(name, {})} & set(group.ours)
+        for choice in set(group.known()) - set(_files(name)) - stored:
             store.store(group=name, name=choice, node=group.node(choice), provider="rankrl")
     for name in _UNTYPED:
         store.store(group=name, name="default", node={}, provider="rankrl")

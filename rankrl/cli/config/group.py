@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Group:
         defaults: Returns the options with their defaults; `inspect.Parameter.empty` where there is none.
         key: The option that names the choice.
         nested: Whether its options lie in a mapping `options`, and are given as they are needed.
+        ours: The names that come with rankrl, whose options never change.
     """
 
     noun: str
@@ -35,6 +36,7 @@ class Group:
     defaults: Callable[[str], dict[str, Any]]
     key: str = "name"
     nested: bool = False
+    ours: Collection[str] = ()
 
     def options(self, name: str) -> dict[str, Any]:
         """Return the options of a choice with their defaults as the configuration holds them."""

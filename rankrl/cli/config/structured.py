@@ -29,7 +29,7 @@ def structured(section: Any) -> type:
     """
     hints = typing.get_type_hints(section)
     fields = [(each.name, *_field(each, hints[each.name])) for each in option_fields(section)]
-    return dataclasses.make_dataclass(section.__name__, fields)
+    return dataclasses.make_dataclass(section.__name__, fields, repr=False, eq=False)
 
 
 def option_fields(section: Any) -> list[dataclasses.Field[Any]]:

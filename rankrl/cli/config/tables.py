@@ -70,6 +70,7 @@ def _group(
         defaults,
         key,
         nested,
+        table,
     )
 
 
