@@ -84,3 +84,8 @@ def check_workers(size: int | None, cluster: str, cpus: int = 1, gpus: float = 0
             "search.worker_gpus must be a whole number of GPUs for each worker, or a share of one such as "
             f"0.5; got {gpus!r}"
         )
+    if gpus > 0 and cluster == "local":
+        raise ConfigError(
+            f"search.worker_gpus={gpus:g} asks a cluster for GPUs; local workers use the one that this "
+            "process uses. Leave it out, or set search.cluster=ray"
+        )
