@@ -33,6 +33,8 @@ from small_graphs import convolutions, drawn, images, save_photos, with_state
 from torch import nn
 
 from decomposition.registry import Registry
+from optim import list_optimizers
+from pruning import list_pruners
 from rankrl.cli.app import main
 from rankrl.cli.config.docstrings import explanations, summary
 from rankrl.cli.config.folder import config_folder
@@ -163,6 +165,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytes
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    list_optimizers()  # which registers ours, else they would be forgotten too
+    list_pruners()
     with ExitStack() as stack:
         for module, name in REGISTRIES:
             registry = getattr(importlib.import_module(module), name)
