@@ -36,6 +36,7 @@ from transfer import Asked, Prepared, augmented_accuracy, finetuned_accuracy
 
 from decomposition import apply_plan
 from rankrl import reuse_memory
+from rankrl.cli.config.entries import selector_entry
 from rankrl.data import Images
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
@@ -66,7 +67,7 @@ def entry(text: str) -> SelectorEntry:
         argparse.ArgumentTypeError: There is no such selector or option, or a value does not suit it.
     """
     try:
-        return SelectorEntry.parse(text)
+        return selector_entry(text)
     except RankrlError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from decomposition import FitOptions
+from rankrl.cli.config.entries import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
@@ -181,7 +182,7 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
         if config.compare.selectors.count(text) > 1:
             raise ConfigError(f"compare.selectors names {text!r} twice; compare.seeds repeats a search")
         try:
-            entry = SelectorEntry.parse(text)
+            entry = selector_entry(text)
         except ConfigError as error:
             raise ConfigError(f"compare.selectors: {error}") from error
         configured = entry.selector == config.selector["name"]

@@ -11,12 +11,13 @@ import pytest
 from command_line import QUICK, call, read_json, small_network, workplace
 
 from rankrl.cli.config import options
+from rankrl.cli.config.entries import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.options.tasks import CompareOptions
 from rankrl.plan_search import compare
 from rankrl.plan_search.compare import compared_searches
-from rankrl.plan_search.selectors import SelectorEntry, list_selectors, selector_options
+from rankrl.plan_search.selectors import list_selectors, selector_options
 from rankrl.plan_search.session import SearchSession
 
 Command = Callable[..., None]
@@ -154,7 +155,7 @@ def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
 
 
 def test_selectors_that_draw_nothing_run_once() -> None:
-    entered = compared_searches([SelectorEntry.parse(name) for name in list_selectors()], [5, 6])
+    entered = compared_searches([selector_entry(name) for name in list_selectors()], [5, 6])
     once = {each.entry.selector for each in entered if each.seed is None}
     assert once == {"divergence", "energy", "greedy", "uniform", "vbmf"}
     assert len(entered) == len(once) + 2 * (len(list_selectors()) - len(once))
@@ -180,7 +181,7 @@ def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
 @pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])
 def test_bad_seeds_are_refused(seeds: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compared_searches([SelectorEntry.parse("random")], seeds)
+        compared_searches([selector_entry("random")], seeds)
 
 
 def test_wrong_options_are_refused_before_anything_is_searched(

@@ -1,0 +1,78 @@
+"""Which folder may import which: no circles, libraries apart, Hydra at the command line alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("decomposition", "pruning", "optim")
+UPPER = "rankrl"
+# Modules beside the folders that anything there may import; the others are for users, and import folders.
+COMMON = {
+    "decomposition": {"cache", "errors", "files", "progress", "registry"},
+    "rankrl": {
+        *("argument_types", "device", "errors", "files", "float32", "memory", "option_types", "progress"),
+        *("registration", "state_file", "wording"),
+    },
+}
+
+
+def modules(package: str) -> dict[str, Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield what a module imports anywhere in it, names as parts of their modules."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def folder(name: str) -> str:
+    """Return the folder of a module or of a name in one; a module that users call is one of its own."""
+    package, *rest = name.split(".")
+    place = ROOT / package
+    for part in rest:
+        if not (place / part).is_dir():
+            break
+        place = place / part
+    if place.parent == ROOT and package in COMMON and rest and (place / f"{rest[0]}.py").exists():
+        return package if rest[0] in COMMON[package] else f"{package}.{rest[0]}"
+    return ".".join(place.relative_to(ROOT).parts)
+
+
+@pytest.mark.parametrize("package", [*LIBRARIES, UPPER])
+def test_folders_import_one_another_in_no_circle(package: str) -> None:
+    graph: dict[str, set[str]] = {}
+    for name, path in modules(package).items():
+        if name == f"{package}.__init__":
+            continue
+        needed = {folder(each) for each in imports(path) if each.split(".")[0] == package}
+        graph.setdefault(folder(name), set()).update(needed - {folder(name)})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("package", LIBRARIES)
+def test_a_library_knows_neither_the_others_nor_what_is_built_on_them(package: str) -> None:
+    others = {*LIBRARIES, UPPER, "hydra", "omegaconf"} - {package}
+    for path in modules(package).values():
+        assert others.isdisjoint(each.split(".")[0] for each in imports(path)), path
+
+
+def test_hydra_stops_at_the_command_line() -> None:
+    above = ("cli", "runs/sweeps")
+    for path in modules(UPPER).values():
+        if not path.relative_to(ROOT / UPPER).as_posix().startswith(above):
+            assert {"hydra", "omegaconf"}.isdisjoint(each.split(".")[0] for each in imports(path)), path
