@@ -42,7 +42,7 @@ EVERYTHING = TrainingRecipe(
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
+    return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
