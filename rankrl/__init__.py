@@ -1,8 +1,7 @@
 """Make trained convolutional networks small and fast: reinforcement learning chooses the ranks.
 
-    found = rankrl.search(model, score=..., calibration=images, params=0.4)
-    small = decomposition.apply_plan(model, found.plan, calibration=images)
-    rankrl.export_onnx(small, "small.onnx", (3, 32, 32))
+    result = rankrl.compress(model, images, "runs/small", params=0.4)
+    result = rankrl.compress("net.onnx", "inputs.npz", "small.onnx", latency=0.5)
 
 What the package offers is listed in `__init__.pyi` and imported when it is first used. Importing the package
 registers the environment `rankrl/RankSelection-v0` with Gymnasium, and with `decomposition` the operations of

@@ -1,20 +1,25 @@
-from .api import apply_plan, load_compressed, search
+from .compression import apply_plan, compress, load_compressed, search
+from .deprecated import apply_onnx_plan, compress_onnx
 from .memory import reuse_memory
-from .network_compression import NetworkCompression, compress
 from .onnx.export import export_onnx
 from .onnx.graph import ImagePreprocessing
-from .onnx_compression import apply_onnx_plan, compress_onnx
 from .operations import KeepChannels
+from .options.decomposition import DecompositionOptions
+from .options.search import SearchOptions
 from .options.timing import LatencyOptions
 from .plan_search.envs import RankSelectionEnv
+from .result import Compression, ModuleCompression
 from .training import TrainingRecipe
 
 __all__ = [
+    "Compression",
+    "DecompositionOptions",
     "ImagePreprocessing",
     "KeepChannels",
     "LatencyOptions",
-    "NetworkCompression",
+    "ModuleCompression",
     "RankSelectionEnv",
+    "SearchOptions",
     "TrainingRecipe",
     "apply_onnx_plan",
     "apply_plan",

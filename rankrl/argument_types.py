@@ -10,7 +10,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -54,19 +54,36 @@ def check_arguments(
         ConfigError: Naming the argument, the value, what is allowed and, where that is known, what to write.
     """
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        if name in without or name not in values:
-            continue
-        wanted, value = list(_members(parameter.annotation)), values[name]
-        if any(_fits(value, each) for each in wanted):
-            continue
-        kinds = " or ".join(dict.fromkeys(map(_described, wanted)))
-        choices = [
-            str(choice) for each in wanted for choice in typing.get_args(each) if _origin(each) is Literal
-        ]
-        near = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(
-            f"{name} must be {kinds}, got {reprlib.repr(value)}{_remedy(name, value, wanted)}.{near}"
-        )
+        if name not in without and name in values:
+            _check(name, values[name], parameter.annotation)
+
+
+def check_fields(options: Any) -> None:
+    """Refuse fields of a dataclass that have another type than their annotations say; lists become tuples.
+
+    Raises:
+        ConfigError: As `check_arguments`.
+    """
+    types = typing.get_type_hints(type(options))
+    for field in fields(options):
+        value = getattr(options, field.name)
+        _check(field.name, value, types[field.name])
+        if isinstance(value, list):
+            object.__setattr__(options, field.name, tuple(value))
+
+
+def _check(name: str, value: Any, annotation: Any) -> None:
+    allowed = list(_members(annotation))
+    if any(_fits(value, kind) for kind in allowed):
+        return
+    kinds = " or ".join(dict.fromkeys(map(_described, allowed)))
+    choices = [
+        str(choice) for kind in allowed for choice in typing.get_args(kind) if _origin(kind) is Literal
+    ]
+    near = did_you_mean(value, choices) if isinstance(value, str) else ""
+    raise ConfigError(
+        f"{name} must be {kinds}, got {reprlib.repr(value)}{_remedy(name, value, allowed)}.{near}"
+    )
 
 
 def _members(wanted: Any) -> Iterator[Any]:
@@ -95,7 +112,7 @@ def _fits(value: Any, wanted: Any) -> bool:
         return isinstance(value, kind) and not isinstance(value, bool)
     if origin is Path:
         return isinstance(value, os.PathLike)
-    if origin is Sequence:
+    if origin in (Sequence, tuple):
         entries = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return entries and all(any(_fits(v, each) for each in _members(arguments[0])) for v in value)
     return isinstance(value, origin) if isinstance(origin, type) else True
@@ -109,7 +126,7 @@ def _described(wanted: Any) -> str:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin is Callable:
         return "a function"
-    if origin is Sequence:
+    if origin in (Sequence, tuple):
         return f"a list of {'numbers' if arguments[0] is float else 'names'}"
     return _WORDS.get(origin, "a dict" if origin is Mapping else getattr(origin, "__name__", str(origin)))
 
@@ -121,7 +138,7 @@ def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
             fields = ", ".join(f"{key}={entry!r}" for key, entry in value.items())
             package, kind = each.__module__.split(".")[0], typing.cast(type, each).__name__
             return f"; write {name}={package}.{kind}({fields})"
-        if _origin(each) is Sequence and _fits(value, typing.get_args(each)[0]):
+        if _origin(each) in (Sequence, tuple) and _fits(value, typing.get_args(each)[0]):
             return f"; write {name}=[{value!r}]"
         if each is float and isinstance(value, str):
             return f"; write a fraction, such as {name}=0.5"

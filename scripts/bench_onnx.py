@@ -18,7 +18,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from rankrl import DecompositionOptions, SearchOptions, compress
 from rankrl.errors import RankrlError
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph import OnnxNetwork, split_inputs
-from rankrl.onnx_compression import compress_onnx
+from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.timing import LatencyOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
@@ -167,16 +168,14 @@ def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> l
         if selector != "greedy":
             label += f", {selector}"
         try:
-            result = compress_onnx(
+            result = compress(
                 original,
                 case.fitted,
                 target,
                 **{chosen.measure: budget},
-                decomposition=chosen.decomposition,
-                precisions=precisions,
-                candidates=chosen.candidates,
+                decomposition=layers_of(chosen, precisions),
                 selector=selector,
-                episodes=chosen.episodes,
+                search=SearchOptions(episodes=chosen.episodes),
                 timing=LatencyOptions(batch=case.batch, runs=chosen.runs),
                 cache=chosen.cache,
             )
@@ -185,6 +184,14 @@ def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> l
             continue
         add(row(label, result.path, result.latency, scored(target, original, case)))
     return lines
+
+
+def layers_of(chosen: Any, precisions: Sequence[str]) -> DecompositionOptions:
+    """Return what may become of nodes: in the formats that were asked for, or all that nodes can compute."""
+    formats = tuple(chosen.decomposition or writable_formats())
+    return DecompositionOptions(
+        format="auto", formats=formats, precisions=tuple(precisions), candidates=chosen.candidates
+    )
 
 
 def _told(error: Exception) -> str:

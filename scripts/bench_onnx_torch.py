@@ -25,7 +25,7 @@ from result_rows import ResultRows
 from torch import nn
 
 from decomposition import apply_plan, count_parameters, plan_by_heuristic
-from rankrl import compress_onnx
+from rankrl import DecompositionOptions, compress
 from rankrl.data import load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.onnx.export import export_network
@@ -73,16 +73,9 @@ def as_file(
     dense, small = folder / "dense.onnx", folder / "small.onnx"
     export_network(model, dense, shape, [images[:64].numpy()])
     params = kept * count_parameters(model) / network_costs(OnnxNetwork.load(dense), [])["params"]
-    found = compress_onnx(
-        dense,
-        images.numpy(),
-        small,
-        params=params,
-        decomposition="tucker",
-        weigh_outputs=weighed,
-        heldout=HELDOUT,
-    )
-    return FileNetwork(small), found.after["params"]
+    layers = DecompositionOptions(format="tucker", weigh_outputs=weighed)
+    result = compress(dense, images.numpy(), small, params=params, decomposition=layers, heldout=HELDOUT)
+    return FileNetwork(small), result.after["params"]
 
 
 def measure(options: argparse.Namespace, rows: ResultRows) -> None:

@@ -209,11 +209,11 @@ def chapter_search(story: Story) -> None:
     search = partial(
         rankrl.search,
         story.model,
+        story.calibration,
         score=story.heldout_accuracy,
-        calibration=story.calibration,
         decomposition=options.decomposition,
         params=options.budget,
-        episodes=options.episodes,
+        search=rankrl.SearchOptions(episodes=options.episodes),
         cache=options.folder / "fits",
     )
     greedy, random, agent = (search(selector=name) for name in ("greedy", "random", "ddpg"))

@@ -39,8 +39,7 @@ class GraphNetwork:
     Attributes:
         given: The network and its inputs.
         feed: The batch that is timed.
-        options: How much work each fit may do while a plan is chosen.
-        final_options: How much work each fit may do when a plan is carried out.
+        final_fit: How much work each fit may do when a plan is carried out.
         reduce_range: As in `quantise_onnx`.
         seed: Seed of the patches that a plan is carried out on.
         time_of_original: Time of the network / that of the file, where it was rewritten.
@@ -48,8 +47,7 @@ class GraphNetwork:
 
     given: GivenFile
     feed: Feed = field(repr=False)
-    options: FitOptions = CHOOSING
-    final_options: FitOptions = FINAL
+    final_fit: FitOptions = FINAL
     reduce_range: bool | None = None
     seed: int = 0
     time_of_original: float = 1.0
@@ -88,7 +86,7 @@ class GraphNetwork:
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate the nodes and return the library of their fits; see `Network`."""
-        return fit_library(self.given, candidates, options=self.options, folder=cache, seed=seed)
+        return fit_library(self.given, candidates, folder=cache, seed=seed)
 
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return what measures times of the graph, whose nodes hold fits while it is timed."""
@@ -123,7 +121,7 @@ class GraphNetwork:
                 plan,
                 batches,
                 sensitivities=sensitivities,
-                options=self.final_options,
+                options=self.final_fit,
                 seed=self.seed,
                 progress=lambda _: bar.advance(),
             )
@@ -133,7 +131,6 @@ def fit_library(
     given: GivenFile,
     candidates: CandidateOptions,
     *,
-    options: FitOptions = CHOOSING,
     folder: Path | None = None,
     seed: int = 0,
 ) -> FitLibrary:
@@ -142,7 +139,6 @@ def fit_library(
     Args:
         given: The network and its inputs.
         candidates: What may become of its nodes.
-        options: How much work each fit may do.
         folder: Where fits and sensitivities are kept for later runs, or None.
         seed: Seed of patches and perturbations.
 
@@ -167,7 +163,7 @@ def fit_library(
             else [site.name for site in usable if site.spread]
         ),
         multiple=candidates.multiple,
-        options=options,
+        options=replace(CHOOSING, iterations=candidates.iterations),
         folder=folder,
     )
 

@@ -13,6 +13,7 @@ from torch import nn
 from decomposition import (
     CompressionPlan,
     FitLibrary,
+    FitOptions,
     Inputs,
     LayerSpec,
     apply_plan,
@@ -30,6 +31,7 @@ from rankrl.data import Preprocessing
 from rankrl.networks.blocks import block_removals
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.channels import channel_narrowings
+from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import Progress
 from rankrl.timing.module_files import ModuleFiles
@@ -62,8 +64,8 @@ class ModuleNetwork:
         cls,
         model: nn.Module,
         inputs: Sequence[Inputs],
+        options: DecompositionOptions,
         *,
-        weigh_outputs: bool,
         seed: int,
         progress: Progress = None,
     ) -> ModuleNetwork:
@@ -72,13 +74,22 @@ class ModuleNetwork:
         Args:
             model: The dense network.
             inputs: Batches of calibration inputs, at least one.
-            weigh_outputs: Whether channels and layers count by what the network's output makes of them.
+            options: How plans are applied.
             seed: Seed of everything random.
             progress: As for `SearchSession`.
         """
 
         def applied(plan: CompressionPlan) -> nn.Module:
-            return apply_plan(model, plan, inputs, weigh_outputs=weigh_outputs, seed=seed, progress=progress)
+            return apply_plan(
+                model,
+                plan,
+                inputs,
+                sequential=options.sequential,
+                weigh_outputs=options.weigh_outputs,
+                options=FitOptions(options.final_iterations, options.final_starts),
+                seed=seed,
+                progress=progress,
+            )
 
         return cls(model, input_shape_of(inputs[0]), inputs, applied)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ class BudgetOptions:
     latency: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_budgets({each.name: getattr(self, each.name) for each in fields(self)})
 
     @property

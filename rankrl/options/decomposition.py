@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.options.budget import BudgetOptions
 
@@ -43,6 +44,7 @@ class FittingOptions:
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.candidates < 1:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
 

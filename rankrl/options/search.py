@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
 from rankrl.options.scores import ScoringOptions, check_choice
 
@@ -42,6 +43,7 @@ class SearchOptions(ScoringOptions):
     worker_gpus: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         super().__post_init__()
         check_workers(self.workers, self.cluster, self.worker_cpus, self.worker_gpus)
         check_limits(self.episodes, self.seconds, self.patience)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
 
 DEFAULT_RUNTIME = "onnxruntime"
@@ -43,6 +44,7 @@ class LatencyOptions:
     folder: Path | None = field(default=None, metadata=NO_OPTION)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("batch", "threads", "runs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"export.{name} must be at least 1, got {getattr(self, name)}")

@@ -187,7 +187,7 @@ def staged_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls of `rankrl.compress` draw no figures."""
-    monkeypatch.setattr("rankrl.network_compression.write_report", lambda *_, **__: None)
+    monkeypatch.setattr("rankrl.result.write_report", lambda *_, **__: None)
 
 
 @pytest.fixture

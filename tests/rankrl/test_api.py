@@ -54,7 +54,7 @@ def test_network_that_is_no_classifier_is_searched(
     before = copy.deepcopy(model.state_dict())
     score = fidelity(copy.deepcopy(model), images)
     found = rankrl.search(
-        model, score=score, calibration=images, params=0.5, selector=selector, episodes=4, candidates=4
+        model, score=score, inputs=images, params=0.5, selector=selector, episodes=4, candidates=4
     )
     small = decomposition.apply_plan(model, found.plan, images)
     total = decomposition.count_parameters(model)
@@ -66,7 +66,7 @@ def test_network_that_is_no_classifier_is_searched(
 def test_layers_choose_among_several_formats_within_bytes(model: nn.Module, images: torch.Tensor) -> None:
     score = fidelity(copy.deepcopy(model), images)
     search = partial(
-        rankrl.search, model, score=score, calibration=images, bytes=0.5, selector="random", episodes=6
+        rankrl.search, model, score=score, inputs=images, bytes=0.5, selector="random", episodes=6
     )
     found = search(decomposition=("tucker", "cp"), candidates=4, finalists=2)
     assert {each.format for each in found.plan.chosen(decomposition.Factorise).values()} <= {"tucker", "cp"}
@@ -85,7 +85,7 @@ def test_integers_have_the_bits_that_timing_asks_for(
 ) -> None:
     result = rankrl.search(
         model,
-        calibration=images,
+        inputs=images,
         score=lambda network: 0.0,
         decomposition="cp",
         bytes=0.3,
@@ -99,7 +99,7 @@ def test_integers_have_the_bits_that_timing_asks_for(
 
 def test_search_without_a_budget_is_refused(model: nn.Module, images: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="give a budget"):
-        rankrl.search(model, score=lambda _: 1.0, calibration=images)
+        rankrl.search(model, score=lambda _: 1.0, inputs=images)
 
 
 def test_score_that_is_no_number_is_refused(model: nn.Module, images: torch.Tensor) -> None:
@@ -235,7 +235,7 @@ def test_what_a_network_returns_is_the_scores_affair(
     def score(network: nn.Module) -> torch.Tensor:
         return -(read(network(images)) - expected).square().mean()
 
-    found = rankrl.search(model, score=score, calibration=images, params=0.6, selector="greedy", candidates=3)
+    found = rankrl.search(model, score=score, inputs=images, params=0.6, selector="greedy", candidates=3)
     small = decomposition.apply_plan(model, found.plan, images)
     assert found.best.score < 0
     assert score(small) > 10 * found.best.score
@@ -265,16 +265,16 @@ def test_what_cannot_work_is_refused_before_layers_are_fitted(
 
     monkeypatch.setattr(decomposition.FitLibrary, "fit", fit)
     with pytest.raises(NonFiniteError):
-        rankrl.search(model, score=lambda _: float("nan"), calibration=images, params=0.5)
+        rankrl.search(model, score=lambda _: float("nan"), inputs=images, params=0.5)
     with pytest.raises(decomposition.DecompositionError, match="the least is"):
-        rankrl.search(model, score=lambda _: 1.0, calibration=images, params=0.001)
+        rankrl.search(model, score=lambda _: 1.0, inputs=images, params=0.001)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": nn.Conv2d}, "takes a torch.nn.Module and a score.*got a type"),
-        ({"score": 0.9}, "got a Sequential and a float"),
+        ({"model": nn.Conv2d}, "takes a torch.nn.Module or the path of an ONNX file, got a type"),
+        ({"score": 0.9}, "takes a score, a function from the network to a number; got a float"),
         ({"candidates": 0}, "candidates must be at least 1"),
         ({"calibration": [[[0.5], torch.zeros(4)]]}, "given as a list of float; pass a tensor"),
         ({"calibration": torch.zeros(4, 3, 12, 12, dtype=torch.uint8)}, r"in uint8; give .*float\(\) / 255"),

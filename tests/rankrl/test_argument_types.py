@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from rankrl.errors import ConfigError
         ("skip", "layer1", r"skip must be a list of names, got 'layer1'; write skip=\['layer1'\]."),
         ("channels", 0.5, r"channels must be a list of numbers, got 0.5; write channels=\[0.5\]."),
         ("precisions", "int8", r"got 'int8'; write precisions=\['int8'\]."),
-        ("decomposition", None, "decomposition must be text or a list of names, got None."),
+        ("decomposition", 3, "decomposition must be text or a list of names or DecompositionOptions or None"),
         ("blocks", "yes", "blocks must be True or False, got 'yes'."),
         ("episodes", 10.5, "episodes must be a whole number, got 10.5."),
         ("selector_options", ["a"], r"selector_options must be a dict or None, got \['a'\]."),
@@ -50,30 +49,34 @@ def test_other_types_are_refused_by_compress_and_search(argument: str, value: An
         rankrl.compress(nn.ReLU(), torch.zeros(4, 3), "never", **{"params": 0.5, argument: value})
     if argument != "cache":
         with pytest.raises(ConfigError, match=message):
-            rankrl.search(nn.ReLU(), score=len, calibration=None, **{"params": 0.5, argument: value})  # type: ignore[arg-type]
+            rankrl.search(nn.ReLU(), None, score=len, **{"params": 0.5, argument: value})  # type: ignore[arg-type]
     assert not Path("never").exists()
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("folder", 3), ("score", 0.5), ("loss", "mse"), ("multiple", 1.5)]
+    ("argument", "value"), [("target", 3), ("score", 0.5), ("loss", "mse"), ("rank_multiple", 1.5)]
 )
 def test_other_types_are_refused_by_compress(argument: str, value: Any) -> None:
-    arguments: dict[str, Any] = {"folder": "never", argument: value}
+    arguments: dict[str, Any] = {"target": "never", argument: value}
     with pytest.raises(ConfigError, match=f"{argument} must be "):
         rankrl.compress(nn.ReLU(), torch.zeros(4, 3), **arguments)
 
 
-def test_other_types_are_refused_by_compress_onnx() -> None:
-    written = re.escape(
-        "options must be FitOptions, got {'iterations': 3}; write options=decomposition.FitOptions("
-    )
+def test_other_types_are_refused_of_files() -> None:
     for argument, value, message in (
-        ("options", {"iterations": 3}, written),
-        ("term", "agrement", "Did you mean 'agreement'"),
+        ("final_iterations", "many", "final_iterations must be a whole number, got 'many'"),
         ("latency", "fast", "latency must be a number or None"),
     ):
         with pytest.raises(ConfigError, match=message):
-            rankrl.compress_onnx("never.onnx", [], "small.onnx", **{"params": 0.5, argument: value})  # type: ignore[arg-type]
+            rankrl.compress("never.onnx", [], "small.onnx", **{"params": 0.5, argument: value})
+
+
+def test_fields_of_options_have_types_too() -> None:
+    with pytest.raises(ConfigError, match=r"skip must be a list of names, got 'fc'; write skip=\['fc'\]"):
+        rankrl.DecompositionOptions(skip="fc")  # type: ignore[arg-type]
+    assert rankrl.DecompositionOptions(skip=["fc"]).skip == ("fc",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"episodes must be a whole number, got 1\.5"):
+        rankrl.SearchOptions(episodes=1.5)  # type: ignore[arg-type]
 
 
 def test_what_is_as_good_is_accepted() -> None:

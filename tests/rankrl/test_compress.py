@@ -22,7 +22,7 @@ import rankrl
 from rankrl.data.sample import Sample
 from rankrl.errors import ConfigError, DataError, NonFiniteError, StorageError
 from rankrl.onnx.errors import ExportError
-from rankrl.verify.compression import Compression
+from rankrl.result import Compression
 from rankrl.verify.own_inputs import HeldoutScore
 
 pytestmark = pytest.mark.usefixtures(
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> rankrl.NetworkCompression:
+def result(folder: Path) -> rankrl.ModuleCompression:
     """A network with two inputs, searched, fine-tuned on its labels, tested."""
     return rankrl.compress(
         two(),
@@ -71,7 +71,7 @@ def result(folder: Path) -> rankrl.NetworkCompression:
     )
 
 
-def test_network_keeps_the_budget_and_the_file_computes_the_same(result: rankrl.NetworkCompression) -> None:
+def test_network_keeps_the_budget_and_the_file_computes_the_same(result: rankrl.ModuleCompression) -> None:
     assert isinstance(result, Compression)
     assert result.after["params"] <= 0.6 * result.before["params"]
     assert result.after["params"] == decomposition.count_parameters(result.model)
@@ -88,7 +88,7 @@ def test_network_keeps_the_budget_and_the_file_computes_the_same(result: rankrl.
 
 
 def test_folder_holds_what_a_run_of_the_command_line_does(
-    result: rankrl.NetworkCompression, folder: Path
+    result: rankrl.ModuleCompression, folder: Path
 ) -> None:
     names = {"plan.json", "model.safetensors", "model.onnx", "metrics.json", "report.html", "episodes.csv"}
     assert names <= {path.name for path in folder.iterdir()}
@@ -108,7 +108,7 @@ def test_folder_holds_what_a_run_of_the_command_line_does(
     assert "Fine-tuned" in page
 
 
-def test_labels_of_classes_make_the_score_an_accuracy(result: rankrl.NetworkCompression) -> None:
+def test_labels_of_classes_make_the_score_an_accuracy(result: rankrl.ModuleCompression) -> None:
     held = Sample.read(LOADER, result.dense, "data").parted(0.2, 0)[1]
     assert len(held) == 12
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_labels_of_classes_make_the_score_an_accuracy(result: rankrl.NetworkComp
     assert [row.epoch for row in result.epochs] == [1, 2, 3]
 
 
-def test_agreement_is_that_of_the_files(result: rankrl.NetworkCompression) -> None:
+def test_agreement_is_that_of_the_files(result: rankrl.ModuleCompression) -> None:
     held = Sample.read(LOADER, result.dense, "data").parted(0.2, 0)[1]
     (found,) = HeldoutScore(result.dense, held).agreement(result.model)
     (output,) = result.outputs
@@ -278,7 +278,7 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
         def killed(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("rankrl.network_compression.save_compressed", killed)
+        patch.setattr("rankrl.module_compression.save_compressed", killed)
         with pytest.raises(KeyboardInterrupt):
             rankrl.compress(two(), LOADER, tmp_path / "killed", **options)
     again = rankrl.compress(two(), LOADER, tmp_path / "killed", **options)
@@ -289,7 +289,11 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"model": nn.Linear}, ConfigError, "takes a torch.nn.Module, got a type"),
+        (
+            {"model": nn.Linear},
+            ConfigError,
+            "takes a torch.nn.Module or the path of an ONNX file, got a type",
+        ),
         ({"params": None}, ConfigError, "give a budget"),
         ({"params": 1.5}, ConfigError, r"outside \(0, 1\]"),
         ({"macs": 0.5, "bytes": 0.5}, ConfigError, "at most two budgets"),

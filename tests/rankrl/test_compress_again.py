@@ -14,9 +14,9 @@ from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, LatencyTable
+from rankrl import compress_onnx
 from rankrl.cli.config.resuming import resumed_arguments
 from rankrl.errors import ConfigError, FolderInUseError
-from rankrl.onnx_compression import compress_onnx
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.runs.run_lock import locked
 from rankrl.timing.network_timer import NetworkTimer
@@ -165,7 +165,7 @@ def test_a_result_of_another_score_goes_before_the_search_begins_anew(folder: Pa
 
 
 def _search(folder: Path) -> object:
-    return rankrl.search(network(), score=lambda _: 0.0, calibration=IMAGES, params=0.6, folder=folder)
+    return rankrl.search(network(), score=lambda _: 0.0, inputs=IMAGES, params=0.6, folder=folder)
 
 
 def _compress(folder: Path) -> object:

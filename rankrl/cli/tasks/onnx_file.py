@@ -10,26 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from decomposition import CompressionPlan, list_heuristics
-from decomposition.fit.fit_options import CHOOSING
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compressed import method_of
 from rankrl.errors import ConfigError, RunStoppedError
-from rankrl.onnx.graph import GivenFile, ImagePreprocessing
-from rankrl.onnx_compression import (
-    Finishing,
-    OnnxCompression,
-    apply_onnx_plan,
-    chosen_formats,
-    compress_file,
-)
+from rankrl.file_compression import FileSource, apply_to_file, compress_file
+from rankrl.onnx.graph import ImagePreprocessing
+from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.datasets import InputsOptions
 from rankrl.plan_search.run import search_numbers
-from rankrl.report import LayerRow
+from rankrl.request import Request
+from rankrl.result import Compression, summary
 from rankrl.runs.run_folder import RunFolder, cache_folder
-from rankrl.verify.compression import missed_latency, summary
-from rankrl.verify.measure import layer_row
 from rankrl.wording import counted
 
 INPUTS = "inputs"
@@ -42,94 +35,47 @@ _WIDTH = 160
 
 def compress(config: AppConfig, folder: RunFolder) -> None:
     """Write the compressed network as `model.onnx`, with plan, report and metrics."""
-    path, inputs = _files(config)
-    images = _images(config, inputs)
-    chosen = options.candidate_options(config)
-    if chosen.channels:
-        raise ConfigError("decomposition.channels removes channels of PyTorch networks; leave it out here")
-    if chosen.blocks:
-        raise ConfigError("decomposition.blocks removes blocks of PyTorch networks; leave it out here")
-    budget = config.budget
-    if all(value is None for value in (budget.params, budget.macs, budget.bytes, budget.latency)):
+    source, request = _source(config), _request(config)
+    if not config.budget.fractions:
         raise ConfigError(
             "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; budget.params, "
             "budget.macs and budget.bytes likewise"
         )
-    selector, selector_options = options.selector(config)
     try:
         result = compress_file(
-            path,
-            inputs,
-            folder.onnx,
-            replace(chosen, formats=_formats(config)),
-            options.search_goal(config),
-            selector,
-            selector_options,
-            _finishing(config),
-            images=images,
-            batch_axes=config.dataset.get("batch_axes"),
-            options=replace(CHOOSING, iterations=chosen.iterations),
-            cache=cache_folder(),
-            folder=folder.path,
-            on_episode=folder.tracking.episode,
-            term=config.search.term,  # type: ignore[arg-type]  # checked there, with a message for users
+            source, folder.onnx, request, folder=folder.path, on_episode=folder.tracking.episode
         )
     except KeyboardInterrupt as error:
         raise RunStoppedError(folder.path) from error
     result.plan.save(folder.plan)
-    missed = result.search.missed if result.search is not None else None
-    missed = missed or missed_latency(budget.latency, result.latency)
-    if missed is not None:
-        folder.miss(missed)
+    if result.missed is not None:
+        folder.miss(result.missed)
     further: dict[str, Any] = {
         "decomposition": config.decomposition.format,
-        "selector": selector,
+        "selector": request.selector,
         "budget": config.budget.fractions,
     }
-    if result.search is not None and selector not in list_heuristics():
+    if result.search is not None and request.selector not in list_heuristics():
         further["search"] = search_numbers(result.search)
-    _report(config, folder, result, images, further)
+    _report(config, folder, result, source.images, further)
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
     """Carry out a plan and write the network as `model.onnx`."""
-    path, inputs = _files(config)
-    images = _images(config, inputs)
+    source = _source(config)
     if not config.plan:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
     plan = CompressionPlan.load(config.plan)
-    finishing = _finishing(config)
-    result = apply_onnx_plan(
-        path,
-        inputs,
-        folder.onnx,
-        plan,
-        images=images,
-        batch_axes=config.dataset.get("batch_axes"),
-        timing=finishing.timing,
-        weigh_outputs=finishing.weigh_outputs,
-        final_options=finishing.options,
-        seed=finishing.seed,
-        cache=cache_folder(),
-    )
+    result = apply_to_file(source, plan, folder.onnx, _request(config))
     plan.save(folder.plan)
-    _report(config, folder, result, images, method_of(plan))
+    _report(config, folder, result, source.images, method_of(plan))
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a node: shape, cost, and why it stays where it does."""
     del folder
-    path, inputs = _files(config)
-    chosen = config.decomposition
-    given = GivenFile.read(
-        path,
-        inputs,
-        images=_images(config, inputs),
-        batch_axes=config.dataset.get("batch_axes"),
-        skip=chosen.skip,
-        only=chosen.only,
-        seed=config.seed,
-    )
+    source = _source(config)
+    path, given = source.path, source.read(_request(config))
     sites, totals = given.sites, given.totals
     table = Table(title=f"{path.name}: {totals['params']:,} parameters, {totals['macs']:,} MACs")
     table.add_column("node", overflow="fold")  # never cut: the names are what plans need
@@ -160,21 +106,28 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     console.print(table)
 
 
-def _finishing(config: AppConfig) -> Finishing:
-    """Return how a plan is carried out and judged."""
-    timing = replace(config.export, folder=cache_folder() / "latencies")
-    return Finishing(
-        timing=timing,
-        weigh_outputs=config.decomposition.weigh_outputs,
-        options=options.final_fit(config),
-        seed=config.seed,
-    )
+def _source(config: AppConfig) -> FileSource:
+    """Return the network and its inputs."""
+    path, inputs = _files(config)
+    images = _images(config, inputs)
+    term: Any = config.search.term  # checked there, with a message for users
+    return FileSource(path, inputs, images, config.dataset.get("batch_axes"), term=term)
+
+
+def _request(config: AppConfig) -> Request:
+    """Return what is asked for; of several formats those that can be written as plain nodes."""
+    layers = config.decomposition
+    formats = tuple(name for name in layers.choices if name in writable_formats())
+    if formats and formats != layers.choices:
+        layers = replace(layers, formats=formats)
+    selector = options.selector(config)
+    return Request(options.search_goal(config), layers, *selector, config.seed, cache_folder())
 
 
 def _report(
     config: AppConfig,
     folder: RunFolder,
-    result: OnnxCompression,
+    result: Compression,
     images: ImagePreprocessing | None,
     further: dict[str, Any],
 ) -> None:
@@ -199,7 +152,7 @@ def _report(
             f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
         )
     Console().print(_outputs(result))
-    steps.finish(folder, metrics, seed=config.seed, layers=_rows(result))
+    steps.finish(folder, metrics, seed=config.seed, layers=result.layers)
 
 
 def _files(config: AppConfig) -> tuple[Path, Path]:
@@ -232,13 +185,7 @@ def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
     return None
 
 
-def _formats(config: AppConfig) -> tuple[str, ...]:
-    """Return the formats that nodes choose from: of several those that can be written as plain nodes."""
-    names, writable = config.decomposition.choices, chosen_formats(None)
-    return tuple(name for name in names if name in writable) or chosen_formats(names)
-
-
-def _outputs(result: OnnxCompression) -> Table:
+def _outputs(result: Compression) -> Table:
     """Return the table of outputs."""
     table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
     table.add_column("output", overflow="fold")
@@ -247,17 +194,3 @@ def _outputs(result: OnnxCompression) -> Table:
     for each in result.outputs:
         table.add_row(each.name, "–" if each.top1 is None else f"{each.top1:.2%}", f"{each.error:.4f}")
     return table
-
-
-def _rows(result: OnnxCompression) -> list[LayerRow]:
-    specs = {site.name: site.spec for site in result.sites if site.spec.params}
-    before = {site.name: site.spec for site in result.originals}
-    rows = [
-        layer_row(layer, before[layer.name], specs[layer.name], error=result.errors.get(layer.name))
-        for layer in result.plan
-        if layer.name in specs
-    ]
-    return [
-        replace(row, reason=f"computes {result.rewritten[row.name]}") if row.name in result.rewritten else row
-        for row in rows
-    ]

@@ -18,7 +18,6 @@ import rankrl
 from decomposition import FitOptions, apply_plan
 from decomposition.operations.base import FINAL
 from decomposition.operations.quantise import PRECISIONS
-from rankrl import api
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import load_dataset
@@ -36,6 +35,8 @@ from rankrl.training import TrainingRecipe
 
 # Options that are derived from others, or called otherwise, where the workflow takes them.
 DERIVED = {
+    "search": "the section `search`",
+    "decomposition": "decomposition.format in float32, for a module; for a file the formats of plain nodes",
     "multiple": "decomposition.rank_multiple: null stands for a number that depends on the budget",
     "precisions": "decomposition.precisions: null stands for those that lower what the budget counts",
     "reward_options": "reward.*",
@@ -70,10 +71,10 @@ OWNERS: list[tuple[Any, tuple[str, ...]]] = [
     (PretrainingOptions, ("pretrain.",)),
     (PruningOptions, ("pruner.", "decomposition.", "")),
     (create_selector, ("search.", "")),
-    (api.search, ("search.", "decomposition.", "budget.", "")),
+    (rankrl.search, ("search.", "decomposition.", "budget.", "")),
     (load_dataset, ("dataset.", "")),
 ]
-RENAMED = {("search", "decomposition"): "decomposition.format", ("search", "selector"): "selector.name"}
+RENAMED = {("search", "selector"): "selector.name"}
 RENAMED |= {("TrainingRecipe", "optimizer"): "optim.name"}
 RENAMED |= {("search", "reward"): "reward.name", ("SearchGoal", "reward"): "reward.name"}
 

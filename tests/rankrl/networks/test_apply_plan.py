@@ -183,8 +183,14 @@ def test_plans_for_other_models_are_refused(images: torch.Tensor) -> None:
         rankrl.apply_plan(network("resnet8"), plan)
 
 
-def test_one_verb_and_one_reader_do_everything() -> None:
-    assert rankrl.apply_plan is apply_plan
+VERBS = (apply_plan, rankrl.apply_plan)
+
+
+def test_one_verb_and_one_reader_do_everything(images: torch.Tensor) -> None:
+    model = network()
+    plan = pruning_plan(model, images)
+    same = zip(*(apply(model, plan, options=QUICK).state_dict().values() for apply in VERBS), strict=True)
+    assert all(torch.equal(one, other) for one, other in same)
     assert rankrl.load_compressed is load_compressed
 
 

@@ -15,12 +15,12 @@ from small_graphs import OPSETS, Array, convolutions, images, model_of, sentence
 
 import rankrl
 from decomposition import CompressionPlan, DecompositionError, Factorise, FitOptions, Quantise
-from rankrl import onnx_compression as compress
+from rankrl import file_compression as compress
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.onnx.export.network_file import INT4_OPSET
 from rankrl.onnx.graph import OnnxGraphError
-from rankrl.onnx_compression import OnnxCompression
 from rankrl.options.timing import LatencyOptions
+from rankrl.result import Compression
 
 LITTLE: dict[str, Any] = {
     "decomposition": "tucker",
@@ -31,7 +31,7 @@ LITTLE: dict[str, Any] = {
 }
 
 
-def compressed(model: onnx.ModelProto, inputs: Any, folder: Path, **options: Any) -> OnnxCompression:
+def compressed(model: onnx.ModelProto, inputs: Any, folder: Path, **options: Any) -> Compression:
     onnx.save(model, folder / "net.onnx")
     return rankrl.compress_onnx(folder / "net.onnx", inputs, folder / "small.onnx", **{**LITTLE, **options})
 
@@ -230,7 +230,7 @@ def test_a_budget_out_of_reach_is_refused_before_anything_is_measured(
     options: dict[str, Any], tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(compress.GraphNetwork, "library", None)
-    monkeypatch.setattr(compress, "fast_multiple", None)
+    monkeypatch.setattr("rankrl.request.fast_multiple", None)
     monkeypatch.setattr(compress, "time_beside", None)
     with pytest.raises(DecompositionError, match=r"0\.001"):
         compressed(convolutions(), images(), tmp_path, **options)

@@ -252,7 +252,7 @@ def small() -> onnx.ModelProto:
 
 
 @pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompression:
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.Compression:
     """The network above within its whole time, its first convolution with four positions at once."""
     folder = tmp_path_factory.mktemp("compressed")
     onnx.save(small(), folder / "net.onnx")
@@ -260,8 +260,8 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
     np.save(folder / "x.npy", x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rankrl.onnx_compression.faster_positions", lambda *_: found)
-        patch.setattr("rankrl.onnx_compression.time_beside", lambda *_: 1.1)
+        patch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
+        patch.setattr("rankrl.file_compression.time_beside", lambda *_: 1.1)
         patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: 0.7)
         return rankrl.compress_onnx(
             folder / "net.onnx",
@@ -277,7 +277,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.OnnxCompressi
         )
 
 
-def test_plans_say_what_was_rewritten(compressed: rankrl.OnnxCompression) -> None:
+def test_plans_say_what_was_rewritten(compressed: rankrl.Compression) -> None:
     assert compressed.plan.metadata[METADATA] == {"first": {"axis": 1, "positions": 4}}
     assert compressed.before["params"] == 30 + 2 + 1200 + 144
     plan, folder = CompressionPlan.from_json(compressed.plan.to_json()), compressed.path.parent
@@ -293,11 +293,11 @@ def test_plans_say_what_was_rewritten(compressed: rankrl.OnnxCompression) -> Non
 
 
 def test_nothing_more_is_done_where_that_is_fast_enough(
-    monkeypatch: pytest.MonkeyPatch, compressed: rankrl.OnnxCompression, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, compressed: rankrl.Compression, tmp_path: Path
 ) -> None:
     found = {"first": SeveralPositions(1, 4)}
-    monkeypatch.setattr("rankrl.onnx_compression.faster_positions", lambda *_: found)
-    monkeypatch.setattr("rankrl.onnx_compression.time_beside", lambda *_: 0.55)
+    monkeypatch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
+    monkeypatch.setattr("rankrl.file_compression.time_beside", lambda *_: 0.55)
     monkeypatch.setattr("rankrl.networks.graph.fit_library", lambda *_, **__: pytest.fail("fitted"))
     path, x = compressed.path.parent / "net.onnx", compressed.path.parent / "x.npy"
     kept = rankrl.compress_onnx(path, x, tmp_path / "small.onnx", latency=0.6, timing=OPTIONS, multiple=1)
@@ -325,7 +325,7 @@ def test_nothing_more_is_done_where_that_is_fast_enough(
     ],
 )
 def test_plans_of_another_file(
-    metadata: dict[str, Any], said: str, compressed: rankrl.OnnxCompression, tmp_path: Path
+    metadata: dict[str, Any], said: str, compressed: rankrl.Compression, tmp_path: Path
 ) -> None:
     plan = replace(compressed.plan, metadata=metadata)
     folder = compressed.path.parent
@@ -337,7 +337,7 @@ def test_plans_of_another_file(
 def test_only_for_budgets_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Copies of kernels are more parameters, which other budgets forbid."""
     onnx.save(small(), tmp_path / "net.onnx")
-    monkeypatch.setattr("rankrl.onnx_compression.faster_positions", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr("rankrl.file_compression.faster_positions", lambda *_: pytest.fail("asked for"))
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
     options: Any = {"decomposition": "tucker", "candidates": 2, "timing": OPTIONS}
     found = rankrl.compress_onnx(tmp_path / "net.onnx", x, tmp_path / "small.onnx", macs=0.8, **options)

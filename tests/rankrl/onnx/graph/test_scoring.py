@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, shared, tokens, upsampling
 
-from decomposition import FitLibrary, FitOptions
+from decomposition import FitLibrary
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
@@ -60,8 +60,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
         path = tmp_path_factory.mktemp(name) / "net.onnx"
         onnx.save(model, path)
         given = GivenFile.read(path, inputs, scored=0.2)
-        options = CandidateOptions(("tucker",), precisions=precisions, candidates=4)
-        library = fit_library(given, options, options=FitOptions(iterations=5))
+        options = CandidateOptions(("tucker",), precisions=precisions, candidates=4, iterations=5)
+        library = fit_library(given, options)
         sites = library.all_candidates(limit=4)
         specs = [site.spec for site in given.sites]
         problem = SearchProblem.from_costs(specs, sites, given.shape, given.totals, {"params": 0.9})

@@ -20,9 +20,9 @@ from rankrl.errors import ConfigError
 from rankrl.networks.graph import GraphNetwork
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator
 from rankrl.onnx.graph import GivenFile, OnnxNetwork
-from rankrl.onnx_compression import OnnxCompression
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
+from rankrl.result import Compression
 
 FITS: dict[str, Any] = {"final_options": FitOptions(iterations=10), "timing": LatencyOptions(batch=2, runs=2)}
 LITTLE: dict[str, Any] = {
@@ -36,23 +36,23 @@ LITTLE: dict[str, Any] = {
 }
 
 
-def run(folder: Path, /, target: str = "small.onnx", **options: Any) -> OnnxCompression:
+def run(folder: Path, /, target: str = "small.onnx", **options: Any) -> Compression:
     onnx.save(convolutions(), folder / "net.onnx")
     return rankrl.compress_onnx(folder / "net.onnx", images(100), folder / target, **{**LITTLE, **options})
 
 
 @pytest.fixture
-def searched(tmp_path: Path) -> Callable[..., OnnxCompression]:
+def searched(tmp_path: Path) -> Callable[..., Compression]:
     return partial(run, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def at_random(tmp_path_factory: pytest.TempPathFactory) -> OnnxCompression:
+def at_random(tmp_path_factory: pytest.TempPathFactory) -> Compression:
     """A search by `random`."""
     return run(tmp_path_factory.mktemp("random"))
 
 
-def test_divergences_are_measured_on_the_file(searched: Callable[..., OnnxCompression]) -> None:
+def test_divergences_are_measured_on_the_file(searched: Callable[..., Compression]) -> None:
     for score in (None, lambda _: 1.0):
         result = searched(selector="divergence", score=score)
         assert result.plan.chosen_by == "divergence"
@@ -63,7 +63,7 @@ def test_divergences_are_measured_on_the_file(searched: Callable[..., OnnxCompre
 
 @pytest.mark.parametrize("selector", ["random", "bayes", "ddpg"])
 def test_the_best_of_the_scored_plans_is_carried_out(
-    selector: str, searched: Callable[..., OnnxCompression], at_random: OnnxCompression
+    selector: str, searched: Callable[..., Compression], at_random: Compression
 ) -> None:
     result = at_random if selector == "random" else searched(selector=selector)
     assert result.search is not None
@@ -87,12 +87,12 @@ def test_the_inputs_that_results_are_compared_on_choose_nothing(tmp_path: Path) 
     assert len(np.unique(np.concatenate(parts), axis=0)) == 100
 
 
-def test_plans_are_scored_on_inputs_of_their_own(at_random: OnnxCompression) -> None:
+def test_plans_are_scored_on_inputs_of_their_own(at_random: Compression) -> None:
     assert at_random.search is not None
     assert at_random.search.best.score != 1 - at_random.outputs[0].error
 
 
-def test_a_users_score_decides(searched: Callable[..., OnnxCompression]) -> None:
+def test_a_users_score_decides(searched: Callable[..., Compression]) -> None:
     given = {"x": images(20)}
     seen: list[float] = []
 
@@ -110,8 +110,8 @@ def test_a_users_score_decides(searched: Callable[..., OnnxCompression]) -> None
 
 
 def test_a_search_that_was_killed_goes_on(
-    searched: Callable[..., OnnxCompression],
-    at_random: OnnxCompression,
+    searched: Callable[..., Compression],
+    at_random: Compression,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_search_that_was_killed_goes_on(
 
 
 def test_finalists_are_carried_out_and_scored_again(
-    searched: Callable[..., OnnxCompression], monkeypatch: pytest.MonkeyPatch
+    searched: Callable[..., Compression], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied: list[CompressionPlan] = []
     apply = GraphNetwork.applied
@@ -170,7 +170,7 @@ def test_a_plan_is_carried_out_as_in_the_run_that_made_it(network: str, tmp_path
     assert applied.search is None
 
 
-def test_plans_that_do_not_fit_are_refused(at_random: OnnxCompression, tmp_path: Path) -> None:
+def test_plans_that_do_not_fit_are_refused(at_random: Compression, tmp_path: Path) -> None:
     onnx.save(convolutions(), tmp_path / "net.onnx")
     onnx.save(tokens(), tmp_path / "other.onnx")
     plan = at_random.plan
@@ -191,7 +191,7 @@ def test_plans_that_do_not_fit_are_refused(at_random: OnnxCompression, tmp_path:
     assert "tensor_ring cannot be written" in refused(first(Factorise("tensor_ring", (1, 1, 1))))
 
 
-def test_nodes_can_be_left_out(searched: Callable[..., OnnxCompression]) -> None:
+def test_nodes_can_be_left_out(searched: Callable[..., Compression]) -> None:
     result = searched(skip=("first",), selector="greedy")
     assert "as asked" in result.untouched["first"]
     result = searched(only=("second",), selector="greedy", params=0.8)
@@ -199,7 +199,7 @@ def test_nodes_can_be_left_out(searched: Callable[..., OnnxCompression]) -> None
 
 
 @pytest.mark.parametrize("measure", ["bytes", "macs"])
-def test_two_budgets_are_kept_at_once(measure: str, searched: Callable[..., OnnxCompression]) -> None:
+def test_two_budgets_are_kept_at_once(measure: str, searched: Callable[..., Compression]) -> None:
     one = searched(params=0.8, selector="greedy")
     fraction = 0.8 * one.after[measure] / one.before[measure]
     both = searched(params=0.8, selector="greedy", **{measure: fraction})

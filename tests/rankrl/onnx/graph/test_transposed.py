@@ -17,8 +17,8 @@ import rankrl
 from decomposition import Factorise, FitOptions, LayerPlan, PlanError, Quantise
 from rankrl.onnx.graph import find_sites, sensitivity
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx_compression import OnnxCompression
 from rankrl.options.timing import LatencyOptions
+from rankrl.result import Compression
 
 TIMING = LatencyOptions(batch=2, runs=2)
 
@@ -27,7 +27,7 @@ def sites(folder: Path) -> dict[str, Site]:
     return {site.name: site for site in find_sites(network_of(upsampling(), folder), {"x": MAPS})}
 
 
-def compressed(folder: Path, opset: int = OPSETS[0], **options: object) -> OnnxCompression:
+def compressed(folder: Path, opset: int = OPSETS[0], **options: object) -> Compression:
     onnx.save(upsampling(opset), folder / "net.onnx")
     given = {"final_options": FitOptions(iterations=10), "timing": TIMING, "candidates": 6, **options}
     return rankrl.compress_onnx(folder / "net.onnx", MAPS, folder / "small.onnx", **given)  # type: ignore[arg-type]

@@ -1,0 +1,479 @@
+"""The verbs: `compress` a network, `search` for a plan, `apply_plan`; of a module and a file alike."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import decomposition as tensors
+from decomposition import CompressionPlan, load_compressed
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.calibration.input_check import checked_batches
+from decomposition.network.inputs import split
+from decomposition.network.wrappers import unwrapped
+from rankrl.argument_types import checked_arguments
+from rankrl.data.calibration import CALIBRATION_BATCH
+from rankrl.errors import ConfigError
+from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file
+from rankrl.files import storage_errors, write_atomically
+from rankrl.module_compression import FineTuner, FineTuning, compress_module, module_session
+from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.onnx.graph.axis_suggestions import Axes
+from rankrl.onnx.graph.image_files import ImagePreprocessing
+from rankrl.onnx.graph.rewrite import writable_formats
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import AUTO, DecompositionOptions
+from rankrl.options.search import SearchOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.goal import SearchGoal
+from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.scores.score_evaluator import Score
+from rankrl.progress import Progress
+from rankrl.renamed import renamed_arguments
+from rankrl.request import Request
+from rankrl.result import Compression, ModuleCompression, run_numbers, write_run
+from rankrl.runs.run_folder import SAME_CALL, RunFolder
+from rankrl.runs.run_lock import locked
+from rankrl.training import Loss
+
+__all__ = ["apply_plan", "compress", "load_compressed", "search"]
+
+HELDOUT = 0.2
+"""The share of the inputs that plans are scored on and results compared on; nothing is fitted to them."""
+FILE_BATCH = 16
+"""Inputs of a timed pass of a file, unless another number is given."""
+
+
+def _file(network: Any, verb: str) -> Path | None:
+    """Return the path of a network in a file, None for a module.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(network, str | Path):
+        return Path(network)
+    if isinstance(network, nn.Module):
+        return None
+    raise ConfigError(
+        f"{verb} takes a torch.nn.Module or the path of an ONNX file, got a {type(network).__name__}"
+    )
+
+
+def _decomposition(
+    network: Any, names: str | Sequence[str] | DecompositionOptions | None
+) -> DecompositionOptions:
+    """Return what may become of layers, in float32 where formats alone are named."""
+    if isinstance(names, DecompositionOptions):
+        return names
+    if names is None:
+        names = writable_formats() if isinstance(network, str | Path) else "tucker"
+    names = [names] if isinstance(names, str) else list(names)
+    formats = None if len(names) == 1 else tuple(names)
+    return DecompositionOptions(
+        format=AUTO if formats else names[0], formats=formats, precisions=("float32",)
+    )
+
+
+@renamed_arguments(_decomposition)
+@checked_arguments(without=("network", "inputs", "score", "heldout", "test", "finetune", "batch_axes"))
+@storage_errors()
+def compress(
+    network: nn.Module | str | Path,
+    inputs: Any,
+    target: str | Path,
+    *,
+    params: float | None = None,
+    macs: float | None = None,
+    bytes: float | None = None,
+    latency: float | None = None,
+    decomposition: str | Sequence[str] | DecompositionOptions | None = None,
+    selector: str = "greedy",
+    selector_options: Mapping[str, Any] | None = None,
+    search: SearchOptions | None = None,
+    timing: LatencyOptions | None = None,
+    score: Score | SessionScore | None = None,
+    heldout: float | CalibrationInputs = HELDOUT,
+    test: CalibrationInputs | None = None,
+    finetune: FineTuning | None = None,
+    loss: Loss | None = None,
+    images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
+    folder: str | Path | None = None,
+    cache: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress = None,
+) -> Compression:
+    """Compress a network: choose what becomes of its layers, carry it out, verify the file and time it.
+
+    A module comes back as one, fitted and, if that is asked for, fine-tuned; a file's nodes become several
+    smaller ones, without any PyTorch code, labels or gradients. Ranks are chosen within a budget by what the
+    network's outputs lose (Lagrangian allocation), or by a search that scores plans.
+
+    Args:
+        network: A module, which is left as it was, or the path of an ONNX file, which is only read. In a copy
+            of a module, attention becomes plain layers (`decomposition.plain_attention`), transposed
+            convolutions become ordinary ones (`decomposition.plain_transposed`), and weights computed at
+            every call become parameters (`decomposition.plain_weights`).
+        inputs: What the network is used on, a few hundred to some thousands; they are fitted to. Of a module
+            one batch (a tensor, a tuple of tensors that the forward takes in order, or a dict of those it
+            takes by name), batches of such, such as a data loader, or a dataset; alone or in pairs with
+            labels, or in a dict that holds `labels` or `targets` too. Of a file a .npz or .npy file, one
+            array for each input by name, batches of such, where a list of batches is a sequence that stays
+            together, or a folder of images.
+        target: A folder for the plan, the network, its file, the numbers and the report; or the ONNX file to
+            write alone, with a name that ends in .onnx. The same call into the same folder again goes on with
+            the search in it, also after it was killed, to the same plan; another network, budget or selector
+            is refused. No two calls may work in a folder at once.
+        params: Fraction of the parameters to keep at most, in (0, 1].
+        macs: Fraction of the multiply-accumulates to keep at most.
+        bytes: Fraction of the parameters' bytes to keep at most.
+        latency: Fraction of the original's time in onnxruntime to keep at most. Give one of the four, or two
+            to be kept at once.
+        decomposition: Name of a tensor format, names of several that every layer chooses from, or everything
+            that may become of layers (`DecompositionOptions`). When omitted, Tucker for a module, and for a
+            file all formats that plain nodes can compute; all in float32.
+        selector: Name of what chooses. `greedy`, `energy`, `uniform` and `vbmf` need no search; `bayes`,
+            `ddpg`, `tpe` and others score plans.
+        selector_options: Its options.
+        search: How long plans are searched, and by how many processes.
+        timing: How time is measured: batches of 64 for a module, of 16 for a file, in one thread.
+        score: From a network to a number, higher is better; it must not read test data. A module is given as
+            one, a file as an onnxruntime session. When omitted, the accuracy on the held-out inputs if they
+            have labels of classes (from 0; -100 for inputs without one), else the agreement of the outputs
+            with the original's there.
+        heldout: Share of `inputs` that plans are scored on and results compared on, and nothing is fitted to;
+            for a module also other inputs for that.
+        test: Inputs of a module that choose nothing: they are scored once, at the end, for the report.
+        finetune: Of a module: epochs or a `TrainingRecipe` for our own training, or a function that trains
+            the network which it is given, in place or returning another of the same parameters; None leaves
+            it as it was fitted. Our training minimises `loss` on the labels, cross-entropy without `loss`;
+            without labels it lets the network imitate the dense one. The epoch with the best score is kept.
+        loss: From the network's outputs and the labels of a batch to a scalar.
+        images: How image files become inputs of a file, where `inputs` is a folder of them.
+        batch_axes: The axis of every input of a file that counts the inputs of a batch, by name; None for an
+            input that goes with every batch as it is, such as a rate. What is left out is found by trying.
+        folder: Where the search keeps its record, for a killed one to go on, if `target` is a file; None
+            keeps nothing.
+        cache: Where fits, sensitivities and times are kept for later calls; None keeps times in the folder,
+            for this call.
+        seed: Seed of everything random.
+        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
+            called with the stage, the number of its steps that are done and of all.
+
+    Returns:
+        The compressed network and what is known of it; a `ModuleCompression` for a module.
+
+    Raises:
+        ConfigError: No budget or more than two are given, an option is unknown, out of range or contradicts
+            another, or the folder holds the results of another call.
+        DataError: There are too few inputs, labels for some of them alone or out of range, or the module's
+            own outputs are not finite.
+        OnnxGraphError: The file or its inputs cannot be used, or no node can be compressed.
+        DecompositionError: No layer can be decomposed, no plan reaches the budget, or the inputs cannot be
+            used.
+        ExportError: The network cannot be exported, quantised or timed, or its file computes something else.
+        NonFiniteError: A score or a loss is NaN or infinite.
+        KeyboardInterrupt: The search was interrupted; the same call goes on with it.
+        StorageError: The folder cannot be written, another call works in it (`FolderInUseError`), or the
+            disk is full.
+    """
+    file = _file(network, "compress")
+    if not (score is None or callable(score)):
+        raise ConfigError(f"score must be a function or None, got {score!r}")
+    goal = SearchGoal(
+        BudgetOptions(params, macs, bytes, latency), search or SearchOptions(), _timing(timing, file)
+    )
+    options = _decomposition(network, decomposition)
+    request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
+    with _run_folder(Path(target), _path(folder)) as where:
+        if file is None:
+            assert isinstance(network, nn.Module)
+            _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
+            tuner = FineTuner(finetune, loss)
+            with _scratch(where) as run:
+                module = compress_module(
+                    network, inputs, run, request, score=score, heldout=heldout, test=test, tuner=tuner
+                )
+                return _copied(module, Path(target), where)
+        _refuse("ONNX files", test=test, finetune=finetune, loss=loss)
+        source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _term(search))
+        return compress_file_in(source, where, request, Path(target))
+
+
+@renamed_arguments(_decomposition)
+@checked_arguments(without=("network", "inputs", "score", "batch_axes"))
+@storage_errors()
+def search(
+    network: nn.Module | str | Path,
+    inputs: Any,
+    *,
+    score: Score | SessionScore | None = None,
+    params: float | None = None,
+    macs: float | None = None,
+    bytes: float | None = None,
+    latency: float | None = None,
+    decomposition: str | Sequence[str] | DecompositionOptions | None = None,
+    selector: str = "bayes_ddpg",
+    selector_options: Mapping[str, Any] | None = None,
+    reward: str = "accuracy",
+    reward_options: Mapping[str, Any] | None = None,
+    search: SearchOptions | None = None,
+    timing: LatencyOptions | None = None,
+    heldout: float = HELDOUT,
+    images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
+    folder: str | Path | None = None,
+    cache: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress = None,
+) -> SearchResult:
+    """Choose what becomes of every layer so that a score is best within a budget.
+
+    Args:
+        network: A module, which is left untouched, or the path of an ONNX file. A module may take several
+            tensors and return anything that the score understands.
+        inputs: As for `compress`; a module's layers are fitted to all of them, and labels are left away.
+        score: From a network to a number, higher is better; it must not read test data. A module needs one
+            and is given as one; a file is given as an onnxruntime session, and without a score its outputs
+            are compared with the original's on the held-out inputs. The score is known by its source and what
+            that names, or by its attribute `identity` (a text).
+        params: Fraction of the parameters to keep at most, in (0, 1].
+        macs: Fraction of the multiply-accumulates to keep at most.
+        bytes: Fraction of the parameters' bytes to keep at most.
+        latency: Fraction of the original's time in onnxruntime to keep at most. Give one of the four, or two
+            to be kept at once; none only with a reward that weighs size.
+        decomposition: As for `compress`; when omitted, tensor rings for a module.
+        selector: Name of the selector.
+        selector_options: Its options. `{"plans_per_step": N}` says how many plans a step has.
+        reward: Name of the reward, made from the score and what a plan costs.
+        reward_options: Its options.
+        search: How long plans are searched, and by how many processes. The plans do not depend on the
+            processes; `network` and `score` must be importable by name for them, and the call stand under
+            `if __name__ == "__main__":`.
+        timing: As for `compress`.
+        heldout: Share of a file's inputs that plans are scored on and nothing is fitted to.
+        images: As for `compress`.
+        batch_axes: As for `compress`.
+        folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
+            nothing. A score that was edited since begins anew. No two calls may work in it at once.
+        cache: Where fits and times are kept for later searches; None keeps times in `folder`, for this one.
+        seed: Seed of everything random.
+        progress: As for `compress`.
+
+    Returns:
+        The best plan, for `apply_plan`, and the record of the search.
+
+    Raises:
+        ConfigError: No budget or more than two are given, no layer can be decomposed, an option is unknown or
+            out of range, or the score is no number.
+        DecompositionError: The budget cannot be reached or the inputs are unusable.
+        NonFiniteError: A score is NaN or infinite.
+        WorkerError: A worker process died.
+    """
+    file = _file(network, "search")
+    if not callable(score) and not (file is not None and score is None):
+        raise ConfigError(
+            f"search takes a score, a function from the network to a number; got a {type(score).__name__}"
+        )
+    budget, time = BudgetOptions(params, macs, bytes, latency), _timing(timing, file)
+    goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
+    options = _decomposition(
+        network, "tensor_ring" if decomposition is None and file is None else decomposition
+    )
+    request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
+    request = request.timed_in(request.cache, _path(folder))
+    with nullcontext() if folder is None else locked(Path(folder)):
+        if file is not None:
+            source = FileSource(file, inputs, images, batch_axes, heldout, score, _term(search))
+            session = FileSearch.of(source, request).session()
+        else:
+            _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
+            request.check()
+            assert isinstance(network, nn.Module)
+            assert score is not None
+            module = unwrapped(network)
+            batches = [
+                part for batch in checked_batches(inputs, module) for part in split(batch, CALIBRATION_BATCH)
+            ]
+            session = module_session(module, batches, score, request.candidates(), request)
+        with session:
+            return session.search(
+                selector,
+                request.selector_options,
+                seed=seed,
+                folder=_path(folder),
+                anew_for_other_scores=True,
+            )
+
+
+def apply_plan(
+    network: nn.Module | str | Path,
+    plan: CompressionPlan,
+    inputs: Any = None,
+    target: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    """Carry out a plan.
+
+    Args:
+        network: A module or the path of an ONNX file: what the plan was made for, or one with the same
+            layers.
+        plan: What becomes of every layer.
+        inputs: What the network is used on, as for `compress`; a module's layers are fitted to their weights
+            alone without any, which keeps far less accuracy.
+        target: The ONNX file to write, for a file.
+        **options: For a module those of `decomposition.apply_plan`; for a file `decomposition` (how its nodes
+            are fitted), `timing`, `score`, `heldout`, `images`, `batch_axes`, `cache` and `seed` of
+            `compress`.
+
+    Returns:
+        The compressed module, or the `Compression` of the file.
+
+    Raises:
+        PlanError: The plan was made for another network, or does something that a layer cannot become.
+        RankrlError: As `compress`.
+    """
+    file = _file(network, "apply_plan")
+    if file is None:
+        assert isinstance(network, nn.Module)
+        if target is not None:
+            raise ConfigError(
+                "apply_plan returns a module; export it with rankrl.export_onnx, without target="
+            )
+        return tensors.apply_plan(network, plan, inputs, **options)
+    if inputs is None or target is None:
+        raise ConfigError(
+            "apply_plan carries a plan out on a file with inputs and a target: "
+            'rankrl.apply_plan("net.onnx", plan, "inputs.npz", "small.onnx")'
+        )
+    return _applied_to_file(file, plan, inputs, Path(target), **options)
+
+
+@checked_arguments(without=("inputs", "score", "batch_axes"))
+@storage_errors()
+def _applied_to_file(
+    network: Path,
+    plan: CompressionPlan,
+    inputs: Any,
+    target: Path,
+    *,
+    decomposition: DecompositionOptions | None = None,
+    timing: LatencyOptions | None = None,
+    score: SessionScore | None = None,
+    heldout: float = HELDOUT,
+    images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
+    cache: str | Path | None = None,
+    seed: int = 0,
+) -> Compression:
+    goal = SearchGoal(timing=_timing(timing, network))
+    request = Request(goal, decomposition or DecompositionOptions(), seed=seed, cache=_path(cache))
+    return apply_to_file(
+        FileSource(network, inputs, images, batch_axes, heldout, score), plan, target, request
+    )
+
+
+def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
+    """Compress a file; where the target is a folder, with plan, numbers and report there.
+
+    Args:
+        source: The network and its inputs.
+        folder: Where the search keeps its record, or None.
+        request: What is asked for.
+        target: The ONNX file to write, or `folder`.
+    """
+    request = request.timed_in(request.cache, folder)
+    if target.suffix == ".onnx" or folder is None:
+        return compress_file(source, target, request, folder=folder)
+    request.check()
+    run = RunFolder(folder)
+    record = request.record(hashlib.sha256(source.path.read_bytes()).hexdigest()[:16])
+    run.check(record, advice=SAME_CALL)
+    run.prepare()
+    run.claim(record, (), resume=True)
+    result = compress_file(source, run.state / "model.onnx", request, folder=folder)
+    run.remove_results()
+    os.replace(result.path, run.onnx)
+    result.plan.save(run.plan)
+    result = replace(result, path=run.onnx)
+    write_run(run, result, request, source.path.stem, run_numbers(result, {}))
+    return result
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _timing(timing: LatencyOptions | None, file: Path | None) -> LatencyOptions:
+    if timing is not None:
+        return timing
+    return LatencyOptions() if file is None else LatencyOptions(batch=FILE_BATCH)
+
+
+def _term(search: SearchOptions | None) -> FileTerm:
+    """Return what plans of a file are scored by: the default of `search` is for labelled images."""
+    if search is None or search.term == SearchOptions.term:
+        return OnnxScoring.term
+    return search.term  # type: ignore[return-value]  # checked there, with a message for users
+
+
+def _share(heldout: Any) -> float:
+    """Return the share of a file's inputs that are held out.
+
+    Raises:
+        ConfigError: Inputs are given instead.
+    """
+    if isinstance(heldout, float | int):
+        return float(heldout)
+    raise ConfigError(
+        f"heldout is the share of a file's inputs that results are compared on, such as {HELDOUT}; got a "
+        f"{type(heldout).__name__}"
+    )
+
+
+def _refuse(kind: str, **options: Any) -> None:
+    """Refuse options that mean nothing for a kind of network.
+
+    Raises:
+        ConfigError: Naming the first that is set.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"{name}= means nothing for {kind}; leave it out")
+
+
+@contextmanager
+def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
+    """Hold the folder that a call works in: the target, or what is named beside a target that is a file."""
+    if target.suffix != ".onnx":
+        if folder is not None:
+            raise ConfigError(f"target={target} is the folder of the run already; leave folder= out")
+        folder = target
+    with nullcontext() if folder is None else locked(folder):
+        yield folder
+
+
+@contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    """Yield a folder, or one that goes with the block where there is none."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
+
+
+def _copied(result: ModuleCompression, target: Path, folder: Path | None) -> ModuleCompression:
+    """Return the result with its file where it was asked for."""
+    if target.suffix != ".onnx":
+        return result
+    write_atomically(target, result.path.read_bytes())
+    return replace(result, path=target, folder=folder)

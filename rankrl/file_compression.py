@@ -1,0 +1,348 @@
+"""`rankrl.compress` for a network in an ONNX file: to a smaller or faster file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from decomposition import CompressionPlan, list_heuristics
+from decomposition.plan.layer_plan import LayerPlan
+from decomposition.plan.plan import fingerprint
+from rankrl.errors import ConfigError
+from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.graph import GraphNetwork, measured_sensitivities
+from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.onnx.graph.axis_suggestions import Axes
+from rankrl.onnx.graph.costs import network_costs, plan_costs
+from rankrl.onnx.graph.file import check_contracted, write_graph
+from rankrl.onnx.graph.given import GivenFile, Inputs
+from rankrl.onnx.graph.half import check_without_integers, without_integers
+from rankrl.onnx.graph.image_files import ImagePreprocessing
+from rankrl.onnx.graph.inputs import HELDOUT
+from rankrl.onnx.graph.network import OnnxNetwork, open_session
+from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
+from rankrl.onnx.graph.refit import check_plan
+from rankrl.onnx.graph.rewrite import check_formats
+from rankrl.onnx.protobuf import to_proto
+from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.session import SearchSession, check_reachable
+from rankrl.report import LayerRow
+from rankrl.request import Request
+from rankrl.result import Compression, missed_latency
+from rankrl.timing.graph_files import compared_with_original, time_beside
+from rankrl.timing.positions import faster_positions
+from rankrl.verify.agreement import agreement_score
+from rankrl.verify.as_read import check_as_read
+from rankrl.verify.collapse import collapse
+from rankrl.verify.measure import layer_row
+
+log = logging.getLogger(__name__)
+
+TIMED_BATCH = 16
+"""Inputs of a timed pass, unless another number is given."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A network in an ONNX file, what it is used on, and how it is judged.
+
+    Attributes:
+        path: The file; it is only read.
+        inputs: A .npz or .npy file, a folder of images, arrays, or batches of them.
+        images: How image files become inputs, where `inputs` is a folder of them.
+        batch_axes: The axis of every input that counts the inputs of a batch, by name.
+        heldout: Share of the inputs that the result is compared on; nothing is fitted to them.
+        score: From an onnxruntime session to a number, higher is better; the agreement with the original on
+            the held-out inputs when None.
+        term: What plans are scored by without a score (`OnnxScoring`).
+    """
+
+    path: Path
+    inputs: Inputs = field(repr=False)
+    images: ImagePreprocessing | None = None
+    batch_axes: Axes | None = None
+    heldout: float = HELDOUT
+    score: SessionScore | None = None
+    term: FileTerm = OnnxScoring.term
+
+    def read(self, request: Request, *, scored: float = 0.0) -> GivenFile:
+        """Read the file and its inputs.
+
+        Args:
+            request: What is asked for.
+            scored: Share of the inputs that plans are scored on.
+
+        Raises:
+            OnnxGraphError: The file or the inputs cannot be used.
+            DecompositionError: `skip` or `only` match no node.
+        """
+        return GivenFile.read(
+            self.path,
+            self.inputs,
+            images=self.images,
+            batch_axes=self.batch_axes,
+            heldout=self.heldout,
+            scored=scored,
+            skip=request.decomposition.skip,
+            only=request.decomposition.only,
+            seed=request.seed,
+        )
+
+
+@dataclass(frozen=True)
+class FileSearch:
+    """What a search over a network in an ONNX file begins with.
+
+    Attributes:
+        source: Where the network is from.
+        request: What is asked for; times are taken of batches that the file can take.
+        network: The network.
+        candidates: What may become of its nodes.
+        kept: Whether the network as it was rewritten keeps a budget in time already.
+    """
+
+    source: FileSource
+    request: Request
+    network: GraphNetwork
+    candidates: CandidateOptions
+    kept: bool = False
+
+    @classmethod
+    def of(cls, source: FileSource, request: Request) -> FileSearch:
+        """Read a network, refuse what cannot work, and rewrite what is slow under a budget in time.
+
+        Args:
+            source: Where the network is from.
+            request: What is asked for.
+
+        Raises:
+            OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
+            ConfigError: An option does not suit a file.
+            DecompositionError: No plan reaches the budget.
+        """
+        request.check()
+        check_options(request)
+        searches = request.selector not in list_heuristics()
+        given = source.read(request, scored=source.heldout if searches and source.score is None else 0.0)
+        check_as_read(given)
+        candidates = _of_file(request.candidates(), given)
+        network = _network(given, request)
+        check_reachable(network, candidates, request.goal)
+        timing = replace(request.timing, batch=given.network.axes.size(network.feed))
+        begun = cls(source, replace(request, goal=replace(request.goal, timing=timing)), network, candidates)
+        return begun if request.goal.budget.latency is None else begun._rewritten(request.goal.budget.latency)
+
+    def session(self) -> SearchSession:
+        """Calibrate and return the session; nothing is fitted yet."""
+        request, split = self.request, self.network.given.split
+        library = self.network.library(self.candidates, cache=request.fits, seed=request.seed)
+        # A rule's plan is one, so that no input chooses it.
+        scored, single = split.scored or split.heldout, split.scored or split.calibration
+        given, source = self.network.given, self.source
+        scoring = OnnxScoring(given.network, given.sites, scored, source.score, source.term, single)
+        limit = self.candidates.candidates
+        return SearchSession(
+            self.network, library, scoring, request.goal, candidates=limit, progress=request.progress
+        )
+
+    def _rewritten(self, latency: float) -> FileSearch:
+        """Return the same with the network rewritten where that alone is faster, and ranks that suit it."""
+        request, network = self.request, self.network
+        given, timing = network.given, request.timing
+        candidates = _of_file(request.timed_candidates(), given)
+        in_time_alone = not any(request.goal.budget.counted.values())
+        if in_time_alone:
+            faster = faster_positions(given.network, given.sites, network.feed, timing)
+            given = given.with_several_positions(faster)
+            if faster:
+                check_as_read(given)
+        if given.network is given.original:
+            return replace(self, candidates=candidates)
+        share = time_beside(given.original, given.network, network.feed, timing)
+        kept = in_time_alone and share <= latency
+        if kept:
+            log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", share)
+        network = replace(network, given=given, time_of_original=share)
+        return replace(self, network=network, candidates=candidates, kept=kept)
+
+
+def compress_file(
+    source: FileSource,
+    target: Path,
+    request: Request,
+    *,
+    folder: Path | None = None,
+    on_episode: Callable[[EpisodeRow], None] | None = None,
+) -> Compression:
+    """Compress a network in an ONNX file; see `rankrl.compress`.
+
+    Args:
+        source: The network, its inputs, and how it is judged.
+        target: The file to write.
+        request: What is asked for.
+        folder: Where the search keeps its record, or None.
+        on_episode: Called with the row of every newly scored plan.
+
+    Raises:
+        RankrlError: As `rankrl.compress`.
+        KeyboardInterrupt: The search was interrupted; with a folder the same call goes on with it.
+    """
+    _check_target(target, source.path)
+    begun = FileSearch.of(source, request)
+    if begun.kept:
+        return _finished(source, begun.request, begun.network, _as_it_is(begun.network.given), target, {})
+    with (session := begun.session()):
+        result = session.search(
+            request.selector,
+            request.selector_options,
+            seed=request.seed,
+            folder=folder,
+            on_episode=on_episode,
+        )
+    if result.stopped_by == "interrupt":
+        raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
+    sensitivities = session.library.sensitivities
+    return _finished(source, begun.request, begun.network, result.plan, target, sensitivities, result)
+
+
+def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, request: Request) -> Compression:
+    """Carry out a plan on a network in an ONNX file; see `rankrl.apply_plan`.
+
+    Args:
+        source: The network, its inputs, and how it is judged.
+        plan: What becomes of every node.
+        target: The file to write.
+        request: How nodes are fitted and time is measured.
+
+    Raises:
+        PlanError: The plan was made for another network, or does something that a node cannot become.
+        RankrlError: As `rankrl.compress`.
+    """
+    _check_target(target, source.path)
+    given = source.read(request)
+    several = plan.metadata.get(METADATA, {})
+    given = given.with_several_positions(from_metadata(several, given.network, given.sites))
+    check_plan(plan, given.sites, given.network.source)
+    if given.network.half:
+        check_without_integers(plan, given.network.source)
+    check_as_read(given)
+    sensitivities: Mapping[str, torch.Tensor] = {}
+    if request.decomposition.weigh_outputs:
+        sensitivities = measured_sensitivities(given, folder=request.fits, seed=request.seed)
+    return _finished(source, request, _network(given, request), plan, target, sensitivities)
+
+
+def check_options(request: Request) -> None:
+    """Refuse what only PyTorch modules can do.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    options = request.decomposition
+    check_formats(options.choices)
+    if options.channels:
+        raise ConfigError("decomposition.channels removes channels of PyTorch networks; leave it out here")
+    if options.blocks:
+        raise ConfigError("decomposition.blocks removes blocks of PyTorch networks; leave it out here")
+
+
+def _check_target(target: Path, path: Path) -> None:
+    if target.resolve() == path.resolve():
+        raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
+
+
+def _of_file(candidates: CandidateOptions, given: GivenFile) -> CandidateOptions:
+    """Return the candidates without what a file in half precision cannot hold."""
+    if not given.network.half:
+        return candidates
+    return replace(candidates, precisions=without_integers(candidates.precisions, given.network.source))
+
+
+def _network(given: GivenFile, request: Request) -> GraphNetwork:
+    """Return the network as searches see it."""
+    timing = request.timing
+    feed = given.feed(timing.batch)
+    return GraphNetwork(given, feed, request.final_fit, timing.reduce_range, request.seed)
+
+
+def _as_it_is(given: GivenFile) -> CompressionPlan:
+    """Return the plan that leaves every node as it is."""
+    reason = "the budget is kept without"
+    layers = tuple(LayerPlan(site.name, reason=site.spec.refusal or reason) for site in given.sites)
+    return CompressionPlan(layers, fingerprint([site.spec for site in given.sites]), given.shape, "rewriting")
+
+
+def _finished(
+    source: FileSource,
+    request: Request,
+    rewritten: GraphNetwork,
+    plan: CompressionPlan,
+    target: Path,
+    sensitivities: Mapping[str, torch.Tensor],
+    search: SearchResult | None = None,
+) -> Compression:
+    """Carry out a plan, write the file and compare it with the original."""
+    given, feed = rewritten.given, rewritten.feed
+    timing = replace(request.timing, batch=given.network.axes.size(feed))
+    network, split, score = given.original.as_in_file(), given.split, source.score
+    batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
+    if given.several:
+        plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(given.several)})
+    graph = rewritten.refitted(plan, batches, sensitivities)
+    verified = check_contracted(graph, split.heldout[:2], network.source)
+    write_graph(graph, target, batches, {"plan": plan.to_json()}, reduce_range=timing.reduce_range)
+    compressed = open_session(OnnxNetwork.load(target).model, str(target))
+    scoring = OnnxScoring(network, given.sites, split.heldout, score)
+    outputs = scoring.agreement(compressed)
+    worth, baseline = agreement_score(outputs), 1.0
+    if score is not None:
+        worth = scoring.of_session(compressed, "the compressed network")
+        baseline = scoring.of_session(open_session(network.model, network.source), "the original network")
+    heldout = sum(map(split.axes.size, split.heldout))
+    collapsed = collapse(outputs, scoring.constant_agreement(), heldout)
+    if collapsed is not None:
+        log.error(collapsed)
+    before, after = dict(given.original_totals), plan_costs(given.totals, given.sites, plan)
+    if given.original.half:  # what the search counts is float32
+        for costs, each in ((before, network), (after, OnnxNetwork.load(target))):
+            costs["bytes"] = network_costs(each, given.original_sites)["bytes"]
+    times = compared_with_original(network, target, feed, timing)
+    missed = None if search is None else search.missed
+    return Compression(
+        path=target,
+        plan=plan,
+        before={**before, "file_bytes": to_proto(network.model).ByteSize()},
+        after={**after, "file_bytes": target.stat().st_size},
+        outputs=tuple(outputs),
+        score=worth,
+        baseline_score=baseline,
+        verified=verified,
+        latency=times,
+        layers=tuple(_rows(given, plan, graph.errors)),
+        heldout=heldout,
+        rewritten=given.rewritten,
+        search=search,
+        missed=missed or missed_latency(request.goal.budget.latency, times),
+        collapsed=collapsed,
+    )
+
+
+def _rows(given: GivenFile, plan: CompressionPlan, errors: Mapping[str, float]) -> list[LayerRow]:
+    """Return the report's row of every node."""
+    specs = {site.name: site.spec for site in given.sites if site.spec.params}
+    before = {site.name: site.spec for site in given.original_sites}
+    rows = [
+        layer_row(layer, before[layer.name], specs[layer.name], error=errors.get(layer.name))
+        for layer in plan
+        if layer.name in specs
+    ]
+    rewritten = given.rewritten
+    return [
+        replace(row, reason=f"computes {rewritten[row.name]}") if row.name in rewritten else row
+        for row in rows
+    ]

@@ -1,0 +1,309 @@
+"""`rankrl.compress` for a PyTorch module: to a smaller network, its file and a report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import (
+    Inputs,
+    count_macs,
+    count_parameters,
+    plain_attention,
+    plain_transposed,
+    plain_weights,
+    save_compressed,
+)
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.network.inputs import input_shape_of, mapped, split
+from decomposition.network.surgery import copied
+from decomposition.network.wrappers import unwrapped
+from decomposition.operations.base import FLOAT_BYTES
+from rankrl.data.calibration import CALIBRATION_BATCH
+from rankrl.data.sample import Sample, read_samples
+from rankrl.device import model_device
+from rankrl.errors import ConfigError
+from rankrl.float32 import as_float32, back_in, in_float32, own_types
+from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.module import ModuleNetwork
+from rankrl.onnx.export import export_onnx, verify_onnx
+from rankrl.onnx.export.verification import BATCH_SIZES
+from rankrl.plan_search.scores.score_evaluator import Score, scored
+from rankrl.plan_search.scores.scoring import FunctionScoring
+from rankrl.plan_search.session import SearchSession, check_reachable
+from rankrl.progress import Progress, progress_bar
+from rankrl.request import Request
+from rankrl.result import ModuleCompression, missed_latency, run_numbers, write_run
+from rankrl.runs.network_digest import network_digest
+from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
+from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
+from rankrl.training.general import steps_of_an_epoch
+from rankrl.verify.agreement import agreement_score
+from rankrl.verify.file_export import export_file
+from rankrl.verify.measure import layer_rows
+from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
+from rankrl.verify.rewritten import check_rewritten
+
+log = logging.getLogger(__name__)
+
+HELDOUT = 0.2
+"""The share of the inputs that plans are scored on and results compared on; nothing is fitted to them."""
+
+FineTuning = int | TrainingRecipe | Callable[[nn.Module], Any]
+"""Epochs, a recipe, or a function that trains the network it is given, in training mode, in place (or returns
+another)."""
+
+
+@dataclass(frozen=True)
+class FineTuner:
+    """How a compressed network is fine-tuned.
+
+    Attributes:
+        how: Epochs, a recipe or a function; None leaves it as it was fitted.
+        loss: From outputs and labels of a batch to a scalar, for our own training.
+    """
+
+    how: FineTuning | None = None
+    loss: Loss | None = None
+
+    def __post_init__(self) -> None:
+        how = self.how
+        if isinstance(how, bool) or not (
+            how is None or isinstance(how, int | TrainingRecipe) or callable(how)
+        ):
+            raise ConfigError(
+                f"finetune is a {type(how).__name__}; give a number of epochs, a rankrl.TrainingRecipe, or a "
+                "function that trains the network that it is given"
+            )
+        if self.loss is not None and self.recipe is None:
+            raise ConfigError(
+                "loss= is for our own training; give finetune= a number of epochs or a recipe"
+                + ("" if how is None else ", or leave loss= to your function")
+            )
+
+    @property
+    def recipe(self) -> TrainingRecipe | None:
+        """How to train, or None where a function does, or nobody."""
+        if isinstance(self.how, int):
+            return TrainingRecipe(epochs=self.how)
+        return self.how if isinstance(self.how, TrainingRecipe) else None
+
+
+def compress_module(
+    model: nn.Module,
+    data: CalibrationInputs,
+    folder: Path,
+    request: Request,
+    *,
+    score: Score | None,
+    heldout: float | CalibrationInputs,
+    test: CalibrationInputs | None,
+    tuner: FineTuner,
+) -> ModuleCompression:
+    """Compress a PyTorch module; see `rankrl.compress`.
+
+    Args:
+        model: The network, left as it was.
+        data: Inputs to fit to.
+        folder: Where everything is written.
+        request: What is asked for.
+        score: From a network to a number, higher is better; None for what the held-out inputs say.
+        heldout: Share of `data` that plans are scored on, or other inputs for that.
+        test: Inputs that choose nothing, for the report.
+        tuner: How the compressed network is fine-tuned.
+
+    Raises:
+        RankrlError: As `rankrl.compress`.
+        KeyboardInterrupt: The search was interrupted.
+    """
+    model = unwrapped(model)
+    recipe = tuner.recipe
+    run = RunFolder(folder)
+    request = request.timed_in(request.cache, run.state)
+    request.check()
+    timing = request.timing
+    check_writable(run.path, "target")
+    record = request.record(network_digest(model))
+    run.check(record, advice=SAME_CALL)
+    candidates = request.timed_candidates()
+    dense = plain_transposed(plain_attention(plain_weights(model))).eval()
+    fitted, held, tested = read_samples(
+        data,
+        heldout,
+        test,
+        dense,
+        request.seed,
+        skip=candidates.skip,
+        only=candidates.only,
+        score_reads_classes=score is None,
+        loss_reads_classes=recipe is not None and tuner.loss is None,
+    )
+    if recipe is not None:
+        check_loss(fitted.labels, tuner.loss)
+    check_rewritten(model, dense, held.inputs)
+    measure = HeldoutScore(dense, held)
+    judge: Score = measure if score is None else score
+    run.prepare()
+    run.claim(record, (), resume=True)
+    shape = input_shape_of(fitted.inputs)
+    baseline = export_onnx(
+        dense, run.state / "dense.onnx", shape, channel_block=timing.channel_block, progress=False
+    ).path
+    verify_onnx(dense, baseline, split(held.inputs, max(BATCH_SIZES))[0])
+    device = model_device(dense)
+    batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
+    session = module_session(dense, batches, judge, candidates, request)
+    with session:
+        found = session.search(
+            request.selector,
+            request.selector_options,
+            seed=request.seed,
+            folder=run.path,
+            anew_for_other_scores=True,
+            on_set_aside=run.remove_results,
+        )
+    if found.stopped_by == "interrupt":
+        raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
+    compressed = session.applied(found.plan)
+    rows = layer_rows(found.plan, dense, compressed)
+    tuned: nn.Module = compressed
+    epochs: Sequence[EpochRow] = ()
+    if tuner.how is not None:
+        tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, judge, request.progress)
+    run.remove_results()  # of the same call before: never files of two beside each other
+    found.plan.save(run.plan)
+    save_compressed(tuned, found.plan, run.model, dense=dense)
+
+    inputs = OwnInputs(dense, fitted, held, timing.batch)
+    section, times = export_file(
+        tuned,
+        baseline,
+        inputs,
+        run.onnx,
+        opset=None,
+        channel_block=timing.channel_block,
+        reduce_range=timing.reduce_range,
+        timing=timing.timing,
+        metadata={"plan": found.plan.to_json()},
+        scratch=run.state,
+    )
+    missed = found.missed or missed_latency(request.goal.budget.latency, times)
+    networks = dict.fromkeys((compressed, tuned))
+    score_of = {each: scored(judge, each, "the compressed network") for each in networks}
+    before = {"params": count_parameters(dense), "macs": count_macs(dense, shape)}
+    after = {"params": count_parameters(tuned), "macs": count_macs(tuned, shape)}
+    result = ModuleCompression(
+        path=run.onnx,
+        plan=found.plan,
+        before={**before, "bytes": FLOAT_BYTES * before["params"], "file_bytes": baseline.stat().st_size},
+        after={
+            **after,
+            "bytes": session.problem.cost(found.chosen.key).bytes,
+            "file_bytes": run.onnx.stat().st_size,
+        },
+        outputs=tuple(inputs.agreement(baseline, run.onnx)),
+        score=score_of[tuned],
+        baseline_score=scored(judge, dense, "the dense network"),
+        verified=section["max_abs_difference"],
+        latency=times,
+        layers=tuple(rows),
+        heldout=len(held),
+        model=tuned.eval(),
+        dense=dense,
+        folder=run.path,
+        search=found,
+        compressed_score=score_of[compressed],
+        epochs=tuple(epochs),
+        test=None if tested is None else _tested(dense, tuned, tested),
+        missed=missed,
+        collapsed=measure.collapsed(tuned),
+    )
+    numbers = run_numbers(result, section)
+    if tuned is not compressed:
+        numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
+    write_run(run, result, request, type(model).__name__, numbers)
+    return result
+
+
+def module_session(
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    score: Score,
+    candidates: CandidateOptions,
+    request: Request,
+) -> SearchSession:
+    """Return the session of a search over a user's own network.
+
+    Args:
+        model: The dense network.
+        inputs: Batches of calibration inputs, at least one.
+        score: From a network to a number, higher is better.
+        candidates: What may become of its layers.
+        request: What else is asked for.
+
+    Raises:
+        ConfigError: The network has nothing to search over.
+        DecompositionError: No plan can reach a budget, or no layer can be decomposed.
+    """
+    network = ModuleNetwork.on_inputs(
+        model, inputs, request.decomposition, seed=request.seed, progress=request.progress
+    )
+    check_reachable(network, candidates, request.goal)
+    return SearchSession(
+        network,
+        network.library(candidates, cache=request.fits, seed=request.seed),
+        FunctionScoring(model, score, inputs),
+        request.goal,
+        candidates=candidates.candidates,
+        progress=request.progress,
+    )
+
+
+def _tuned(
+    network: nn.Module,
+    dense: nn.Module,
+    tuner: FineTuner,
+    fitted: Sample,
+    judge: Score,
+    progress: Progress,
+) -> tuple[nn.Module, Sequence[EpochRow]]:
+    """Return the fine-tuned network, and the epochs of our own training."""
+    types, recipe = own_types(network), tuner.recipe
+    if tuner.loss is None:
+        fitted = fitted.labelled()
+    if recipe is None:
+        assert callable(tuner.how)
+        returned = tuner.how(network.train())
+        tuned = returned if isinstance(returned, nn.Module) else network
+        # A Trainer of Lightning's leaves it on the CPU, and may leave it in another type.
+        return back_in(tuned.to(model_device(dense)), types).eval(), ()
+    steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
+    with progress_bar("fine-tune", total=steps, progress=progress) as bar:
+
+        def show(state: TrainingProgress) -> None:
+            bar.update(state.step, best=state.best_accuracy)
+
+        # Steps of a small rate are lost in types of few digits.
+        trained = in_float32(network, keep_double=True)
+        result = train_on(
+            trained,
+            as_float32(fitted.inputs, keep_double=True),
+            fitted.labels,
+            recipe,
+            score=judge if types == own_types(trained) else lambda each: judge(back_in(copied(each), types)),
+            loss=tuner.loss,
+            teacher=in_float32(dense, keep_double=True),
+            on_step=show,
+        )
+    return back_in(trained, types), result.history
+
+
+def _tested(dense: nn.Module, network: nn.Module, test: Sample) -> dict[str, float]:
+    """Return how good both networks are on the test inputs: accuracy, or agreement with the dense one."""
+    measure = HeldoutScore(dense, test, "test")
+    return {"baseline": measure(dense), "compressed": measure(network)}

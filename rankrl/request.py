@@ -1,0 +1,108 @@
+"""What a call asks for, in one object that goes along whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from decomposition import FitOptions
+from rankrl.errors import ConfigError
+from rankrl.networks.candidates import CandidateOptions
+from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.goal import SearchGoal
+from rankrl.plan_search.selectors import check_selector
+from rankrl.progress import Progress
+from rankrl.runs.run_folder import COMPRESS
+from rankrl.timing import fast_multiple
+
+
+@dataclass(frozen=True)
+class Request:
+    """What may become of a network's layers, what plans keep to, and who chooses.
+
+    Attributes:
+        goal: Budget, limits, reward, and how time is measured.
+        decomposition: What may become of layers, and how they are fitted.
+        selector: Name of what chooses.
+        selector_options: Its options.
+        seed: Seed of everything random.
+        cache: Folder of fits, sensitivities and times that later calls reuse, or None.
+        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
+            called with the stage, the number of its steps that are done and of all.
+    """
+
+    goal: SearchGoal
+    decomposition: DecompositionOptions
+    selector: str = "greedy"
+    selector_options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    cache: Path | None = None
+    progress: Progress = None
+
+    @property
+    def timing(self) -> LatencyOptions:
+        """How time is measured."""
+        return self.goal.timing
+
+    @property
+    def fits(self) -> Path | None:
+        """Folder of fits and sensitivities, or None."""
+        return None if self.cache is None else self.cache / "fits"
+
+    @property
+    def final_fit(self) -> FitOptions:
+        """How much work each fit of the plan may do."""
+        return FitOptions(self.decomposition.final_iterations, self.decomposition.final_starts)
+
+    def check(self) -> None:
+        """Refuse what can be refused before anything is read.
+
+        Raises:
+            ConfigError: There is no budget, or the selector or one of its options is unknown, out of range or
+                does not suit the others.
+        """
+        if self.goal.needs_budget:
+            raise ConfigError(
+                "give a budget: params=0.4 keeps at most 40 % of the parameters; macs=, bytes=, latency= "
+                "likewise"
+            )
+        check_selector(self.selector, self.selector_options, self.goal.setting(self.candidates()))
+
+    def candidates(self) -> CandidateOptions:
+        """Return which candidates layers get, ranks of any size where none is asked for."""
+        return CandidateOptions.of(
+            self.decomposition, self.goal.budget, reduce_range=self.timing.reduce_range
+        )
+
+    def timed_candidates(self) -> CandidateOptions:
+        """Return which candidates layers get, ranks that suit this processor under a budget in time."""
+        candidates = self.candidates()
+        if self.goal.budget.latency is None or self.decomposition.rank_multiple is not None:
+            return candidates
+        return replace(candidates, multiple=fast_multiple(self.timing.folder))
+
+    def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
+        """Return the same with times kept in a cache, or without one in the folder of the search."""
+        return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))
+
+    def record(self, network: str) -> dict[str, Any]:
+        """Return all that a search depends on beside the data and the score, which its own state tells apart.
+
+        Args:
+            network: The network's digest.
+        """
+        goal = self.goal
+        return {
+            "task": COMPRESS,
+            "network": network,
+            **asdict(goal.budget),
+            "episodes": goal.search.episodes,
+            "timing": None if goal.budget.latency is None else goal.timing.timing,
+            "candidates": asdict(self.candidates()),
+            "selector": self.selector,
+            "selector options": {name: repr(value) for name, value in self.selector_options.items()},
+            "seed": self.seed,
+        }

@@ -1,0 +1,207 @@
+"""What is known of a compressed network: the same words for modules and files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import CompressionPlan
+from rankrl.files import write_json
+from rankrl.plan_search.run import SearchResult, search_numbers
+from rankrl.report import LayerRow, collect_setup, write_report
+from rankrl.request import Request
+from rankrl.runs.run_folder import RunFolder
+from rankrl.timing.latency import LatencyComparison
+from rankrl.training import EpochRow
+from rankrl.verify.agreement import OutputAgreement, agreement_score
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressed network as an ONNX file and what is known of it.
+
+    Attributes:
+        path: The file.
+        plan: What became of every layer.
+        before: `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original.
+        after: The same of the compressed network.
+        outputs: How far each output agrees with the original's on the held-out inputs.
+        score: The user's score of the compressed network, or the agreement of its outputs (1 at most).
+        baseline_score: The same of the original.
+        verified: Largest difference between the file and the network that it was made from; of a graph,
+            relative to the largest number at the outputs.
+        latency: Its time beside the original's.
+        layers: What became of every layer, as the report shows it.
+        heldout: How many inputs it was compared on.
+        rewritten: What became of nodes of a file before anything was compressed, by name.
+        search: The record of the search for the plan; None where there was none.
+        missed: What to tell a reader if the budget in time is missed, else None.
+        collapsed: What to tell a reader if it answers no better than a constant, else None.
+    """
+
+    path: Path
+    plan: CompressionPlan
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    outputs: tuple[OutputAgreement, ...]
+    score: float
+    baseline_score: float
+    verified: float
+    latency: LatencyComparison
+    layers: tuple[LayerRow, ...] = field(repr=False)
+    heldout: int
+    rewritten: Mapping[str, str] = field(default_factory=dict)
+    search: SearchResult | None = field(default=None, repr=False)
+    missed: str | None = None
+    collapsed: str | None = None
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative output error of each layer that was touched, by name."""
+        return {row.name: row.error for row in self.layers if row.error}
+
+    @property
+    def untouched(self) -> dict[str, str]:
+        """The reason for each layer that stays as it is, by name."""
+        return {layer.name: layer.reason or "" for layer in self.plan if not layer.operations}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCompression(Compression):
+    """A compressed PyTorch module, its file and what is known of it.
+
+    Attributes:
+        model: The network: an ordinary module on the original's device, in evaluation mode.
+        dense: The network that the plan was made for: the original, rewritten where `rankrl.compress` says
+            so. `decomposition.load_compressed(original, folder / "model.safetensors")` loads `model`.
+        folder: Holds `plan.json`, `model.safetensors`, `model.onnx`, `metrics.json`, `episodes.csv` and
+            `report.html`; None where the file alone was asked for.
+        compressed_score: The score before fine-tuning.
+        epochs: The epochs of fine-tuning by a recipe.
+        test: Score of the original (`baseline`) and of the compressed network (`compressed`) on the test
+            inputs, if there are any.
+    """
+
+    model: nn.Module
+    dense: nn.Module
+    folder: Path | None
+    compressed_score: float
+    epochs: tuple[EpochRow, ...] = ()
+    test: Mapping[str, float] | None = None
+
+
+def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
+    """Return what to tell a reader if a finished file misses its budget in time, else None.
+
+    Args:
+        budget: Fraction of the original's time to keep at most, or None for no such budget.
+        times: The file's time beside the original's.
+    """
+    kept = 1 / times.ratio
+    if budget is None or kept <= budget:
+        return None
+    return (
+        f"budget.latency={budget} is missed: the finished file keeps {kept:.3f} of the original's time. "
+        "Measure on a quiet machine, or ask for a little less"
+    )
+
+
+def summary(result: Compression) -> dict[str, Any]:
+    """Return what metrics.json says of a compressed network."""
+    times = result.latency
+    return {
+        "baseline": {**result.before, "score": result.baseline_score, "agreement": 1.0},
+        "compressed": {
+            **result.after,
+            "score": result.score,
+            "agreement": agreement_score(result.outputs),
+        },
+        "outputs": {
+            each.name: {"error": each.error, **({} if each.top1 is None else {"top1": each.top1})}
+            for each in result.outputs
+        },
+        "ratios": {
+            **{
+                name: result.before[name] / max(1, result.after[name])
+                for name in ("params", "macs", "bytes", "file_bytes")
+            },
+            "latency": times.ratio,
+        },
+        "onnx": {
+            "verified": result.verified,
+            "latency_ms": times.compressed.median_ms,
+            "baseline_latency_ms": times.baseline.median_ms,
+            "latency_ratio_low": times.ratio_low,
+            "latency_ratio_high": times.ratio_high,
+            "batch": times.baseline.batch,
+            "threads": times.baseline.threads,
+            "runs": times.baseline.runs,
+            "clock": times.baseline.clock,
+            "busy": times.busy,
+        },
+        "untouched": result.untouched,
+        "errors": result.errors,
+    }
+
+
+def run_numbers(result: Compression, onnx: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the metrics.json of a call from Python says of a compressed network.
+
+    Args:
+        result: The network; of one that was fine-tuned, `agreement` is that of the last one.
+        onnx: What else is known of the file.
+    """
+    numbers = summary(result)
+    if isinstance(result, ModuleCompression):
+        last = numbers["compressed"]
+        tuned = {"score": last["score"], "agreement": last["agreement"]}
+        numbers["compressed"] = {**last, "score": result.compressed_score}
+        numbers["finetuned"] = tuned
+        if result.test is not None:
+            numbers["baseline"]["accuracy"] = result.test["baseline"]
+            tuned["accuracy"] = result.test["compressed"]
+        numbers["epochs"] = [asdict(row) for row in result.epochs]
+    else:
+        numbers["rewritten"], numbers["heldout_inputs"] = dict(result.rewritten), result.heldout
+    numbers["onnx"] = {**numbers["onnx"], **onnx}
+    if result.search is not None:
+        numbers["search"] = search_numbers(result.search)
+    numbers["warnings"] = [text for text in (result.missed, result.collapsed) if text is not None]
+    return numbers
+
+
+def write_run(
+    run: RunFolder, result: Compression, request: Request, model: str, numbers: Mapping[str, Any]
+) -> None:
+    """Write the report and, last, the numbers of a call from Python; log what its reader must know.
+
+    Args:
+        run: The folder.
+        result: The compressed network.
+        request: What was asked for.
+        model: The network's name.
+        numbers: What `run_numbers` says.
+    """
+    metrics = {
+        "task": "compress",
+        "model": model,
+        "decomposition": request.decomposition.format,
+        "selector": request.selector,
+        "seed": request.seed,
+        **numbers,
+    }
+    epochs = result.epochs if isinstance(result, ModuleCompression) else ()
+    setup = collect_setup(["rankrl.compress"], request.seed)
+    write_report(run.path, metrics=metrics, layers=result.layers, epochs=epochs, setup=setup)
+    write_json(run.metrics, metrics)
+    if result.missed is not None:
+        log.warning(result.missed)
+    if result.collapsed is not None:
+        log.error(result.collapsed)

@@ -1,0 +1,129 @@
+"""`rankrl.compress`, `search` and `apply_plan`: modules and files by the same calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import rankrl
+from rankrl.errors import ConfigError
+
+IMAGES = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+QUICK: dict[str, Any] = {
+    "timing": rankrl.LatencyOptions(batch=2, runs=2),
+    "decomposition": rankrl.DecompositionOptions(
+        format="tucker", candidates=3, iterations=3, final_iterations=3
+    ),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 12, 3), nn.Flatten(), nn.Linear(192, 4))
+    return nn.Sequential(*layers).eval()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("file") / "net.onnx"
+    rankrl.export_onnx(network(), path, (3, 8, 8))
+    return path
+
+
+@pytest.fixture
+def kinds(file: Path) -> dict[str, tuple[Any, Any]]:
+    return {"module": (network(), IMAGES), "file": (file, IMAGES.numpy())}
+
+
+@pytest.mark.parametrize("kind", ["module", "file"])
+def test_a_folder_gets_everything_and_a_file_the_network_alone(
+    kind: str, kinds: dict[str, tuple[Any, Any]], tmp_path: Path
+) -> None:
+    given, inputs = kinds[kind]
+    whole = rankrl.compress(given, inputs, tmp_path / "run", params=0.6, **QUICK)
+    alone = rankrl.compress(given, inputs, tmp_path / "alone" / "small.onnx", params=0.6, **QUICK)
+    assert {each.name for each in (tmp_path / "alone").iterdir()} == {"small.onnx"}
+    assert alone.path == tmp_path / "alone" / "small.onnx"
+    assert alone.plan.layers == whole.plan.layers
+    assert whole.path == tmp_path / "run" / "model.onnx"
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert written["compressed"]["params"] == whole.after["params"] < 0.6 * whole.before["params"]
+    assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run" / "plan.json").exists()
+    answers = [
+        onnxruntime.InferenceSession(str(path)).run(None, {"input": IMAGES[:2].numpy()})[0]
+        for path in (whole.path, alone.path)
+    ]
+    np.testing.assert_array_equal(*answers)
+    with pytest.raises(ConfigError, match="holds a run with another configuration"):
+        rankrl.compress(given, inputs, tmp_path / "run", params=0.5, **QUICK)
+
+
+@pytest.mark.parametrize("kind", ["module", "file"])
+def test_a_search_and_its_plan_are_the_halves(
+    kind: str, kinds: dict[str, tuple[Any, Any]], tmp_path: Path
+) -> None:
+    given, inputs = kinds[kind]
+    score = (lambda _: 0.5) if kind == "module" else None
+    result = rankrl.search(given, inputs, score=score, params=0.6, selector="greedy", **QUICK)
+    whole = rankrl.compress(given, inputs, tmp_path / "small.onnx", params=0.6, **QUICK)
+    if kind == "module":
+        small = rankrl.apply_plan(given, result.plan, inputs)
+        assert sum(each.numel() for each in small.parameters()) < whole.before["params"]
+        return
+    assert result.plan.layers == whole.plan.layers
+    again = rankrl.apply_plan(given, result.plan, inputs, tmp_path / "again.onnx", **QUICK)
+    assert again.after["params"] == whole.after["params"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "module",
+            {"images": rankrl.ImagePreprocessing(size=8)},
+            "images= means nothing for PyTorch",
+        ),
+        ("file", {"finetune": 1}, "finetune= means nothing for ONNX files"),
+        ("file", {"test": IMAGES}, "test= means nothing for ONNX files"),
+        ("file", {"heldout": IMAGES}, "heldout is the share of a file's inputs"),
+        ("module", {"folder": "other"}, "is the folder of the run already; leave folder= out"),
+    ],
+)
+def test_what_means_nothing_is_refused(
+    kind: str,
+    options: dict[str, Any],
+    message: str,
+    kinds: dict[str, tuple[Any, Any]],
+    tmp_path: Path,
+) -> None:
+    given, inputs = kinds[kind]
+    with pytest.raises(ConfigError, match=message):
+        rankrl.compress(given, inputs, tmp_path / "run", params=0.6, **QUICK, **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_of_the_last_version_work_and_warn(file: Path, tmp_path: Path) -> None:
+    inputs = IMAGES.numpy()
+    quick = {"candidates": 3, "timing": QUICK["timing"], "decomposition": "tucker", "params": 0.6}
+    with pytest.warns(DeprecationWarning, match=r"rankrl\.compress\(path, inputs, target"):
+        old = rankrl.compress_onnx(file, inputs, tmp_path / "old.onnx", **quick)
+    with pytest.warns(DeprecationWarning, match=r"decomposition=rankrl\.DecompositionOptions\(candidates=3"):
+        new = rankrl.compress(file, inputs, tmp_path / "new.onnx", **quick)
+    assert old.plan == new.plan
+    with pytest.warns(DeprecationWarning, match=r"rankrl\.apply_plan\(path, plan, inputs, target\)"):
+        again = rankrl.apply_onnx_plan(
+            file, inputs, tmp_path / "again.onnx", old.plan, timing=QUICK["timing"]
+        )
+    assert again.after == old.after
+    with pytest.warns(DeprecationWarning, match=r"search=rankrl\.SearchOptions\(episodes=2\)"):
+        rankrl.search(
+            network(), calibration=IMAGES, score=lambda _: 0.0, selector="random", episodes=2, params=0.6
+        )
