@@ -28,6 +28,7 @@ from rankrl.module_compression import FineTuner, FineTuning, compress_module, mo
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.onnx.graph.axis_suggestions import Axes
 from rankrl.onnx.graph.image_files import ImagePreprocessing
+from rankrl.onnx.graph.inputs import HELDOUT
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.budget import BudgetOptions
 from rankrl.options.decomposition import AUTO, DecompositionOptions
@@ -46,8 +47,6 @@ from rankrl.training import Loss
 
 __all__ = ["apply_plan", "compress", "load_compressed", "search"]
 
-HELDOUT = 0.2
-"""The share of the inputs that plans are scored on and results compared on; nothing is fitted to them."""
 FILE_BATCH = 16
 """Inputs of a timed pass of a file, unless another number is given."""
 

@@ -43,9 +43,6 @@ from rankrl.verify.measure import layer_row
 
 log = logging.getLogger(__name__)
 
-TIMED_BATCH = 16
-"""Inputs of a timed pass, unless another number is given."""
-
 
 @dataclass(frozen=True)
 class FileSource:

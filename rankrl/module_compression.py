@@ -51,9 +51,6 @@ from rankrl.verify.rewritten import check_rewritten
 
 log = logging.getLogger(__name__)
 
-HELDOUT = 0.2
-"""The share of the inputs that plans are scored on and results compared on; nothing is fitted to them."""
-
 FineTuning = int | TrainingRecipe | Callable[[nn.Module], Any]
 """Epochs, a recipe, or a function that trains the network it is given, in training mode, in place (or returns
 another)."""

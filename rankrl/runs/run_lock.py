@@ -9,8 +9,6 @@ processes of the same machine alone are seen.
 from __future__ import annotations
 
 import errno
-import functools
-import inspect
 import json
 import logging
 import os
@@ -18,8 +16,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,22 +70,6 @@ def locked(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # there are results
                 for place in made:
                     place.rmdir()
-
-
-def alone_in_folder(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function hold the folder that its argument `folder` names, unless that is None, while it works.
-
-    It raises what `locked` does, too.
-    """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def held(*args: _P.args, **options: _P.kwargs) -> _R:
-        folder = signature.bind(*args, **options).arguments.get("folder")
-        with nullcontext() if folder is None else locked(Path(folder)):
-            return function(*args, **options)
-
-    return held
 
 
 def check_free(folder: Path) -> None:
