@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,7 +20,7 @@ from decomposition.network.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
-from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file
+from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file_in
 from rankrl.files import storage_errors, write_atomically
 from rankrl.module_compression import FineTuner, FineTuning, compress_module, module_session
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
@@ -40,8 +38,7 @@ from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.progress import Progress
 from rankrl.renamed import renamed_arguments
 from rankrl.request import Request
-from rankrl.result import Compression, ModuleCompression, run_numbers, write_run
-from rankrl.runs.run_folder import SAME_CALL, RunFolder
+from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_lock import locked
 from rankrl.training import Loss
 
@@ -378,33 +375,6 @@ def _applied_to_file(
     return apply_to_file(
         FileSource(network, inputs, images, batch_axes, heldout, score), plan, target, request
     )
-
-
-def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
-    """Compress a file; where the target is a folder, with plan, numbers and report there.
-
-    Args:
-        source: The network and its inputs.
-        folder: Where the search keeps its record, or None.
-        request: What is asked for.
-        target: The ONNX file to write, or `folder`.
-    """
-    request = request.timed_in(request.cache, folder)
-    if target.suffix == ".onnx" or folder is None:
-        return compress_file(source, target, request, folder=folder)
-    request.check()
-    run = RunFolder(folder)
-    record = request.record(hashlib.sha256(source.path.read_bytes()).hexdigest()[:16])
-    run.check(record, advice=SAME_CALL)
-    run.prepare()
-    run.claim(record, (), resume=True)
-    result = compress_file(source, run.state / "model.onnx", request, folder=folder)
-    run.remove_results()
-    os.replace(result.path, run.onnx)
-    result.plan.save(run.plan)
-    result = replace(result, path=run.onnx)
-    write_run(run, result, request, source.path.stem, run_numbers(result, {}))
-    return result
 
 
 def _path(path: str | Path | None) -> Path | None:

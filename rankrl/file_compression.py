@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from decomposition import CompressionPlan, list_heuristics
+from decomposition.cache import digest
 from decomposition.plan.layer_plan import LayerPlan
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
@@ -33,7 +35,8 @@ from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.report import LayerRow
 from rankrl.request import Request
-from rankrl.result import Compression, missed_latency
+from rankrl.result import Compression, missed_latency, run_numbers, write_run
+from rankrl.runs.run_folder import SAME_CALL, RunFolder
 from rankrl.timing.graph_files import compared_with_original, time_beside
 from rankrl.timing.positions import faster_positions
 from rankrl.verify.agreement import agreement_score
@@ -205,6 +208,37 @@ def compress_file(
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
     sensitivities = session.library.sensitivities
     return _finished(source, begun.request, begun.network, result.plan, target, sensitivities, result)
+
+
+def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
+    """Compress a file; where the target is a folder, with plan, numbers and report there.
+
+    Args:
+        source: The network and its inputs.
+        folder: Where the search keeps its record, or None.
+        request: What is asked for.
+        target: The ONNX file to write, or `folder`.
+
+    Raises:
+        RankrlError: As `compress_file`.
+        ConfigError: The folder holds the results of another call.
+    """
+    request = request.timed_in(request.cache, folder)
+    if folder is None or target != folder:
+        return compress_file(source, target, request, folder=folder)
+    request.check()
+    run = RunFolder(folder)
+    record = request.record(digest(source.path.read_bytes())[:16])
+    run.check(record, advice=SAME_CALL)
+    run.prepare()
+    run.claim(record, (), resume=True)
+    result = compress_file(source, run.state / "model.onnx", request, folder=folder)
+    run.remove_results()
+    os.replace(result.path, run.onnx)
+    result.plan.save(run.plan)
+    result = replace(result, path=run.onnx)
+    write_run(run, result, request, source.path.stem, run_numbers(result, {}))
+    return result
 
 
 def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, request: Request) -> Compression:

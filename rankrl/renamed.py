@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,20 +16,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _FIRST = {"model": "network", "path": "network", "data": "inputs", "calibration": "inputs"}
-_DECOMPOSITION = {
-    name: name
-    for name in (
-        *("precisions", "channels", "blocks", "skip", "only", "candidates", "weigh_outputs", "iterations"),
-        *("final_iterations", "final_starts", "rank_multiple"),
-    )
-} | {"multiple": "rank_multiple"}
-_SEARCH = {
-    name: name
-    for name in (
-        *("episodes", "seconds", "patience", "finalists", "term"),
-        *("workers", "cluster", "worker_cpus", "worker_gpus"),
-    )
-}
+_DECOMPOSITION = (
+    *("precisions", "channels", "blocks", "skip", "only", "candidates", "weigh_outputs", "iterations"),
+    *("final_iterations", "final_starts", "rank_multiple"),
+)
+_SEARCH = (
+    *("episodes", "seconds", "patience", "finalists", "term"),
+    *("workers", "cluster", "worker_cpus", "worker_gpus"),
+)
 
 
 def renamed_arguments(
@@ -65,19 +59,22 @@ def renamed_arguments(
 
 
 def _rename(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Give the first arguments the names of today."""
+    """Give arguments the names of today."""
+    parameters = list(inspect.signature(function).parameters)
     for old, new in _FIRST.items():
-        if old in options and new not in options and new in inspect.signature(function).parameters:
+        if old in options and new not in options and new in parameters:
             options[new] = options.pop(old)
-    names = list(inspect.signature(function).parameters)[: len(args)]
+    if "multiple" in options:
+        options["rank_multiple"] = options.pop("multiple")
+    names = parameters[: len(args)]
     if function.__name__ == "compress" and "folder" in options and "target" not in [*names, *options]:
         options["target"] = options.pop("folder")
 
 
-def _taken(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Take the options of these names out of a call's, under the names of today."""
+def _taken(options: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Take the options of these names out of a call's; None stands for a default."""
     old = {name: options.pop(name) for name in list(options) if name in names}
-    return {names[name]: value for name, value in old.items() if value is not None}
+    return {name: value for name, value in old.items() if value is not None}
 
 
 def _warn(options: Mapping[str, Any], instead: str) -> None:
