@@ -298,7 +298,7 @@ def _network(given: GivenFile, request: Request) -> GraphNetwork:
     """Return the network as searches see it."""
     timing = request.timing
     feed = given.feed(timing.batch)
-    return GraphNetwork(given, feed, request.final_fit, timing.reduce_range, request.seed)
+    return GraphNetwork(given, feed, request.decomposition.final_fit(), timing.reduce_range, request.seed)
 
 
 def _as_it_is(given: GivenFile) -> CompressionPlan:

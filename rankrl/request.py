@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from decomposition import FitOptions
 from rankrl.errors import ConfigError
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions
@@ -51,11 +50,6 @@ class Request:
     def fits(self) -> Path | None:
         """Folder of fits and sensitivities, or None."""
         return None if self.cache is None else self.cache / "fits"
-
-    @property
-    def final_fit(self) -> FitOptions:
-        """How much work each fit of the plan may do."""
-        return FitOptions(self.decomposition.final_iterations, self.decomposition.final_starts)
 
     def check(self) -> None:
         """Refuse what can be refused before anything is read.

@@ -13,7 +13,6 @@ from torch import nn
 from decomposition import (
     CompressionPlan,
     FitLibrary,
-    FitOptions,
     Inputs,
     LayerSpec,
     apply_plan,
@@ -86,7 +85,7 @@ class ModuleNetwork:
                 inputs,
                 sequential=options.sequential,
                 weigh_outputs=options.weigh_outputs,
-                options=FitOptions(options.final_iterations, options.final_starts),
+                options=options.final_fit(),
                 seed=seed,
                 progress=progress,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decomposition.fit.fit_options import FitOptions
 from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.options.budget import BudgetOptions
@@ -86,6 +87,14 @@ class DecompositionOptions(FittingOptions):
     def choices(self) -> tuple[str, ...]:
         """The formats that every layer chooses from."""
         return self.formats if self.format == AUTO and self.formats is not None else (self.format,)
+
+    def final_fit(self) -> FitOptions:
+        """Return how much work each fit of the chosen plan may do.
+
+        Raises:
+            DecompositionError: A number is out of range.
+        """
+        return FitOptions(self.final_iterations, self.final_starts)
 
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:

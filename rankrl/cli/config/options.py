@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from decomposition import FitOptions
 from rankrl.cli.config.entries import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
@@ -54,11 +53,6 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     )
 
 
-def final_fit(config: AppConfig) -> FitOptions:
-    """Return the effort of the chosen plan's fits."""
-    return FitOptions(config.decomposition.final_iterations, config.decomposition.final_starts)
-
-
 def check(config: AppConfig, *, finetuning: bool = True) -> None:
     """Refuse what can be refused before anything takes time.
 
@@ -69,7 +63,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     Raises:
         RankrlError: If an option is out of its range.
     """
-    final_fit(config)
+    config.decomposition.final_fit()
     candidates = CandidateOptions.of(
         config.decomposition, config.budget, reduce_range=config.export.reduce_range
     )

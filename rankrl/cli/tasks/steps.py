@@ -181,7 +181,7 @@ def applied_plan(
         images,
         sequential=config.decomposition.sequential,
         weigh_outputs=config.decomposition.weigh_outputs,
-        options=options.final_fit(config),
+        options=config.decomposition.final_fit(),
         seed=config.seed,
         statistics=calibration_images(data, len(images), seed=config.seed, augmented=True),
     )
