@@ -42,6 +42,7 @@ def kinds(file: Path) -> dict[str, tuple[Any, Any]]:
     return {"module": (network(), IMAGES), "file": (file, IMAGES.numpy())}
 
 
+@pytest.mark.usefixtures("staged_files")  # which form of a file is faster, the clock would say anew
 @pytest.mark.parametrize("kind", ["module", "file"])
 def test_a_folder_gets_everything_and_a_file_the_network_alone(
     kind: str, kinds: dict[str, tuple[Any, Any]], tmp_path: Path
