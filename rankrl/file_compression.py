@@ -21,12 +21,12 @@ from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.onnx.graph.axis_suggestions import Axes
 from rankrl.onnx.graph.costs import network_costs, plan_costs
 from rankrl.onnx.graph.file import check_contracted, write_graph
-from rankrl.onnx.graph.given import GivenFile, Inputs
 from rankrl.onnx.graph.half import check_without_integers, without_integers
 from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT
 from rankrl.onnx.graph.network import OnnxNetwork, open_session
 from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
+from rankrl.onnx.graph.prepared_file import Inputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
 from rankrl.onnx.protobuf import to_proto
@@ -70,7 +70,7 @@ class FileSource:
     score: SessionScore | None = None
     term: FileTerm = OnnxScoring.term
 
-    def read(self, request: Request, *, scored: float = 0.0) -> GivenFile:
+    def read(self, request: Request, *, scored: float = 0.0) -> PreparedFile:
         """Read the file and its inputs.
 
         Args:
@@ -81,7 +81,7 @@ class FileSource:
             OnnxGraphError: The file or the inputs cannot be used.
             DecompositionError: `skip` or `only` match no node.
         """
-        return GivenFile.read(
+        return PreparedFile.read(
             self.path,
             self.inputs,
             images=self.images,
@@ -287,21 +287,21 @@ def _check_target(target: Path, path: Path) -> None:
         raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
 
 
-def _of_file(candidates: CandidateOptions, given: GivenFile) -> CandidateOptions:
+def _of_file(candidates: CandidateOptions, given: PreparedFile) -> CandidateOptions:
     """Return the candidates without what a file in half precision cannot hold."""
     if not given.network.half:
         return candidates
     return replace(candidates, precisions=without_integers(candidates.precisions, given.network.source))
 
 
-def _network(given: GivenFile, request: Request) -> GraphNetwork:
+def _network(given: PreparedFile, request: Request) -> GraphNetwork:
     """Return the network as searches see it."""
     timing = request.timing
     feed = given.feed(timing.batch)
     return GraphNetwork(given, feed, request.decomposition.final_fit(), timing.reduce_range, request.seed)
 
 
-def _as_it_is(given: GivenFile) -> CompressionPlan:
+def _as_it_is(given: PreparedFile) -> CompressionPlan:
     """Return the plan that leaves every node as it is."""
     reason = "the budget is kept without"
     layers = tuple(LayerPlan(site.name, reason=site.spec.refusal or reason) for site in given.sites)
@@ -363,7 +363,7 @@ def _finished(
     )
 
 
-def _rows(given: GivenFile, plan: CompressionPlan, errors: Mapping[str, float]) -> list[LayerRow]:
+def _rows(given: PreparedFile, plan: CompressionPlan, errors: Mapping[str, float]) -> list[LayerRow]:
     """Return the report's row of every node."""
     specs = {site.name: site.spec for site in given.sites if site.spec.params}
     before = {site.name: site.spec for site in given.original_sites}

@@ -34,7 +34,7 @@ from decomposition.calibration.moments import InputMoments
 from decomposition.fit.low_rank import LowRank
 from decomposition.network.kinds import weight_of
 from rankrl.networks.graph import measured_sensitivities
-from rankrl.onnx.graph import GivenFile, Site
+from rankrl.onnx.graph import PreparedFile, Site
 from rankrl.onnx.graph.capture import Captured, collect_moments
 from rankrl.onnx.graph.inputs import checked
 from rankrl.onnx.graph.network import GraphSession
@@ -96,7 +96,7 @@ METHODS: Mapping[str, Method] = {
 """ASVD scales the columns by E|x|^1/2, so that its S is the diagonal of E|x|."""
 
 
-def linear_layers(given: GivenFile, seed: int = 0) -> list[Layer]:
+def linear_layers(given: PreparedFile, seed: int = 0) -> list[Layer]:
     """Return the linear layers of a file, calibrated on its inputs."""
     sites = [site for site in given.usable if site.spec.kind == "linear"]
     moments = collect_moments(given.network, sites, given.split.calibration, seed=seed)
@@ -114,7 +114,7 @@ def linear_layers(given: GivenFile, seed: int = 0) -> list[Layer]:
     ]
 
 
-def _mean_sizes(given: GivenFile, sites: Sequence[Site]) -> dict[str, torch.Tensor]:
+def _mean_sizes(given: PreparedFile, sites: Sequence[Site]) -> dict[str, torch.Tensor]:
     session = Captured(given.network.graph_model(), [site.input_name for site in sites], given.network.source)
     sums: dict[str, Array] = {}
     for feed in given.split.calibration:
@@ -136,7 +136,7 @@ class Tested:
     """
 
     def __init__(
-        self, given: GivenFile, layers: Sequence[Layer], inputs: Mapping[str, Array], labels: Array | None
+        self, given: PreparedFile, layers: Sequence[Layer], inputs: Mapping[str, Array], labels: Array | None
     ) -> None:
         self.network, self.inputs = given.network, checked(inputs, given.network)
         model = given.network.graph_model()
@@ -215,7 +215,7 @@ def main() -> None:
         # One input is held out, as everywhere; it is not used.
         names = [name for name in fitting if name != chosen.labels]
         some = {name: fitting[name][: count + 1] for name in names}
-        given = GivenFile.read(chosen.network, some, heldout=1e-9, look_ups=False)
+        given = PreparedFile.read(chosen.network, some, heldout=1e-9, look_ups=False)
         layers = linear_layers(given)
         inputs = {name: testing[name] for name in names}
         tested = Tested(given, layers, inputs, testing.get(chosen.labels))

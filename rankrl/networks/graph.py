@@ -19,9 +19,9 @@ from decomposition.operations.quantise import computes_in_integers
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.file import write_graph
-from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.integers import without_integers
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import METHOD, collect_sensitivities
@@ -45,7 +45,7 @@ class GraphNetwork:
         time_of_original: Time of the network / that of the file, where it was rewritten.
     """
 
-    given: GivenFile
+    given: PreparedFile
     feed: Feed = field(repr=False)
     final_fit: FitOptions = FINAL
     reduce_range: bool | None = None
@@ -128,7 +128,7 @@ class GraphNetwork:
 
 
 def fit_library(
-    given: GivenFile,
+    given: PreparedFile,
     candidates: CandidateOptions,
     *,
     folder: Path | None = None,
@@ -169,7 +169,7 @@ def fit_library(
 
 
 def measured_sensitivities(
-    given: GivenFile, *, folder: Path | None = None, seed: int = 0
+    given: PreparedFile, *, folder: Path | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`).
 

@@ -12,8 +12,8 @@ from torch import nn
 from decomposition import CompressionPlan, FitLibrary
 from decomposition.cache import Cache, digest
 from rankrl.onnx.graph.file import write_graph
-from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.refit import structured_graph
 from rankrl.onnx.graph.site import Site
 from rankrl.options.timing import LatencyOptions
@@ -31,7 +31,7 @@ class GraphFiles:
         library: The fits of its nodes, which stand in the files.
     """
 
-    given: GivenFile
+    given: PreparedFile
     feed: Feed
     library: FitLibrary
 

@@ -6,8 +6,8 @@ import onnx_ir as ir
 
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.network import Feed, GraphSession, open_session
+from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.quantised import rounds
 from rankrl.onnx.graph.reading import free_sizes
 from rankrl.onnx.graph.rewrite import MARKED, replace_node
@@ -19,7 +19,7 @@ _INPUTS = 4
 """Inputs that are compared: a network that is read wrongly is wrong on any."""
 
 
-def check_as_read(given: GivenFile) -> None:
+def check_as_read(given: PreparedFile) -> None:
     """Refuse a file that would be compressed as something else than it is.
 
     Some held-out inputs are sent through the file as it lies there, and through what is about to be
@@ -64,7 +64,7 @@ def _content(source: str) -> ir.Model | str:
     return model if free_sizes(model.graph) else source
 
 
-def _written_anew(given: GivenFile) -> ir.Model:
+def _written_anew(given: PreparedFile) -> ir.Model:
     """Return the network with every node that can be compressed in the place of itself."""
     model = given.network.graph_model()
     for site in given.sites:
@@ -73,7 +73,7 @@ def _written_anew(given: GivenFile) -> ir.Model:
     return without_unused(model)
 
 
-def _rounds(given: GivenFile) -> bool:
+def _rounds(given: PreparedFile) -> bool:
     """Tell whether the network rounds by itself, to half precision or to integers."""
     return bool(given.network.half) or any(map(rounds, given.network.graph_model().graph.all_nodes()))
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from rankrl.onnx.graph.costs import network_costs
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import read_inputs, split_inputs
 from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 
 __all__ = [
-    "GivenFile",
     "ImagePreprocessing",
     "OnnxGraphError",
     "OnnxNetwork",
+    "PreparedFile",
     "Site",
     "find_sites",
     "network_costs",

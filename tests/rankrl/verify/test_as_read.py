@@ -26,7 +26,7 @@ from small_graphs import (
 )
 
 import rankrl
-from rankrl.onnx.graph import GivenFile, OnnxGraphError, reading
+from rankrl.onnx.graph import OnnxGraphError, PreparedFile, reading
 from rankrl.verify.as_read import check_as_read
 from rankrl.verify.fidelity import COARSE_FLOOR, departure, relative_error
 
@@ -40,10 +40,10 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
 }
 
 
-def read(name: str, folder: Path) -> GivenFile:
+def read(name: str, folder: Path) -> PreparedFile:
     made, feed = CASES[name]
     onnx.save(made(), folder / "net.onnx")
-    return GivenFile.read(folder / "net.onnx", feed)
+    return PreparedFile.read(folder / "net.onnx", feed)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,7 +100,7 @@ def test_what_an_original_does_not_know_itself_is_no_departure(tmp_path: Path) -
     ends: tuple[Any, Any] = {"x": ["n", 16]}, {"y": ["n", 16]}
     onnx.save(model_of(nodes, {"w": of_low_rank(16, 16, 3)}, *ends), tmp_path / "net.onnx")
     x = np.random.default_rng(0).standard_normal((20, 16)).astype(np.float32)
-    check_as_read(GivenFile.read(tmp_path / "net.onnx", {"x": x}))
+    check_as_read(PreparedFile.read(tmp_path / "net.onnx", {"x": x}))
 
 
 def test_half_precision_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_half_precision_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
     onnx.save(model, tmp_path / "net.onnx")
     x = np.random.default_rng(0).standard_normal((20, 64)).astype(np.float16)
-    check_as_read(GivenFile.read(tmp_path / "net.onnx", {"x": x}))
+    check_as_read(PreparedFile.read(tmp_path / "net.onnx", {"x": x}))
 
 
 def test_departures() -> None:

@@ -11,25 +11,25 @@ import pytest
 import torch
 from small_graphs import Array, convolutions, images
 
-from rankrl.onnx.graph import GivenFile
+from rankrl.onnx.graph import PreparedFile
 from rankrl.onnx.graph.capture import Captured
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> GivenFile:
+def given(tmp_path: Path) -> PreparedFile:
     onnx.save(convolutions(), tmp_path / "net.onnx")
-    return GivenFile.read(tmp_path / "net.onnx", images(81), heldout=1e-9)
+    return PreparedFile.read(tmp_path / "net.onnx", images(81), heldout=1e-9)
 
 
 @pytest.fixture
-def layer(given: GivenFile) -> bench.Layer:
+def layer(given: PreparedFile) -> bench.Layer:
     (found,) = bench.linear_layers(given)
     return found
 
 
-def received(given: GivenFile, x: Array) -> Array:
+def received(given: PreparedFile, x: Array) -> Array:
     """What the linear layer gets."""
     return Captured(given.network.graph_model(), ["f"], "net").run({"x": x})["f"].astype(np.float64)
 
@@ -45,7 +45,7 @@ def root(matrix: Array) -> Array:
     return np.asarray(vectors * np.sqrt(values.clip(min=0))) @ vectors.T
 
 
-def test_methods_are_what_their_sources_say(given: GivenFile, layer: bench.Layer) -> None:
+def test_methods_are_what_their_sources_say(given: PreparedFile, layer: bench.Layer) -> None:
     x = np.concatenate([received(given, feed["x"]) for feed in given.split.calibration])
     weight, inputs, outputs = layer.weight.numpy(), x.T @ x / len(x), layer.sensitivity.numpy()
     nothing, plain = np.eye(len(weight)), np.eye(weight.shape[1])
@@ -63,7 +63,7 @@ def test_methods_are_what_their_sources_say(given: GivenFile, layer: bench.Layer
         assert lost == pytest.approx(least(left, weight, right, 2), rel=1e-2), name
 
 
-def test_errors_and_accuracies_are_those_of_the_outputs(given: GivenFile, layer: bench.Layer) -> None:
+def test_errors_and_accuracies_are_those_of_the_outputs(given: PreparedFile, layer: bench.Layer) -> None:
     x = images(40)
     tested = bench.Tested(given, [layer], {"x": x}, None)
     assert tested.accuracy({}) == 1
@@ -84,7 +84,7 @@ def test_errors_and_accuracies_are_those_of_the_outputs(given: GivenFile, layer:
 
 
 def test_the_table_has_a_row_for_every_method(
-    given: GivenFile, layer: bench.Layer, capsys: pytest.CaptureFixture[str]
+    given: PreparedFile, layer: bench.Layer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = bench.table([layer], bench.Tested(given, [layer], {"x": images(20)}, None), [0.9, 0.5])
     assert [row.split("|")[1].strip() for row in rows] == list(bench.METHODS)

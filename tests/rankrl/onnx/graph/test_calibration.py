@@ -18,7 +18,7 @@ from decomposition.calibration.metric import whole
 from rankrl.networks import graph as graph_network
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.export import export_onnx
-from rankrl.onnx.graph import GivenFile, OnnxNetwork, capture, find_sites, sensitivity
+from rankrl.onnx.graph import OnnxNetwork, PreparedFile, capture, find_sites, sensitivity
 from rankrl.onnx.graph.inputs import split_inputs
 
 
@@ -90,7 +90,7 @@ def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnx.save(tokens(), tmp_path / "net.onnx")
-    given = GivenFile.read(tmp_path / "net.onnx", sentences())
+    given = PreparedFile.read(tmp_path / "net.onnx", sentences())
     folder = tmp_path / "fits"
     measured = measured_sensitivities(given, folder=folder)
     (kept,) = folder.iterdir()
@@ -105,8 +105,8 @@ def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
     assert not calls
     assert set(again) == set(measured)
     assert all(torch.equal(again[name], each) for name, each in measured.items())
-    fewer = GivenFile.read(tmp_path / "net.onnx", sentences(), skip=["along"])
-    others = GivenFile.read(tmp_path / "net.onnx", sentences(150))
+    fewer = PreparedFile.read(tmp_path / "net.onnx", sentences(), skip=["along"])
+    others = PreparedFile.read(tmp_path / "net.onnx", sentences(150))
     for number, (each, seed) in enumerate(((given, 1), (fewer, 0), (others, 0)), start=1):
         measured_sensitivities(each, folder=folder, seed=seed)
         assert len(calls) == number

@@ -20,7 +20,7 @@ from decomposition import DecompositionError, FitOptions
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import integer_nodes
-from rankrl.onnx.graph import GivenFile, OnnxGraphError, find_sites, network_costs
+from rankrl.onnx.graph import OnnxGraphError, PreparedFile, find_sites, network_costs
 from rankrl.onnx.graph.foreign import foreign_reason
 
 X = {"x": images(20)}
@@ -74,7 +74,7 @@ def answers(path: Path) -> Array:
 def test_what_onnxruntime_optimised_is_listed_with_the_remedy(level: str, tmp_path: Path) -> None:
     path = optimised(convolved(), tmp_path, level)
     kinds = {node.name: (node.domain, node.op_type) for node in onnx.load(path).graph.node}
-    given = GivenFile.read(path, X)
+    given = PreparedFile.read(path, X)
     foreign = [site for site in given.sites if kinds[site.name][0] not in ("", "ai.onnx")]
     assert len(foreign) == 2, kinds
     for site in foreign:

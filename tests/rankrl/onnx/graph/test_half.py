@@ -17,7 +17,7 @@ from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, s
 import rankrl
 from decomposition import FitOptions, PlanError, Quantise
 from rankrl.errors import ConfigError
-from rankrl.onnx.graph import GivenFile, OnnxGraphError
+from rankrl.onnx.graph import OnnxGraphError, PreparedFile
 from rankrl.onnx.graph.half import HALF, half_values, in_float32, in_half
 from rankrl.onnx.protobuf import to_proto
 
@@ -164,4 +164,4 @@ def test_a_precision_that_onnxruntime_does_not_run_is_refused_with_the_way_out(t
         value.type.tensor_type.elem_type = TensorProto.BFLOAT16
     onnx.save(model, tmp_path / "net.onnx")
     with pytest.raises(OnnxGraphError, match=r"bfloat16.*float32 or float16"):
-        GivenFile.read(tmp_path / "net.onnx", {"x": images(20)})
+        PreparedFile.read(tmp_path / "net.onnx", {"x": images(20)})

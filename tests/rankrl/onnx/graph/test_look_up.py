@@ -19,8 +19,8 @@ from small_graphs import OPSETS, Array, generator, model_of, network_of
 import rankrl
 from decomposition import FitOptions
 from rankrl.errors import RankrlError
-from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.look_up import with_look_ups
+from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.protobuf import to_proto
 
 CLASSES, WIDTH, POSITIONS = 7, 4, 5
@@ -232,9 +232,9 @@ def test_compresses_with_look_ups(tmp_path: Path) -> None:
     torch.onnx.export(
         Embedding().eval(), (tokens[:2],), path, dynamo=True, verbose=False, dynamic_shapes=({0: "n"},)
     )
-    network = GivenFile.read(path, tokens.numpy())
+    network = PreparedFile.read(path, tokens.numpy())
     assert [site.spec.weight_shape for site in network.looked_up] == [(16, CLASSES)]
-    assert GivenFile.read(path, tokens.numpy(), look_ups=False).looked_up == []
+    assert PreparedFile.read(path, tokens.numpy(), look_ups=False).looked_up == []
     options: dict[str, Any] = {"decomposition": "tucker", "options": FitOptions(iterations=5)}
     found = rankrl.compress_onnx(path, tokens.numpy(), tmp_path / "small.onnx", macs=0.5, **options)
     assert found.before["macs"] == network.original_totals["macs"] > network.totals["macs"]

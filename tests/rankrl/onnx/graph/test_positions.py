@@ -18,7 +18,6 @@ from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
 from decomposition import CompressionPlan, FitOptions, PlanError
-from rankrl.onnx.graph.given import GivenFile
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph.positions import (
     METADATA,
@@ -26,6 +25,7 @@ from rankrl.onnx.graph.positions import (
     possible_positions,
     with_several_positions,
 )
+from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 from rankrl.onnx.protobuf import to_proto
@@ -347,10 +347,10 @@ def test_only_for_budgets_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_nodes_that_are_skipped_stay(tmp_path: Path) -> None:
     onnx.save(small(), tmp_path / "net.onnx")
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
-    given_file = GivenFile.read(tmp_path / "net.onnx", x, skip=["first"])
+    given_file = PreparedFile.read(tmp_path / "net.onnx", x, skip=["first"])
     first = next(site for site in given_file.sites if site.name == "first")
     assert possible_positions(given_file.network, first, GROUP) == []
-    rewritten = GivenFile.read(tmp_path / "net.onnx", x, skip=["second"]).with_several_positions(
+    rewritten = PreparedFile.read(tmp_path / "net.onnx", x, skip=["second"]).with_several_positions(
         {"first": SeveralPositions(1, 2)}
     )
     assert [site.name for site in rewritten.usable] == ["first", "last"]

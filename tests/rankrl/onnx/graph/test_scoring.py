@@ -18,10 +18,10 @@ from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph
-from rankrl.onnx.graph import GivenFile, OnnxNetwork
+from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.plan_search.space.problem import SearchProblem
 
-Searched = Callable[..., tuple[GivenFile, FitLibrary, SearchProblem]]
+Searched = Callable[..., tuple[PreparedFile, FitLibrary, SearchProblem]]
 # Constants of each graph that take up what is lost of the mean of a node's output, and with which sign.
 GRAPHS: dict[str, tuple[onnx.ModelProto, Any, dict[str, tuple[str, str, int]]]] = {
     "convolutions": (
@@ -55,11 +55,11 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     @functools.cache
     def made(
         name: str, precisions: tuple[str, ...] = ("float32",)
-    ) -> tuple[GivenFile, FitLibrary, SearchProblem]:
+    ) -> tuple[PreparedFile, FitLibrary, SearchProblem]:
         model, inputs, _ = GRAPHS[name]
         path = tmp_path_factory.mktemp(name) / "net.onnx"
         onnx.save(model, path)
-        given = GivenFile.read(path, inputs, scored=0.2)
+        given = PreparedFile.read(path, inputs, scored=0.2)
         options = CandidateOptions(("tucker",), precisions=precisions, candidates=4, iterations=5)
         library = fit_library(given, options)
         sites = library.all_candidates(limit=4)

@@ -19,7 +19,7 @@ from decomposition import CompressionPlan, Factorise, FitOptions, PlanError
 from rankrl.errors import ConfigError
 from rankrl.networks.graph import GraphNetwork
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator
-from rankrl.onnx.graph import GivenFile, OnnxNetwork
+from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
 from rankrl.result import Compression
@@ -78,7 +78,7 @@ def test_the_best_of_the_scored_plans_is_carried_out(
 
 def test_the_inputs_that_results_are_compared_on_choose_nothing(tmp_path: Path) -> None:
     onnx.save(convolutions(), tmp_path / "net.onnx")
-    split = GivenFile.read(tmp_path / "net.onnx", images(100), scored=0.2).split
+    split = PreparedFile.read(tmp_path / "net.onnx", images(100), scored=0.2).split
     parts = [
         np.concatenate([feed["x"] for feed in each])
         for each in (split.calibration, split.scored, split.heldout)

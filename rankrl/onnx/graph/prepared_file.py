@@ -1,4 +1,4 @@
-"""What a task on an ONNX file begins with: the network, its inputs, its nodes and what they cost."""
+"""A network in an ONNX file made ready for compression: its inputs, its nodes and what they cost."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Inputs = Batches | str | Path
 
 
 @dataclass(frozen=True)
-class GivenFile:
-    """A network in an ONNX file with its inputs.
+class PreparedFile:
+    """A network read from an ONNX file, with its inputs, its nodes and their costs.
 
     Attributes:
         original: The network as the file has it, half precision in float32.
@@ -64,7 +64,7 @@ class GivenFile:
         only: Sequence[str] = (),
         look_ups: bool = True,
         seed: int = 0,
-    ) -> GivenFile:
+    ) -> PreparedFile:
         """Read the file, and the inputs where they are in a file, too.
 
         Args:
@@ -96,7 +96,7 @@ class GivenFile:
             log.warning("%s: %s", path, given.foreign)
         return given
 
-    def with_several_positions(self, chosen: Chosen) -> GivenFile:
+    def with_several_positions(self, chosen: Chosen) -> PreparedFile:
         """Return the same file with convolutions that compute several positions at once.
 
         Args:
