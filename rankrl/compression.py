@@ -217,7 +217,7 @@ def search(
     bytes: float | None = None,
     latency: float | None = None,
     decomposition: str | Sequence[str] | DecompositionOptions | None = None,
-    selector: str = "bayes_ddpg",
+    selector: str = "bayes",
     selector_options: Mapping[str, Any] | None = None,
     reward: str = "accuracy",
     reward_options: Mapping[str, Any] | None = None,

@@ -9,7 +9,6 @@ from rankrl.options.agents import (
     IMPORTANCE_SCALE,
     ActionKind,
     AgentOptions,
-    Feature,
     check_importance_scale,
 )
 
@@ -162,32 +161,8 @@ class BayesOptions:
         _check_least(self, plans_per_step=1)
 
 
-@dataclass(frozen=True)
-class BayesDDPGOptions(BayesOptions):
-    """Options of `bayes_ddpg`.
-
-    Attributes:
-        policy_share: Share of the imagined plans that are the policy's, in (0, 1].
-        features: What the policy sees beyond the layer's own descriptors and the previous action
-            (`ObservationEncoder`); a pretrained policy's own with one.
-        hidden: Units of the hidden layers of actor and critic.
-        learning_rate: Learning rate of actor and critic (Adam).
-    """
-
-    policy_share: float = 0.5
-    features: tuple[Feature, ...] = ("identity", "plan")
-    hidden: tuple[int, ...] = (64, 64)
-    learning_rate: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.policy_share <= 1:
-            raise ConfigError(f"selector.policy_share must lie in (0, 1], got {self.policy_share}")
-
-
 SELECTORS = {
     "bayes": BayesOptions,
-    "bayes_ddpg": BayesDDPGOptions,
     "cmaes": CMAESOptions,
     "ddpg": AgentOptions,
     "divergence": DivergenceOptions,

@@ -89,7 +89,7 @@ class CompareOptions:
     """
 
     selectors: tuple[str, ...] = (
-        *("bayes_ddpg", "bayes", "ddpg", "tpe", "cmaes", "local", "random"),
+        *("bayes", "ddpg", "tpe", "cmaes", "local", "random"),
         *("greedy", "energy", "vbmf", "uniform"),
     )
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)

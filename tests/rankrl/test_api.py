@@ -47,7 +47,7 @@ def fidelity(dense: nn.Module, images: torch.Tensor) -> rankrl.api.Score:
     return score
 
 
-@pytest.mark.parametrize("selector", ["bayes_ddpg", "ddpg", "greedy", "random"])
+@pytest.mark.parametrize("selector", ["bayes", "ddpg", "greedy", "random"])
 def test_network_that_is_no_classifier_is_searched(
     model: nn.Module, images: torch.Tensor, selector: str
 ) -> None:

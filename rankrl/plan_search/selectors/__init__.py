@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rankrl.plan_search.selectors import (  # registers the selectors
     bayes,
-    bayes_ddpg,
     cma_es,
     divergence,
     local_changes,
@@ -33,7 +32,6 @@ __all__ = [
     "SelectorEntry",
     "SelectorState",
     "bayes",
-    "bayes_ddpg",
     "check_selector",
     "cma_es",
     "create_selector",

@@ -147,18 +147,6 @@ class BayesSelector(Selector):
         self._seen = {tuple(choices) for choices in state.values["seen"]}
         restore_generator(self._generator, state.values["generator"])
 
-    def imagine(self, count: int, scale: float) -> np.ndarray:
-        """Return the actions of plans for the process to choose from.
-
-        Args:
-            count: How many.
-            scale: Standard deviation of a change, in units of the action.
-
-        Returns:
-            Shape (count, sites) in [-1, 1]: changes of the best plan so far.
-        """
-        return self._changed(np.broadcast_to(self._best, (count, len(self._best))), scale)
-
     @staticmethod
     def _policy(policy: str, action: ActionKind | None, importance_scale: float) -> PolicyFile:
         """Read a policy; refuse options that contradict it."""
@@ -179,7 +167,7 @@ class BayesSelector(Selector):
         span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
         progress = min(1.0, (self._played - self.warmup_episodes) / span)
         scale = self.step * (self.final_step / self.step) ** progress
-        candidates = self.imagine(self.candidates, scale)
+        candidates = self._changed(np.tile(self._best, (self.candidates, 1)), scale)
         bounds = self._bounds(candidates)
         for _ in range(self.refinements):
             parents = candidates[np.argsort(-bounds, kind="stable")[:_PARENTS]]

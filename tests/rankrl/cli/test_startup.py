@@ -39,7 +39,7 @@ ANSWERED = {
     "search.episodes=few": (2, "search.episodes must be a whole number"),
     "selector=bayes selector.optimizm=1": (2, "Did you mean 'selector.optimism'?"),
     "task=pipline": (2, "Did you mean 'pipeline'?"),
-    "-sc query=bash": (0, "selector=bayes selector=bayes_ddpg"),
+    "-sc query=bash": (0, "selector=bayes"),
     "task=evaluate weights=. hydra.run.dir=run": (2, "weights=. is a folder; give weights=model.safetensors"),
     "task=apply plan=. hydra.run.dir=run": (2, "plan=. is a folder; give a file, such as plan.json"),
     "task=evaluate model.checkpoint=none.th hydra.run.dir=run": (

@@ -35,7 +35,6 @@ FAST = {
     "td3": FAST_POLICY,
     "sac": FAST_POLICY,
     "bayes": FAST_BAYES,
-    "bayes_ddpg": FAST_BAYES,
     "cmaes": {"population": 3},
 }
 

@@ -29,7 +29,7 @@ from rankrl.plan_search.space.problem import SearchProblem
 
 FAST_AGENT = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
 FAST_BAYES = {"warmup_episodes": 4, "candidates": 8}
-BAYES = ("bayes", "bayes_ddpg")
+BAYES = ("bayes",)
 TASK = PolicyTask("small", "0123456789abcdef", "noise", ("cp", "tucker"), {"params": 0.25})
 
 
@@ -145,8 +145,6 @@ def test_options_that_contradict_the_policy_are_refused(small_problem, small_net
         make("ddpg", small_problem, path, hidden=(7,))
     with pytest.raises(ConfigError, match=r"leave selector.features out"):
         check_selector("td3", {"policy": str(path), "features": ("identity",)})
-    with pytest.raises(ConfigError, match=r"leave selector.features out"):
-        check_selector("bayes_ddpg", {"policy": str(path), "features": ("plan",)})
     free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     for name in ("sac", *BAYES):
         with pytest.raises(ConfigError, match=r"importance; leave selector.action"):

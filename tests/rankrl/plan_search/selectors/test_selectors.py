@@ -30,7 +30,7 @@ EPISODES = 8
 FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
 FAST_BAYES = {"warmup_episodes": 3, "candidates": 4}
 REINFORCEMENT = ["ddpg", "sac", "td3"]
-BAYES = ["bayes", "bayes_ddpg"]
+BAYES = ["bayes"]
 FAST = {**dict.fromkeys(REINFORCEMENT, FAST_POLICY), **dict.fromkeys(BAYES, FAST_BAYES)}
 
 
@@ -110,8 +110,7 @@ def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem,
         ("ddpg", {"buffer_episodes": 0}, "buffer_episodes"),
         ("bayes", {"candidates": 0}, "candidates"),
         ("bayes", {"final_step": 0.5}, "final_step"),
-        ("bayes_ddpg", {"policy_share": 0.0}, "policy_share"),
-        ("bayes_ddpg", {"optimism": -1.0}, "optimism"),
+        ("bayes", {"optimism": -1.0}, "optimism"),
         ("ddpg", {"noise": 0.1, "final_noise": 0.2}, "final_noise"),
         ("ddpg", {"features": ("errors",)}, "features"),
         ("local", {"step": 0.0}, "step"),
