@@ -2,7 +2,7 @@
 
     RANKRL_DATA=data python scripts/results.py --checkpoints CHECKPOINTS --folder results --hours 8
 
-The grid is scripts/results.yaml, the most wanted cells first. A cell is a run of `rankrl` in a folder of its
+The grid is scripts/results.yaml. A cell is a run of `rankrl` in a folder of its
 own: one that is finished is not run again, one that was interrupted goes on where it was, to the bit. With
 `--hours` the script stops in time, and the next call goes on. Every network has a control: the dense
 checkpoint trained on by the same recipe for as many epochs.
@@ -75,7 +75,7 @@ class Cell:
         options: What it is run with.
         epochs: Of fine-tuning; 0 for a network that is trained from scratch, whose options say how long.
         seed: Of everything random.
-        wanted: Test accuracy to reach, in %.
+        goal: Test accuracy to reach, in %.
         published: Rows to stand beside.
     """
 
@@ -85,7 +85,7 @@ class Cell:
     options: tuple[str, ...]
     epochs: int
     seed: int
-    wanted: float | None = None
+    goal: float | None = None
     published: tuple[Published, ...] = field(default=())
 
     def command(self, folder: Path) -> list[str]:
@@ -133,7 +133,7 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
                     tuple(options),
                     0 if entry.get("from_scratch", False) else int(entry.get("epochs", epochs)),
                     seed,
-                    entry.get("wanted"),
+                    entry.get("goal"),
                     tuple(Published(**each) for each in entry.get("published", [])),
                 )
             )
@@ -226,7 +226,7 @@ def table(cells: Sequence[Cell], records: ResultRows) -> str:
     """Return the finished cells as a Markdown table, what they ran on, and the names of the others."""
     head = [
         *("network", "method", "epochs", "seed", "dense, %", "before, %", "after, %", "difference"),
-        *("wanted, %", "parameters", "MACs", "time", "file", "on", "published"),
+        *("goal, %", "parameters", "MACs", "time", "file", "on", "published"),
     ]
     lines, missing = [_line(head), "|---|---|" + "---:|" * 12 + "---|"], []
     machines: list[str] = []
@@ -262,7 +262,7 @@ def _columns(cell: Cell, row: Mapping[str, str], machine: int) -> list[str]:
         shown("before", "{:.2f}", 100),
         shown("after", "{:.2f}", 100),
         difference,
-        "" if cell.wanted is None else f"{cell.wanted:g}",
+        "" if cell.goal is None else f"{cell.goal:g}",
         shown("params", "{:.2f}x fewer"),
         shown("macs", "{:.2f}x fewer"),
         shown("latency", "{:.2f}"),

@@ -27,7 +27,7 @@ GRID = {
             "network": "small, digits",
             "method": "CP, half",
             "options": ["decomposition=cp", "budget.params=0.5"],
-            "wanted": 91.3,
+            "goal": 91.3,
             "published": [{"method": "theirs", "accuracy": 90.9, "base": 91.4, "cost": "-50 %"}],
         },
         {
@@ -50,7 +50,7 @@ def test_the_grid_that_ships_is_read() -> None:
     cells = results.read_grid(results.GRID, Path("checkpoints"), 60)
     assert len({cell.name for cell in cells}) == len(cells)
     first = cells[0]
-    assert (first.epochs, first.seed, first.wanted) == (60, 0, 91.3)
+    assert (first.epochs, first.seed, first.goal) == (60, 0, 91.3)
     assert "model.checkpoint=checkpoints/cifar10-resnet20.th" in first.options
     assert "finetune=full" in first.options
     (scratch,) = (cell for cell in cells if cell.name == "resnet20-from-scratch-0")
