@@ -28,7 +28,7 @@ from rankrl.models import create_model, load_checkpoint
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import PlanEvaluator
+from rankrl.plan_search.scores.evaluator import PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.markdown import shown_command, write_section
@@ -161,15 +161,8 @@ def search(
     problem = SearchProblem.from_model(
         model, sites, data.input_shape, params=arguments.params, library=library
     )
-    evaluator = PlanEvaluator(
-        model,
-        library,
-        problem,
-        data.heldout,
-        mean=data.mean,
-        std=data.std,
-        augmentation=data.augmentation,
-    )
+    images = ScoredImages(data.heldout, data.mean, data.std, data.augmentation)
+    evaluator = PlanEvaluator(model, library, problem, images)
     selector = create_selector("ddpg", problem, seed=0, episodes=arguments.episodes)
     evaluator.evaluate = clocked(evaluator.evaluate, costs, "scoring")  # type: ignore[method-assign]
     selector.propose = clocked(selector.propose, costs, "agent")  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.scores import Statistics, Term
 from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
@@ -122,11 +122,7 @@ class Rewards:
                 model,
                 libraries[fit.partition(" ")[0]],
                 problem,
-                data.heldout,
-                mean=data.mean,
-                std=data.std,
-                augmentation=data.augmentation,
-                calibration=images,
+                ScoredImages(data.heldout, data.mean, data.std, data.augmentation, images),
                 options=EvaluatorOptions(augmented=augmented, statistics=statistics),
             )
             for fit, statistics in FITS.items()

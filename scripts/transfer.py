@@ -35,7 +35,7 @@ from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, PolicyFile, PolicyTask, read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
@@ -186,17 +186,8 @@ class Prepared:
         """Return what scores plans on held-out images."""
         data, library = self.data, self.problem.library
         assert library is not None
-        return PlanEvaluator(
-            self.model,
-            library,
-            self.problem,
-            images,
-            mean=data.mean,
-            std=data.std,
-            augmentation=data.augmentation,
-            calibration=self.inputs,
-            options=options,
-        )
+        scored = ScoredImages(images, data.mean, data.std, data.augmentation, self.inputs)
+        return PlanEvaluator(self.model, library, self.problem, scored, options=options)
 
 
 def measured(asked: Asked, policy_file: Path, *, skip: int, refit: bool, seed: int, finetune: int = 0) -> Row:

@@ -22,7 +22,7 @@ from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, without_unused
 from rankrl.onnx.protobuf import to_proto
 from rankrl.plan_search.scores.divergence import each_alone
-from rankrl.plan_search.scores.evaluator import Evaluator
+from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.remembering import RememberingEvaluator
 from rankrl.plan_search.scores.score_evaluator import checked_score
 from rankrl.plan_search.scores.score_identity import score_identity

@@ -13,7 +13,7 @@ from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import ConfigError
 from rankrl.options.search import check_limits
 from rankrl.plan_search.interrupt import FinishOnInterrupt
-from rankrl.plan_search.scores.evaluator import Evaluator
+from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.history import (
     CANDIDATES_FILE,
     EPISODES_FILE,

@@ -19,7 +19,7 @@ from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import SearchResult, choosing, run_search
-from rankrl.plan_search.scores.evaluator import Evaluator, MeasuresDivergences
+from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.scores.rewards import Reward, create_reward
 from rankrl.plan_search.scores.scoring import Scoring

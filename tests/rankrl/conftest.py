@@ -24,7 +24,8 @@ from rankrl.cli.config.choices import group_choices
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.groups import GROUPS
 from rankrl.data import Images
-from rankrl.plan_search.scores.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluation import Evaluation
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)
@@ -169,9 +170,7 @@ def small_evaluator(
         small_network,
         small_library,
         small_problem,
-        small_images,
-        mean=(0.5,),
-        std=(0.3,),
+        ScoredImages(small_images, (0.5,), (0.3,)),
         options=EvaluatorOptions(augmented=False, batch_size=32),
     )
 

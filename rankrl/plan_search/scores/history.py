@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankrl.errors import StorageError
 from rankrl.files import write_atomically, write_json
-from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 EPISODES_FILE = "episodes.csv"

@@ -1,15 +1,16 @@
-"""Evaluators that share the work among worker processes and score exactly like their sequential kin.
+"""Evaluators that share the work among worker processes and score exactly as one process does.
 
-The main process keeps everything that decides (what is known, the order); workers only
-compute class scores, or call the user's function. So the same seed gives the same plans whatever the number
-of workers. They run torch on `search.worker_cpus` threads each, one by default: beside a search in one
-process on several threads that holds as far as torch gives equal class scores on one thread and on several.
-It did, bit for bit in bfloat16 and float32, for ResNet-20 on an x86 CPU.
+The main process keeps everything that decides (what is known, the order); workers only compute class scores,
+or call the user's function. So the same seed gives the same plans whatever the number of workers. Each worker
+runs torch on `search.worker_cpus` threads, one by default. A search in one process on several threads gives
+the same plans as far as torch gives equal class scores on one thread and on several: it did, bit for bit in
+bfloat16 and float32, for ResNet-20 on an x86 CPU.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,16 +27,16 @@ from decomposition.fit.fitting import Fit
 from decomposition.network.inputs import Inputs
 from decomposition.network.surgery import copied
 from decomposition.operations import Factorise
-from rankrl.data import Augmentation, Images
 from rankrl.device import Precision, select_device
-from rankrl.plan_search.scores.evaluator import Evaluation, EvaluatorOptions, PlanEvaluator, batch_size
+from rankrl.plan_search.scores.evaluation import Evaluation
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages, batch_size
 from rankrl.plan_search.scores.score_evaluator import Score, ScoreEvaluator
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.workers.base import WorkerCluster, WorkerPool, Workers
 
 
-class GivenFits(FitLibrary):
-    """The fits of another library, for a process that is to compute none, without the large moments.
+class FixedFits(FitLibrary):
+    """The fits of another library, without its large moments, for a process that computes none.
 
     Args:
         library: The library.
@@ -55,10 +56,10 @@ class GivenFits(FitLibrary):
         self.cache = library.cached(problem.sites)
 
     def fit(self, name: str, operation: Factorise) -> Fit:
-        """Return a fit that was handed over.
+        """Return a fit of the library.
 
         Raises:
-            KeyError: It was not.
+            KeyError: It has none of this operation.
         """
         return self.cache.fits[name, operation]
 
@@ -77,18 +78,21 @@ class _PlanScorer:
     """Builds what computes class scores in a worker."""
 
     model: nn.Module
-    library: GivenFits
+    library: FixedFits
     problem: SearchProblem
-    images: Images
-    arguments: Mapping[str, Any]
+    data: ScoredImages
+    options: EvaluatorOptions
+    precision: Precision
     workers: Workers
 
     def __call__(self) -> Any:
-        arguments = dict(self.arguments)
+        precision = self.precision
         if self.workers.cluster != "local":  # this may be another machine than the one that decides
-            own = select_device() if self.workers.gpus > 0 else torch.device("cpu")
-            arguments["precision"] = replace(arguments["precision"], device=own)
-        evaluator = PlanEvaluator(self.model, self.library, self.problem, self.images, **arguments)
+            device = select_device() if self.workers.gpus > 0 else torch.device("cpu")
+            precision = replace(precision, device=device)
+        evaluator = PlanEvaluator(
+            self.model, self.library, self.problem, self.data, options=self.options, precision=precision
+        )
 
         def score(task: _Task) -> tuple[np.ndarray, float]:
             begin = time.perf_counter()
@@ -103,7 +107,7 @@ class _FunctionScorer:
     """Builds what calls the user's function in a worker."""
 
     model: nn.Module
-    library: GivenFits
+    library: FixedFits
     problem: SearchProblem
     score: Score
     example: Inputs
@@ -121,19 +125,18 @@ class _FunctionScorer:
 _Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
 
 
-class _Parallel(Generic[_Local]):
+class _Parallel(ABC, Generic[_Local]):
     """What both evaluators share: the pool, and the evaluator that decides.
 
     Attributes:
+        problem: The search problem.
         _local: The evaluator in this process, which keeps everything that decides.
         _pool: The workers.
     """
 
+    problem: SearchProblem
     _local: _Local
     _pool: WorkerPool
-
-    def __init__(self, problem: SearchProblem) -> None:
-        self.problem = problem
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +150,22 @@ class _Parallel(Generic[_Local]):
     def fingerprint(self) -> str:
         """That of the evaluator in one process: a search may go on with another number of workers."""
         return self._local.fingerprint
+
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
+        """Score plans, in order.
+
+        Raises:
+            ConfigError: The user's function returned no number.
+            NonFiniteError: It, or a class score under a plan, is NaN or infinite.
+            WorkerError: A worker died.
+        """
+        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
+        values = self._values(fresh) if fresh else {}
+        return [self._local.known(plan) or self._local.record(plan, *values[plan]) for plan in plans]
+
+    @abstractmethod
+    def _values(self, plans: Sequence[Choices]) -> Mapping[Choices, tuple[Any, float]]:
+        """Return what workers compute of different plans, and their seconds, by plan."""
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
         """Take over the evaluations of the plans scored so far."""
@@ -167,11 +186,8 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         model: The dense network; it is copied.
         library: The fits of its layers.
         problem: The search problem made of them.
-        images: Held-out images.
+        data: The images.
         cluster: Where the workers are.
-        mean: Per-channel mean for pixels in [0, 1].
-        std: Per-channel standard deviation for pixels in [0, 1].
-        augmentation: Crops and flips for `options.augmented`.
         options: How plans are scored.
         precision: Device and precision; the fastest safe one when omitted.
 
@@ -184,38 +200,26 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         model: nn.Module,
         library: FitLibrary,
         problem: SearchProblem,
-        images: Images,
+        data: ScoredImages,
         *,
         cluster: WorkerCluster,
-        mean: Sequence[float],
-        std: Sequence[float],
-        augmentation: Augmentation | None = None,
-        calibration: Tensor | None = None,
         options: EvaluatorOptions | None = None,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(problem)
-        arguments: dict[str, Any] = {
-            "mean": tuple(mean),
-            "std": tuple(std),
-            "augmentation": augmentation,
-            "calibration": calibration,
-            "options": options,
-            "precision": precision,
-        }
+        self.problem = problem
+        options = EvaluatorOptions() if options is None else options
         self._on_gpus = cluster.workers.gpus > 0
-        if self._on_gpus and (options is None or options.batch_size is None):
-            arguments["options"] = replace(options or EvaluatorOptions(), batch_size=batch_size("cuda"))
-        self._local = PlanEvaluator(model, library, problem, images, **arguments)
-        arguments["precision"] = self._local.precision
-        # Shares of a plan are counted in batches, so workers need those of this process on any device.
-        arguments["options"] = replace(self._local.options, batch_size=self._local.batch_size)
+        if self._on_gpus and options.batch_size is None:
+            options = replace(options, batch_size=batch_size("cuda"))
+        self._local = PlanEvaluator(model, library, problem, data, options=options, precision=precision)
         scorer = _PlanScorer(
             copied(model).cpu(),
-            GivenFits(library, problem),
+            FixedFits(library, problem),
             replace(problem, library=None),
-            images,
-            arguments,
+            data,
+            # Shares of a plan are counted in batches, so workers need those of this process on any device.
+            replace(options, batch_size=self._local.batch_size),
+            self._local.precision,
             cluster.workers,
         )
         self._pool = cluster.pool(scorer)
@@ -226,25 +230,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         own = self._local.fingerprint
         return f"{own}-cuda" if self._on_gpus and self._local.precision.device.type != "cuda" else own
 
-    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans, in order.
-
-        Raises:
-            NonFiniteError: The network's class scores are NaN or infinite under a plan.
-            WorkerError: A worker died.
-        """
-        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
-        outputs = self._forward(fresh)
-        evaluations = []
-        for plan in plans:
-            known = self._local.known(plan)
-            evaluations.append(known or self._local.record(plan, *outputs[plan]))
-        return evaluations
-
-    def _forward(self, plans: Sequence[Choices]) -> dict[Choices, tuple[Tensor, float]]:
-        """Return class scores, and the workers' seconds, by plan."""
-        if not plans:
-            return {}
+    def _values(self, plans: Sequence[Choices]) -> dict[Choices, tuple[Tensor, float]]:
         shares = 1
         if self._local.options.statistics == "corrected":
             shares = min(self._local.batches, max(1, self._pool.size // len(plans)))
@@ -253,12 +239,12 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
             [_Task(plan, begin, end) for plan in plans for begin, end in pairwise(bounds)]
         )
         device = self._local.precision.device
-        found = {}
+        values = {}
         for j, plan in enumerate(plans):
             parts = results[j * shares : (j + 1) * shares]
-            logits = torch.cat([torch.tensor(each) for each, _ in parts]).to(device)
-            found[plan] = (logits, sum(seconds for _, seconds in parts))
-        return found
+            logits = torch.cat([torch.tensor(part) for part, _ in parts]).to(device)
+            values[plan] = (logits, sum(seconds for _, seconds in parts))
+        return values
 
 
 class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
@@ -290,26 +276,12 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
         *,
         cluster: WorkerCluster,
     ) -> None:
-        super().__init__(problem)
+        self.problem = problem
         self._local = ScoreEvaluator(model, library, problem, score, example)
         scorer = _FunctionScorer(
-            model, GivenFits(library, problem), replace(problem, library=None), score, example
+            model, FixedFits(library, problem), replace(problem, library=None), score, example
         )
         self._pool = cluster.pool(scorer)
 
-    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans, in order.
-
-        Raises:
-            ConfigError: The function returned no number.
-            NonFiniteError: It returned NaN or an infinity.
-            WorkerError: A worker died.
-        """
-        fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
-        results = self._pool.map([_Task(plan) for plan in fresh]) if fresh else []
-        scored = dict(zip(fresh, results, strict=True))
-        evaluations = []
-        for plan in plans:
-            known = self._local.known(plan)
-            evaluations.append(known or self._local.record(plan, *scored[plan]))
-        return evaluations
+    def _values(self, plans: Sequence[Choices]) -> dict[Choices, tuple[float, float]]:
+        return dict(zip(plans, self._pool.map([_Task(plan) for plan in plans]), strict=True))

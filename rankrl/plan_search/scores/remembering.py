@@ -1,4 +1,4 @@
-"""What evaluators that score a plan by one number have in common: equal plans are scored once."""
+"""Evaluators that score equal plans once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 
 class RememberingEvaluator(ABC):
-    """Scores plans one after the other and remembers the scores.
+    """Scores plans one after the other and remembers the evaluations.
 
     Args:
         problem: The search problem.
@@ -23,17 +24,36 @@ class RememberingEvaluator(ABC):
         self._known: dict[Choices, Evaluation] = {}
 
     @abstractmethod
-    def value(self, choices: Choices) -> float:
-        """Return the score of the network under a plan; see `evaluate` for the errors."""
+    def value(self, choices: Choices) -> Any:
+        """Return the score of the network under a plan, or what `scores` reads it from."""
+
+    def scores(self, choices: Choices, value: Any) -> tuple[float, float]:
+        """Return the score and the accuracy of a plan; a score that is a single number stands for both.
+
+        Args:
+            choices: The plan.
+            value: What `value` returned for it.
+        """
+        del choices
+        return value, value
+
+    def __call__(self, choices: Choices) -> Evaluation:
+        """Score a plan; see `evaluate` for the errors."""
+        known = self.known(choices)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        value = self.value(choices)
+        return self.record(choices, value, time.perf_counter() - start)
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans one after the other.
 
         Raises:
             ConfigError: A score is no number.
-            NonFiniteError: It is NaN or an infinity.
+            NonFiniteError: A score or an output of the network is NaN or an infinity.
         """
-        return [self._evaluate(choices) for choices in plans]
+        return [self(choices) for choices in plans]
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
         """Take over the evaluations of the plans scored so far."""
@@ -41,15 +61,22 @@ class RememberingEvaluator(ABC):
 
     def known(self, choices: Choices) -> Evaluation | None:
         """Return the evaluation of a plan that was scored before, if it was."""
-        found = self._known.get(tuple(choices))
-        return None if found is None else replace(found, seconds=0.0, cached=True)
+        known = self._known.get(tuple(choices))
+        return None if known is None else replace(known, seconds=0.0, cached=True)
 
-    def record(self, choices: Choices, score: float, seconds: float) -> Evaluation:
-        """Return and remember the evaluation of a plan with this score, which took so many seconds."""
+    def record(self, choices: Choices, value: Any, seconds: float) -> Evaluation:
+        """Return and remember the evaluation of a plan.
+
+        Args:
+            choices: The plan.
+            value: What `value` returned for it.
+            seconds: Wall time that this took.
+        """
+        score, accuracy = self.scores(choices, value)
         cost = self.problem.cost(choices)
         evaluation = Evaluation(
             score=score,
-            accuracy=score,
+            accuracy=accuracy,
             params=cost.params,
             macs=cost.macs,
             params_kept=cost.params / self.problem.params,
@@ -58,11 +85,3 @@ class RememberingEvaluator(ABC):
         )
         self._known[tuple(choices)] = evaluation
         return evaluation
-
-    def _evaluate(self, choices: Choices) -> Evaluation:
-        known = self.known(choices)
-        if known is not None:
-            return known
-        start = time.perf_counter()
-        score = self.value(choices)
-        return self.record(choices, score, time.perf_counter() - start)

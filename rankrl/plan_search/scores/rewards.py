@@ -11,7 +11,7 @@ from decomposition.registry import Registry
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.option_types import check_options, parameter_types
 from rankrl.options.rewards import CountedCost
-from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.evaluation import Evaluation
 
 RewardFunction = Callable[[Evaluation], float]
 

@@ -11,14 +11,10 @@ from torch import nn
 
 from decomposition import FitLibrary, Inputs
 from decomposition.network.inputs import joined, rows
-from rankrl.data import ImageData, Images, augmented_copy
+from rankrl.data import ImageData, augmented_copy
 from rankrl.data.calibration import calibration_images
-from rankrl.plan_search.scores.evaluator import (
-    Evaluator,
-    EvaluatorOptions,
-    PlanEvaluator,
-    accuracy_term,
-)
+from rankrl.plan_search.scores.evaluation import Evaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages, accuracy_term
 from rankrl.plan_search.scores.parallel import ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.scores.score_evaluator import Score, ScoreEvaluator, check_score, scored
 from rankrl.plan_search.space.problem import SearchProblem
@@ -35,7 +31,7 @@ class Scoring(Protocol):
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+        """Return what scores the plans of a search: in this process, or by the workers of a cluster."""
 
     def of_networks(self) -> Callable[[Any], float]:
         """Return what scores compressed networks as they will be used, refit and all."""
@@ -63,33 +59,22 @@ class ImageScoring:
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+        """Return what scores the plans of a search: in this process, or by the workers of a cluster."""
         if cluster is None:
             return nullcontext(self.plan_evaluator(library, problem))
-        return ParallelEvaluator(
-            self.model, library, problem, self._images, cluster=cluster, **self._arguments
-        )
+        images = self._scored_images()
+        return ParallelEvaluator(self.model, library, problem, images, cluster=cluster, options=self.options)
 
     def plan_evaluator(self, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
         """Return what scores plans in this process."""
-        return PlanEvaluator(self.model, library, problem, self._images, **self._arguments)
+        return PlanEvaluator(self.model, library, problem, self._scored_images(), options=self.options)
 
-    @property
-    def _images(self) -> Images:
-        return self.data.heldout.first(self.images)
-
-    @property
-    def _arguments(self) -> dict[str, Any]:
+    def _scored_images(self) -> ScoredImages:
         data, options, calibration = self.data, self.options, None
         if options.statistics == "refitted":  # the first of those that layers are fitted on
             calibration = calibration_images(data, options.refit_images, seed=options.seed)
-        return {
-            "mean": data.mean,
-            "std": data.std,
-            "augmentation": data.augmentation,
-            "calibration": calibration,
-            "options": options,
-        }
+        images = data.heldout.first(self.images)
+        return ScoredImages(images, data.mean, data.std, data.augmentation, calibration)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
         """Return the search's accuracy term on all held-out images.
@@ -99,11 +84,11 @@ class ImageScoring:
         data, images = self.data, self.data.heldout
         if self.options.augmented:
             images = augmented_copy(images, data.augmentation, self.options.seed)
-        wanted = predict_logits(self.model, images, mean=data.mean, std=data.std)
+        dense = predict_logits(self.model, images, mean=data.mean, std=data.std)
 
         def score(network: nn.Module) -> float:
             logits = predict_logits(network, images, mean=data.mean, std=data.std)
-            return accuracy_term(self.options.term, logits, images.y.to(logits.device), wanted)
+            return accuracy_term(self.options.term, logits, images.y.to(logits.device), dense)
 
         return score
 
@@ -134,7 +119,7 @@ class FunctionScoring:
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process or, given a cluster, by its workers."""
+        """Return what scores the plans of a search: in this process, or by the workers of a cluster."""
         example = joined([rows(batch, slice(2)) for batch in self.inputs[:4]])
         if cluster is None:
             return nullcontext(ScoreEvaluator(self.model, library, problem, self.score, example))

@@ -30,7 +30,7 @@ from rankrl.networks.module import ModuleNetwork
 from rankrl.operations import RemoveBlock, removed_blocks
 from rankrl.options.budget import BudgetOptions
 from rankrl.plan_search.goal import SearchGoal
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.session import check_reachable
@@ -85,9 +85,7 @@ def evaluator(network: nn.Module, library: FitLibrary, problem: SearchProblem) -
         network,
         library,
         problem,
-        held_out,
-        mean=(0.5,),
-        std=(0.25,),
+        ScoredImages(held_out, (0.5,), (0.25,)),
         options=plain,
         # Whatever this machine computes fastest: logits are compared with those of a torch network.
         precision=Precision(torch.device("cpu"), torch.float32),

@@ -20,8 +20,8 @@ from rankrl.networks.module import ModuleNetwork
 from rankrl.operations import KeepChannels, kept_channels
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.envs.actions import create_action_map
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.scores.parallel import GivenFits, ParallelEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.parallel import FixedFits, ParallelEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import SearchProblem
@@ -132,19 +132,19 @@ def test_scores_in_processes_equal_those_of_one(
         torch.randint(256, (40, *SHAPE), dtype=torch.uint8, generator=generator),
         torch.randint(5, (40,), generator=generator),
     )
-    arguments = {"mean": (0.5,), "std": (0.25,), "options": EvaluatorOptions(augmented=False)}
+    data, options = ScoredImages(held_out, (0.5,), (0.25,)), EvaluatorOptions(augmented=False)
     drawn = np.random.default_rng(1)
     plans = [tuple(random_choices(problem, drawn).tolist()) for _ in range(4)]
-    alone = PlanEvaluator(network, library, problem, held_out, **arguments)  # type: ignore[arg-type]
+    alone = PlanEvaluator(network, library, problem, data, options=options)
     one = LocalCluster(Workers(1))
-    with ParallelEvaluator(network, library, problem, held_out, cluster=one, **arguments) as evaluator:  # type: ignore[arg-type]
-        found = evaluator.evaluate(plans)
-    assert [each.score for each in found] == [each.score for each in alone.evaluate(plans)]
-    given = GivenFits(library, problem)
+    with ParallelEvaluator(network, library, problem, data, cluster=one, options=options) as evaluator:
+        evaluations = evaluator.evaluate(plans)
+    assert [each.score for each in evaluations] == [each.score for each in alone.evaluate(plans)]
+    fits = FixedFits(library, problem)
     for site in problem.sites:
         for each in site.candidates:
             expected = library.weight(site.name, each.operations, each.reads)
-            assert torch.equal(given.weight(site.name, each.operations, each.reads), expected)
+            assert torch.equal(fits.weight(site.name, each.operations, each.reads), expected)
 
 
 @pytest.mark.slow

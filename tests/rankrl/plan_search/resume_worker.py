@@ -19,7 +19,7 @@ from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.layers import inspect_layers
 from decomposition.operations import Factorise, dense_cost
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 

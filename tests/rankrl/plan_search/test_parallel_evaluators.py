@@ -23,8 +23,8 @@ from torch import nn
 from decomposition import Factorise, FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
-from rankrl.plan_search.scores.parallel import GivenFits, ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.parallel import FixedFits, ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -104,15 +104,18 @@ class SameProcessPool:
 def two_workers(request, network, library, problem, small_images) -> Iterator[ParallelEvaluator]:
     """Two workers; to start them as processes takes longer than all that is asked of them."""
     cluster = {"same process": SameProcess, "processes": LocalCluster}[request.param](Workers(2))
+    images = ScoredImages(small_images, **NORMALISATION)
     with ParallelEvaluator(
-        network, library, problem, small_images, cluster=cluster, options=options(), **NORMALISATION
+        network, library, problem, images, cluster=cluster, options=options()
     ) as evaluator:
         yield evaluator
 
 
 @pytest.fixture
 def one_process(network, library, problem, small_images) -> PlanEvaluator:
-    return PlanEvaluator(network, library, problem, small_images, options=options(), **NORMALISATION)
+    return PlanEvaluator(
+        network, library, problem, ScoredImages(small_images, **NORMALISATION), options=options()
+    )
 
 
 @pytest.fixture
@@ -162,13 +165,13 @@ def test_searches_find_the_same_plans(two_workers, one_process, problem, plans_p
 
 
 def test_workers_are_given_the_fits_of_every_candidate(library, problem) -> None:
-    given = GivenFits(library, problem)
+    fits = FixedFits(library, problem)
     for site in problem.sites:
         for candidate in site.candidates:
-            found = given.weight(site.name, candidate.operations)
-            assert torch.equal(found, library.weight(site.name, candidate.operations))
+            weight = fits.weight(site.name, candidate.operations)
+            assert torch.equal(weight, library.weight(site.name, candidate.operations))
     with pytest.raises(KeyError):
-        given.fit(problem.names[0], Factorise("cp", (1,)))
+        fits.fit(problem.names[0], Factorise("cp", (1,)))
 
 
 @pytest.mark.slow
@@ -308,9 +311,3 @@ def _alive(process: int) -> bool:
     # In a container without an init process an orphan stays as a zombie.
     status = Path(f"/proc/{process}/stat")
     return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def test_images_are_needed_here_too(network, library, problem) -> None:
-    two = LocalCluster(Workers(2))
-    with pytest.raises(TypeError, match="held-out Images"):
-        ParallelEvaluator(network, library, problem, object(), cluster=two, **NORMALISATION)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from decomposition import (
 from rankrl.data import Images
 from rankrl.device import Precision
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
 
@@ -72,9 +72,7 @@ def test_a_search_finds_what_it_found_before(
         small_network,
         problem.library,
         problem,
-        small_images,
-        mean=(0.5,),
-        std=(0.3,),
+        ScoredImages(small_images, (0.5,), (0.3,)),
         options=EvaluatorOptions(term="soft_agreement", augmented=False),
         precision=Precision(torch.device("cpu"), torch.float32),
     )

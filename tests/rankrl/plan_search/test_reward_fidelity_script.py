@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from decomposition import FitLibrary
 from rankrl.data import Augmentation, ImageData, TestImages, batches
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import SearchProblem
 
 pytestmark = pytest.mark.slow
@@ -62,9 +62,7 @@ def test_rewards_are_those_of_the_evaluator(
         small_network,
         small_library,
         small_problem,
-        small_images,
-        mean=(0.5,),
-        std=(0.25,),
+        ScoredImages(small_images, (0.5,), (0.25,)),
         options=EvaluatorOptions(term="soft_agreement", augmented=False),
     )
     assert row["data, plain, soft_agreement"] == evaluator(choices).score

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.rewards import (
     Reward,
     create_reward,

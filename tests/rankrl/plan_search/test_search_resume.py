@@ -21,7 +21,7 @@ import torch
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.plan_search.run import SearchResult, run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.scores.history import EPISODES_FILE
 from rankrl.plan_search.selectors import create_selector, list_selectors, selector_options
 from rankrl.plan_search.state import STATE_FILE
@@ -133,9 +133,7 @@ def test_a_real_evaluator_goes_on_exactly(
             small_network,
             small_library,
             small_problem,
-            small_images,
-            mean=(0.5,),
-            std=(0.25,),
+            ScoredImages(small_images, (0.5,), (0.25,)),
             options=EvaluatorOptions(term="soft_agreement", augmented=False, batch_size=16),
         )
 

@@ -33,7 +33,7 @@ from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.latency_budget import LatencyBudget, TimedPlans
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.plan_search.scores.evaluator import Evaluation
+from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.history import make_row
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing import module_files, network_timer

@@ -18,7 +18,7 @@ from torch import nn
 import rankrl
 from decomposition import FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.scores.parallel import ParallelEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.workers.base import WorkerError, Workers
@@ -142,9 +142,10 @@ def test_fits_and_scores_on_a_cluster_are_those_of_one_process(
         assert errors == [pytest.approx([each.error for each in site.candidates]) for site in expected]
         problem = SearchProblem.from_model(network, sites, SHAPE, params=0.9, library=there)
         options = EvaluatorOptions(augmented=False, batch_size=16)
-        one = PlanEvaluator(network, there, problem, small_images, options=options, **NORMALISATION)
+        images = ScoredImages(small_images, **NORMALISATION)
+        one = PlanEvaluator(network, there, problem, images, options=options)
         with ParallelEvaluator(
-            network, there, problem, small_images, cluster=workers, options=options, **NORMALISATION
+            network, there, problem, images, cluster=workers, options=options
         ) as evaluator:
             plans = [tuple(0 for _ in sites), tuple(len(site.candidates) - 1 for site in sites)]
             scores = [each.score for each in evaluator.evaluate(plans)]
