@@ -1,0 +1,123 @@
+"""A node as a layer: geometry, weight, what takes up a change of its mean, and why it has to stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from decomposition.network.kinds import Kind
+from decomposition.network.layers import LayerSpec
+from rankrl.onnx.graph.quantised import constant, rounded_constant
+from rankrl.onnx.graph.site import Absorber
+from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.operators import is_standard
+
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+"""Operators that may hold a weight."""
+_CONVOLUTIONS: dict[int, Kind] = {1: "conv1d", 2: "conv2d", 3: "conv3d"}
+_TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3: "conv_transpose3d"}
+
+
+def layer_spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSpec:
+    """Return what is known of a node without running it."""
+    shape = (0, 0) if weight is None else weight.shape
+    groups = node.attributes.get_int("group", 1) if "Conv" in node.op_type else 1
+    kernel: tuple[int, ...] = ()
+    kind: Kind = "linear"
+    if "Conv" in node.op_type and len(shape) > 2:
+        kernel = tuple(shape[2:])
+        kinds = _TRANSPOSED if node.op_type == "ConvTranspose" else _CONVOLUTIONS
+        kind = kinds.get(len(kernel), "conv3d")
+        outputs, inputs = shape[0], shape[1] * groups
+        if node.op_type == "ConvTranspose":
+            outputs, inputs = shape[1] * groups, shape[0]
+    elif node.op_type in ("Gemm", "QGemm") and node.attributes.get_int("transB", 0) == 1:
+        outputs, inputs = shape[0], shape[-1]
+    else:
+        outputs, inputs = shape[-1], shape[-2] if len(shape) > 1 else 1
+    return LayerSpec(
+        name,
+        index,
+        kind,
+        int(outputs),
+        int(inputs),
+        kernel,
+        tuple(node.attributes.get_ints("strides", (1,) * len(kernel))),
+        groups,
+        bias=len(node.inputs) > 2 and node.inputs[2] is not None and node.op_type in PRODUCTS,
+        params=0 if weight is None else int(weight.size),
+    )
+
+
+def weight_matrix(node: ir.Node, weight: Array) -> Array:
+    """Return the weight with the output channels first."""
+    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
+        return weight.T
+    return weight
+
+
+def refusal_of(node: ir.Node, weight: Array) -> str | None:
+    """Return why a node with a constant weight has to stay as it is."""
+    if weight.dtype != np.float32:
+        return f"its weight is {weight.dtype}; only float32 is taken"
+    if node.op_type in ("Conv", "ConvTranspose"):
+        groups = node.attributes.get_int("group", 1)
+        if groups > 1:
+            return f"grouped convolution (group={groups}); only group=1 can be decomposed"
+        if weight.ndim not in (3, 4):
+            return f"a convolution along {weight.ndim - 2} axes; only one or two can be decomposed"
+    elif weight.ndim != 2:
+        return f"its weight has {weight.ndim} axes; only a matrix can be decomposed"
+    if node.op_type == "Gemm" and (
+        node.attributes.get_int("transA", 0) != 0
+        or node.attributes.get_float("alpha", 1.0) != 1
+        or node.attributes.get_float("beta", 1.0) != 1
+    ):
+        return "a Gemm with transA, alpha or beta; only the plain one is taken"
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        bias = rounded_constant(node.inputs[2])
+        rows_first = node.op_type == "Conv" or node.attributes.get_int("transB", 0) == 1
+        first = 0 if rows_first else 1
+        rows = weight.shape[first]
+        if bias is None:
+            return "its bias depends on the inputs"
+        if bias.size not in (1, rows) or (bias.size == rows and bias.shape[-1] != rows):
+            return f"its bias has the shape {bias.shape}; only one number an output channel is taken"
+    return None
+
+
+def absorber_of(node: ir.Node, spec: LayerSpec) -> Absorber | None:
+    """Return what takes up a change of a node's mean output."""
+    if spec.bias:
+        return "bias"
+    y = node.outputs[0]
+    uses = list(y.uses())
+    if len(uses) != 1 or y.is_graph_output():
+        return None
+    behind = uses[0].node
+    if is_standard(behind, "Add"):
+        other = constant(behind.inputs[1 - uses[0].idx])
+        if other is not None and other.size == spec.out_channels:
+            channel = other.ndim - 1 if spec.kind == "linear" else other.ndim - 1 - len(spec.kernel_size)
+            if 0 <= channel < other.ndim and other.shape[channel] == spec.out_channels:
+                return "add"
+    if is_standard(behind, "BatchNormalization") and uses[0].idx == 0 and len(behind.outputs) == 1:
+        axis_fits = spec.kind != "linear" or len(spec.output_sizes[0] if spec.output_sizes else ()) == 0
+        if axis_fits and constant(behind.inputs[3]) is not None:
+            return "batch_norm"
+    return None
+
+
+def padding_of(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | None, str]:
+    """Return what a convolution adds before and after each spatial axis, None for `auto_pad`, and that."""
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        return None, auto_pad
+    pads = [0] * (2 * axes) if auto_pad == "VALID" else node.attributes.get_ints("pads", (0,) * (2 * axes))
+    return tuple((int(pads[axis]), int(pads[axes + axis])) for axis in range(axes)), "NOTSET"
+
+
+def sizes_for_one(shape: tuple[int, ...], spatial: slice, batch: int) -> tuple[int, ...]:
+    """Return the positions that one input of the network has in a shape, pieces of the input in front."""
+    pieces = shape[0] // batch if shape[0] % batch == 0 else shape[0]
+    return (*((pieces,) if pieces != 1 else ()), *shape[spatial])
