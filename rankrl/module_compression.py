@@ -200,7 +200,7 @@ def compress_module(
         before={**before, "bytes": FLOAT_BYTES * before["params"], "file_bytes": baseline.stat().st_size},
         after={
             **after,
-            "bytes": session.problem.cost(found.chosen.key).bytes,
+            "bytes": session.problem.cost(found.row.key).bytes,
             "file_bytes": run.onnx.stat().st_size,
         },
         outputs=tuple(inputs.agreement(baseline, run.onnx)),

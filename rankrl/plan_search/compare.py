@@ -103,14 +103,14 @@ def search_all(
 
 @dataclass(frozen=True)
 class FinalTest:
-    """How plans are tested in the end: rewritten, measured, fine-tuned alike, measured again.
+    """Tests plans at the end of a comparison: rewritten, measured, fine-tuned alike, measured again.
 
     Attributes:
         data: The dataset.
         teacher: The dense network.
         apply: From a plan to the compressed network.
         recipe: Of fine-tuning; None leaves it out.
-        folder: Results are kept here, by plan: equal plans are fine-tuned once, and none again after a kill.
+        folder: Keeps results by plan: equal plans are fine-tuned once, and none again after a kill.
     """
 
     data: ImageData
@@ -122,7 +122,7 @@ class FinalTest:
     def accuracies(self, problem: SearchProblem, plan: CompressionPlan) -> tuple[float, float | None]:
         """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
         recipe = None if self.recipe is None else asdict(self.recipe)
-        operations = [[each.to_dict() for each in layer.operations] for layer in plan]
+        operations = [[operation.to_dict() for operation in layer.operations] for layer in plan]
         key = digest(problem.fingerprint, operations, recipe)
         state = self.folder / f"{key}.safetensors"
 
@@ -143,7 +143,7 @@ class FinalTest:
 
 def winner(results: Mapping[ComparedSearch, SearchResult]) -> SearchResult:
     """Return the search whose plan has the best reward; the first of equals."""
-    return max(results.values(), key=lambda result: result.chosen.reward)
+    return max(results.values(), key=lambda result: result.row.reward)
 
 
 def tested(
@@ -158,10 +158,10 @@ def tested(
             ComparisonRow(
                 selector=compared.entry.text,
                 seed=compared.seed,
-                best_reward=result.chosen.reward,
-                heldout_accuracy=result.chosen.accuracy,
-                params_kept=result.chosen.params_kept,
-                macs_kept=result.chosen.macs_kept,
+                best_reward=result.row.reward,
+                heldout_accuracy=result.row.accuracy,
+                params_kept=result.row.params_kept,
+                macs_kept=result.row.macs_kept,
                 test_accuracy=before,
                 finetuned_accuracy=after,
                 episodes=len(result.rows),

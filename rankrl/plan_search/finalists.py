@@ -1,8 +1,8 @@
 """The last round of a search: the best few plans are applied, refit and all, and scored again.
 
-A search scores plans fitted layer by layer to the dense network's inputs, which is cheap; what a plan becomes
-in the end is refitted to the inputs of the compressed network. Among plans that are nearly equally good the
-two do not always agree.
+A search scores plans whose layers are fitted to the dense network's inputs, which is cheap; the network that
+a plan becomes in the end is refitted to the compressed network's inputs. Of plans that are nearly equally
+good, the two scores do not always prefer the same one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
-    """Return the `count` plans with the best rewards and the plan that the search began with.
+    """Return the `count` plans with the best rewards, and the plan that the search began with.
 
-    The latter is greedy's where the selector learns: what a search ends with is then not behind what it began
-    with.
+    That one is greedy's where the selector learns, so that a search never ends with a worse plan than it
+    began with.
 
     Args:
         result: The search.
-        count: Number of finalists beside the first plan.
+        count: Number of finalists, the first plan not counted.
     """
     rows = best_rows(result.rows, count)
     return rows if result.rows[0] in rows else [*rows, result.rows[0]]

@@ -1,4 +1,4 @@
-"""What a search keeps to: budget, limits, reward, and how time is measured."""
+"""The goal of a search: budget, limits, reward, and how time is measured."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEFAULT_KEPT_PARAMS = 0.4
 
 @dataclass(frozen=True)
 class SearchGoal:
-    """What all searches of a session keep to.
+    """What all searches of a session have in common.
 
     Attributes:
         budget: What plans keep at most.
-        search: How long is searched, and by how many processes.
+        search: Limits of a search, and its worker processes.
         timing: How the time of a budget in time is measured.
         reward: Name of the reward.
         reward_options: Its options.
@@ -54,5 +54,5 @@ class SearchGoal:
 
     @property
     def counted(self) -> dict[str, float | None]:
-        """The fractions of what is counted to keep; without any budget a reward that ignores size has one."""
+        """Fractions to keep of what is counted; a reward that ignores size gets a default budget."""
         return {**self.budget.counted, **({"params": DEFAULT_KEPT_PARAMS} if self.needs_budget else {})}

@@ -1,4 +1,4 @@
-"""Ctrl-C that lets the episode at hand finish."""
+"""Ctrl-C that lets the current episode finish."""
 
 from __future__ import annotations
 

@@ -36,16 +36,16 @@ from rankrl.timing.latency import SMALLEST_CHANGE
 log = logging.getLogger(__name__)
 
 _SHARES = (0.15, 0.35, 0.6, 0.85)
-"""Of the way from the fastest plan to the dense network, where plans are tried."""
+"""Where plans are tried on the way from the fastest plan to the dense network."""
 _ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
-# The next plan is to take a little less than the budget; one that was tried before is left in such steps.
+# The next plan is to take a little less than the budget, and by a step less where it was tried before.
 _SAFE, _STEP = 0.985, 1.02
 _PLANS_TRIED = 20
-# Measured again, a plan that is this little too slow may keep the budget.
+# A plan that is slower than the budget by no more than this may keep it when it is measured again.
 _HAIR = 1 + SMALLEST_CHANGE
-# Sums of measured times are compared with their own, added up in another order.
+# Sums of equal times differ in their last digits when they are added up in another order.
 _ROUNDING = 1 + 1e-9
 
 
@@ -63,24 +63,24 @@ class TimedPlans:
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _TimedPlan:
     """A plan of greedy's that was exported and timed.
 
     Attributes:
         kept: Its time as a fraction of the dense network's.
         loss: The sum of its candidates' losses.
-        wanted: The budget that it was chosen within,
-        table: by these times.
+        budget: The fraction that greedy kept within.
+        table: The times that greedy counted with.
     """
 
     kept: float
     loss: float
-    wanted: float
+    budget: float
     table: LatencyTable
 
 
 class LatencyBudget:
-    """A budget in time for one network: the table of its layers, and whole networks timed beside it.
+    """A budget in time for one network, kept by the times of its layers and of whole exported networks.
 
     Args:
         network: The network.
@@ -88,7 +88,7 @@ class LatencyBudget:
         fraction: Fraction of the original's time to keep at most, in (0, 1].
         options: How time is measured.
         library: The fits of its layers.
-        further: Fractions of other costs of the original that have to be kept as well, by measure.
+        counted: Fractions of other costs of the original that plans keep too, by measure.
     """
 
     def __init__(
@@ -99,36 +99,36 @@ class LatencyBudget:
         options: LatencyOptions,
         library: FitLibrary | None = None,
         *,
-        further: Mapping[str, float | None] | None = None,
+        counted: Mapping[str, float | None] | None = None,
     ) -> None:
         self.network, self.sites = network, list(sites)
         self.fraction, self.options = min(1.0, fraction / network.time_of_original), options
-        kept = network.fractions(further or {})
-        self.further = {name: value for name, value in kept.items() if value is not None}
+        fractions = network.fractions(counted or {})
+        self.counted = {name: value for name, value in fractions.items() if value is not None}
         self._timer = network.timer(options, library)
         self._timed: dict[tuple[LayerPlan, ...], float] = {}
         self._ratio = network.time_of_original  # a user knows fractions of the original's time
 
     @property
-    def asked(self) -> float:
-        """The fraction as a user gave it."""
+    def fraction_of_original(self) -> float:
+        """The fraction that the user asked for."""
         return round(self._ratio * self.fraction, 6)
 
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
 
-        Where the fastest plan misses the budget by no more than what two timings of one file differ by, it is
-        searched all the same.
+        The times of single layers do not quite add up to that of a network. So greedy's plan is exported and
+        timed as a whole, the table is corrected by it (`correction`), and the budget is set to what the table
+        then says of the plan, until a plan keeps just the fraction that was asked for. The result is kept in
+        the folder of the table, so that a resumed search has the same problem.
 
-        Layers measured alone do not quite add up to a network: the greedy plan is exported as a whole and
-        timed, the table corrected by it (`correction`), and the budget set so that the table
-        says of that plan what was measured, until a plan keeps the fraction that was asked for, and little
-        less. What was found is kept beside the table of layers, so that a search is resumed with the same.
+        Where the fastest plan misses the budget by no more than two timings of one file differ, the search
+        goes on with it.
 
         Raises:
-            DecompositionError: If no plan can reach the budget.
+            DecompositionError: No plan can reach the budget.
         """
-        table, _ = self._faster
+        table, _ = self._measured_sites
         key = self._key(table, self.fraction)
 
         def adjusted() -> dict[str, Any]:
@@ -139,15 +139,11 @@ class LatencyBudget:
         return self._problem(LatencyTable.from_dict(kept["table"]), kept["fraction"], library)
 
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
-        """Return a fraction and a table with which greedy's plan keeps the budget.
-
-        Of the plans that keep it that with the least loss is taken, not the slowest: timings of whole
-        networks differ by several percent from one time to another.
-        """
-        _, sites = self._faster
+        """Return a fraction and a table with which greedy's plan keeps the budget."""
+        _, sites = self._measured_sites
         first, later = self._trials(table), list[Trial]()
         tried: set[tuple[LayerPlan, ...]] = set()
-        found: list[_Tried] = []
+        timed: list[_TimedPlan] = []
         scale, new = 1.0, False
         for _ in range(_ADJUSTMENTS):
             factors = correction(table, first, later)
@@ -155,36 +151,43 @@ class LatencyBudget:
             if new:
                 last = later[-1]
                 scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
-            elif found:
-                scale *= _STEP if found[-1].kept < self.fraction else 1 / _STEP
+            elif timed:
+                scale *= _STEP if timed[-1].kept < self.fraction else 1 / _STEP
             least = least_fraction(fitted.attach(sites), fitted.budget(1.0, sites))
-            wanted = min(1.0, max(scale * self.fraction, least * _ROUNDING))
-            problem = self._problem(fitted, wanted, library)
+            budget = min(1.0, max(scale * self.fraction, least * _ROUNDING))
+            problem = self._problem(fitted, budget, library)
             plan = problem.plan(problem.preset, "greedy")
             choices = list(zip(problem.sites, problem.preset, strict=True))
             new, kept = plan.layers not in tried, self._once(plan)
             if new:
                 tried.add(plan.layers)
                 later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], kept))
-            shown = (self._ratio * each for each in (self.fraction, wanted, kept))
-            log.info("latency: %.3f asked, %.3f expected, %.3f measured", *shown)
+            fractions = (self._ratio * fraction for fraction in (self.fraction, budget, kept))
+            log.info("latency: %.3f asked, %.3f expected, %.3f measured", *fractions)
             loss = sum(float(site.losses[j]) for site, j in choices)
-            found.append(_Tried(kept, loss, wanted, fitted))
-            at_an_end = wanted == 1 if kept <= self.fraction else not new and wanted <= least * _ROUNDING
+            timed.append(_TimedPlan(kept, loss, budget, fitted))
+            at_an_end = budget == 1 if kept <= self.fraction else not new and budget <= least * _ROUNDING
             if at_an_end or self.fraction * _CLOSE <= kept <= self.fraction:
                 break
-        fastest = min(found, key=lambda each: each.kept)
-        keeping = [each for each in found if each.kept <= self.fraction]
+        best = self._best(timed, table.conditions)
+        return best.budget, best.table
+
+    def _best(self, timed: Sequence[_TimedPlan], conditions: str) -> _TimedPlan:
+        """Return the plan with the least loss among those that keep the budget.
+
+        Not the slowest one: timings of whole networks differ by several percent from one time to another.
+        """
+        fastest = min(timed, key=lambda plan: plan.kept)
+        keeping = [plan for plan in timed if plan.kept <= self.fraction]
         if not keeping and fastest.kept <= self.fraction * _HAIR:
             keeping = [fastest]
         if not keeping:
             raise DecompositionError(
-                f"budget.latency={self.asked} cannot be reached: the fastest plan takes "
-                f"{self._ratio * fastest.kept:.3f} of the dense network's time ({table.conditions}). Ask for "
+                f"budget.latency={self.fraction_of_original} cannot be reached: the fastest plan takes "
+                f"{self._ratio * fastest.kept:.3f} of the dense network's time ({conditions}). Ask for "
                 "that, or try another format"
             )
-        best = min(keeping, key=lambda each: each.loss)
-        return best.wanted, best.table
+        return min(keeping, key=lambda plan: plan.loss)
 
     def _trials(self, table: LatencyTable) -> list[Trial]:
         """Return whole networks that were timed, where layers compute in integers."""
@@ -198,7 +201,8 @@ class LatencyBudget:
             )
 
         def trials() -> list[list[Any]]:
-            return [[each.parts, each.time] for each in first_trials(table, self._faster[1], measured)]
+            _, sites = self._measured_sites
+            return [[trial.parts, trial.time] for trial in first_trials(table, sites, measured)]
 
         kept = Cache(self.options.folder).value("trials", self._key(table), trials)
         return [Trial(tuple(parts), time) for parts, time in kept]
@@ -213,7 +217,7 @@ class LatencyBudget:
         """Return the time of the network under a plan / that without one, timed in turns."""
         return self._timer.whole(plan)
 
-    def holding(
+    def timed_plans(
         self, problem: SearchProblem, result: SearchResult, count: int, *, folder: Path | None = None
     ) -> TimedPlans:
         """Export and time the best plans of a search, until enough of them keep the budget.
@@ -222,8 +226,8 @@ class LatencyBudget:
             problem: What was searched over.
             result: The search.
             count: Rows to return at most.
-            folder: Where the times are kept, so that a search that is resumed comes to the same plan, which
-                its fine-tuning may have begun with; None keeps nothing.
+            folder: Where the times are kept, so that a resumed search comes to the plan that its fine-tuning
+                may have begun with; None keeps nothing.
         """
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
 
@@ -237,40 +241,40 @@ class LatencyBudget:
 
         key = digest(problem.fingerprint, [row.key for row in tried], self.fraction, count)
         kept = Cache(folder).value("plan-times", key, times)
-        found = [row for row, time in zip(tried, kept, strict=False) if time <= self.fraction]
-        if found:
-            return TimedPlans(found)
+        rows = [row for row, time in zip(tried, kept, strict=False) if time <= self.fraction]
+        if rows:
+            return TimedPlans(rows)
         return TimedPlans(
             [tried[int(np.argmin(kept))]],
-            f"budget.latency={self.asked} is missed: {_none_of(len(tried))} that fast when it is exported. "
-            f"The fastest was taken; it keeps {self._ratio * min(kept):.3f} of the dense network's time. "
-            "Ask for a little less, measure on a quiet machine, or raise search.episodes",
+            f"budget.latency={self.fraction_of_original} is missed: {_none_of(len(tried))} that fast when it "
+            f"is exported. The fastest was taken; it keeps {self._ratio * min(kept):.3f} of the dense "
+            "network's time. Ask for a little less, measure on a quiet machine, or raise search.episodes",
         )
 
     def _key(self, table: LatencyTable, *others: object) -> str:
         """Return the key of what follows from a table, the candidates and all budgets."""
-        _, sites = self._faster
+        _, sites = self._measured_sites
         candidates = [([each.content() for each in site.candidates], site.losses) for site in sites]
-        return digest(table, candidates, self.further, self._timer.conditions, others)
+        return digest(table, candidates, self.counted, self._timer.conditions, others)
 
     @cached_property
-    def _faster(self) -> tuple[LatencyTable, list[CandidateSet]]:
+    def _measured_sites(self) -> tuple[LatencyTable, list[CandidateSet]]:
         """The measured times, and the sites, without candidates that are slower than their dense layer."""
         return self._table().without_slower(self.sites)
 
     def _table(self) -> LatencyTable:
-        """Measure all candidates of all sites, or read what was measured before."""
+        """Measure all candidates of all sites, or read the table that is kept."""
         return self._timer.layers(self.sites)
 
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
-        """Return the problem within this and the further budgets, which are fractions of this network's."""
+        """Return the problem within the counted budgets and this fraction of the network's time."""
         network = self.network
         return SearchProblem.from_costs(
             network.specs,
-            self._faster[1],
+            self._measured_sites[1],
             network.input_shape,
             network.costs,
-            {**self.further, "latency": fraction},
+            {**self.counted, "latency": fraction},
             latencies=table,
             library=library,
             preparation=network.preparation,
@@ -296,11 +300,11 @@ def first_trials(
     for share in _SHARES:
         budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
         plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
-    found = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
+    trials = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
     for plan in plans:
-        chosen = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
-        found.append(Trial.of(table, sites, chosen, measured(attached, plan)))
-    return found
+        candidates = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
+        trials.append(Trial.of(table, sites, candidates, measured(attached, plan)))
+    return trials
 
 
 def _none_of(plans: int) -> str:

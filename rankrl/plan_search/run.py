@@ -35,22 +35,22 @@ StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The plan that a search chose, and its record.
 
     Attributes:
         plan: The plan to apply.
-        chosen: Its row. That is `best`, unless the plans were judged further after the search: by the time
+        row: Its row. That is `best`, unless the plans were compared once more after the search: by the time
             they take when they are exported, or by the network that they become (`search.finalists`).
         best: The row with the best reward of those scored on the most images; the first of equals.
         rows: Every scored plan, in order.
         seconds: Wall time of the whole search, interruptions left out.
         stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
             `interrupt`, or the `selector`, which had nothing more to try.
-        missed: What to tell a reader if the chosen plan misses the budget in time, else None.
+        missed: What to tell a reader if the plan misses the budget in time, else None.
     """
 
     plan: CompressionPlan
-    chosen: EpisodeRow
+    row: EpisodeRow
     best: EpisodeRow
     rows: tuple[EpisodeRow, ...]
     seconds: float
@@ -70,17 +70,17 @@ def search_numbers(result: SearchResult) -> dict[str, Any]:
         "evaluations": result.evaluations,
         "seconds": result.seconds,
         "best_reward": result.best.reward,
-        "chosen_reward": result.chosen.reward,
-        "chosen_episode": result.chosen.episode,
+        "chosen_reward": result.row.reward,
+        "chosen_episode": result.row.episode,
         "stopped_by": result.stopped_by,
     }
 
 
-def choosing(
+def with_row(
     problem: SearchProblem, result: SearchResult, row: EpisodeRow, missed: str | None = None
 ) -> SearchResult:
-    """Return a result whose plan is that of another of its rows; `missed` says what it does not keep."""
-    return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), chosen=row, missed=missed)
+    """Return the result with the plan of another of its rows; `missed` is its message about the budget."""
+    return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), row=row, missed=missed)
 
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
@@ -119,9 +119,9 @@ def run_search(
         patience: Stop when the best reward has not improved for so many episodes; None for never.
         folder: Where the state and `episodes.csv` are kept; None keeps nothing.
         resume: Go on from the state in the folder; without one, begin.
-        anew_for_other_scores: Begin anew where the folder's search is this one but for how plans are scored,
-            which is what `evaluator.fingerprint` tells; its files are kept as `old-*`. Refused otherwise.
-        on_set_aside: Called before its files are, for what was made of them.
+        anew_for_other_scores: Where the folder's search differs from this one in how plans are scored alone
+            (`evaluator.fingerprint`), begin anew and keep its files as `old-*`. Refused otherwise.
+        on_set_aside: Called before those files are renamed.
         on_episode: Called with the row of every newly scored plan.
 
     Returns:
@@ -194,7 +194,7 @@ def run_search(
     best = best_rows(rows, 1)[0]
     return SearchResult(
         plan=problem.plan(best.key, selector.name),
-        chosen=best,
+        row=best,
         best=best,
         rows=tuple(rows),
         seconds=time.perf_counter() - start,
@@ -217,7 +217,7 @@ def _identity(
 
 
 def _set_aside(folder: Path) -> None:
-    """Keep the files of a search whose rewards count no more under other names."""
+    """Rename the files of a search whose rewards no longer count."""
     for name in (STATE_FILE, EPISODES_FILE):
         if (folder / name).exists():
             (folder / name).replace(folder / f"old-{name}")
@@ -233,7 +233,7 @@ def _set_aside(folder: Path) -> None:
 def _limit(
     rows: Sequence[EpisodeRow], episodes: int, seconds: float | None, patience: int | None, spent: float
 ) -> StoppedBy | None:
-    """Return which limit has been reached, if any."""
+    """Return the limit that has been reached, if any."""
     if len(rows) >= episodes:
         return "episodes"
     if seconds is not None and spent >= seconds:

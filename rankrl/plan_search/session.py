@@ -18,7 +18,7 @@ from rankrl.networks.candidates import CandidateOptions
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.run import SearchResult, choosing, run_search
+from rankrl.plan_search.run import SearchResult, run_search, with_row
 from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.scores.rewards import Reward, create_reward
@@ -165,7 +165,7 @@ class SearchSession:
             self.problem = problem_of(self.network, sites, goal, self.library)
         else:
             self.latency = LatencyBudget(
-                self.network, sites, latency, goal.timing, self.library, further=goal.budget.counted
+                self.network, sites, latency, goal.timing, self.library, counted=goal.budget.counted
             )
             self.problem = self.latency.problem(self.library)
         self.reward = create_reward(
@@ -252,13 +252,13 @@ class SearchSession:
             return result
         missed = None
         if self.latency is not None:
-            timed = self.latency.holding(self.problem, result, options.finalists, folder=folder)
+            timed = self.latency.timed_plans(self.problem, result, options.finalists, folder=folder)
             rows, missed = timed.rows, timed.missed
             if missed is not None:
                 log.warning(missed)
         else:
             rows = [result.best] if options.finalists == 1 else finalists(result, options.finalists)
-        return choosing(self.problem, result, self._best_refit(result, rows), missed)
+        return with_row(self.problem, result, self._best_refit(result, rows), missed)
 
     def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
         """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""

@@ -1,8 +1,8 @@
 """The state of a search between two episodes, in one file, so that a killed search goes on exactly.
 
-One .safetensors file holds the selector's arrays, and as JSON in its metadata everything else: the rows, the
-states of the random generators, and a description of the search to which it belongs. It is replaced
-atomically, so it never is half of one episode and half of the next; nothing in it is pickled.
+One .safetensors file holds the selector's arrays and, as JSON in its metadata, everything else: the rows, the
+states of the random generators, and a description of the search that it belongs to. It is replaced
+atomically, so that it always holds whole episodes; nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SearchState:
-    """What a search has come to.
+    """How far a search has come.
 
     Attributes:
         identity: Plain values that must be equal for a resumed search to be the same search.
@@ -89,6 +89,6 @@ class SearchState:
             )
 
     def differing(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return in what the search that a state belongs to differs from the one of `identity`."""
+        """Return the names of what differs between the state's search and the one of `identity`."""
         now = json.loads(json.dumps(dict(identity)))
         return [key for key in sorted({*now, *self.identity}) if now.get(key) != self.identity.get(key)]

@@ -18,7 +18,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)
     problem, result = steps.chosen_plan(config, data, dense, images, folder)
-    cost = problem.cost(result.chosen.key)
+    cost = problem.cost(result.row.key)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
         "search": search_numbers(result),

@@ -1,4 +1,4 @@
-"""What each layer's compression alone does to the network's answers, measured instead of derived."""
+"""How far the network's answers move when one layer alone is compressed, measured instead of derived."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rankrl.plan_search.space.problem import Choices
 
 
 def each_alone(sites: Sequence[CandidateSet], measure: Callable[[Choices], float]) -> list[np.ndarray]:
-    """Measure what every candidate does where all other sites are dense.
+    """Measure every candidate with all other sites dense.
 
-    Where a site leaves the network with others, all they do is put down to the last of them.
+    Where sites leave the network together, the last of them carries the effect of all.
 
     Args:
         sites: The candidates of every site.
-        measure: What a plan does.
+        measure: Measures a plan.
 
     Returns:
         For every site the measure under each of its candidates; shape (candidates,), 0 for the dense one.
     """
     dense = tuple(site.dense for site in sites)
-    found = []
+    divergences = []
     for index, site in enumerate(sites):
         values = np.zeros(len(site))
         for choice in range(site.dense):
             if site.candidates[choice].removed is not None and site.losses[choice] == 0:
                 continue
             values[choice] = measure((*dense[:index], choice, *dense[index + 1 :]))
-        found.append(values)
-    return found
+        divergences.append(values)
+    return divergences
 
 
 def with_divergences(site: CandidateSet, divergences: np.ndarray) -> CandidateSet:

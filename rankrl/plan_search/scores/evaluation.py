@@ -13,7 +13,7 @@ from rankrl.plan_search.space.problem import Choices
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is known of one scored plan.
+    """The numbers of one scored plan.
 
     Attributes:
         score: The accuracy term that the reward uses, 0 to 1 (see `ScoringOptions.term`).
@@ -58,7 +58,7 @@ class MeasuresDivergences(Protocol):
         """Measure how far the network's answers move when one site alone is compressed.
 
         Args:
-            batches: On how many of its batches, or on all where there are fewer.
+            batches: Number of its batches to measure on; all where there are fewer.
 
         Returns:
             For every site the divergence under each of its candidates; shape (candidates,), 0 for the dense

@@ -34,7 +34,7 @@ def batch_size(device: str) -> int:
 
 @dataclass(frozen=True)
 class EvaluatorOptions(ScoringOptions):
-    """How plans are scored, and in how much memory.
+    """How plans are scored, with the seed and the memory for it.
 
     Attributes:
         seed: Seed of the augmented copy.
@@ -47,12 +47,14 @@ class EvaluatorOptions(ScoringOptions):
     @classmethod
     def of(cls, options: ScoringOptions, seed: int) -> EvaluatorOptions:
         """Return the options with the seed of the augmented copy."""
-        return cls(**{each.name: getattr(options, each.name) for each in fields(ScoringOptions)}, seed=seed)
+        return cls(
+            **{field.name: getattr(options, field.name) for field in fields(ScoringOptions)}, seed=seed
+        )
 
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """The images that plans are scored on, and how a network takes them.
+    """The images that plans are scored on, with what a network needs to read them.
 
     Attributes:
         images: Held-out images; test images are refused by type and at run time.
@@ -171,8 +173,7 @@ class PlanEvaluator(RememberingEvaluator):
     def forward(self, choices: Choices, start: int, stop: int) -> Tensor:
         """Return the class scores of batches `start` to `stop` (excluded) under a plan, float32.
 
-        A batch's scores do not depend on which others are asked for, so that several processes can share a
-        plan.
+        A batch's scores do not depend on the other batches, so that several processes can share a plan.
         """
         if choices != self._written:
             self.network.write(choices)
@@ -203,8 +204,8 @@ class PlanEvaluator(RememberingEvaluator):
 
         Args:
             logits: Class scores of N held-out images, (N, classes).
-            term: Which one; that of the options when omitted.
-            start: Number of the batch that these images begin with.
+            term: The term; that of the options when omitted.
+            start: Number of the first batch among these images.
         """
         first = sum(map(len, self._x[:start]))
         scored = slice(first, first + len(logits))
@@ -228,7 +229,7 @@ def accuracy_term(term: Term, logits: Tensor, labels: Tensor, dense_logits: Tens
     """Return how good a network's answers are, 0 to 1; see `ScoringOptions.term`.
 
     Args:
-        term: What counts as good.
+        term: The term.
         logits: Class scores of the compressed network, (N, classes).
         labels: True classes (N,).
         dense_logits: Class scores of the dense network, (N, classes).

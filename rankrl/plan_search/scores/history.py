@@ -57,7 +57,7 @@ class EpisodeRow:
 def make_row(
     before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
 ) -> EpisodeRow:
-    """Return the row that follows those before."""
+    """Return the row of an evaluation; `before` are the rows of all earlier plans."""
     best = max(reward, before[-1].best_reward) if before else reward
     return EpisodeRow(
         episode=len(before) + 1,
@@ -70,7 +70,7 @@ def make_row(
         cached=evaluation.cached,
         seconds=evaluation.seconds,
         phase=phase,
-        choices=json.dumps([int(each) for each in choices], separators=(",", ":")),
+        choices=json.dumps([int(choice) for choice in choices], separators=(",", ":")),
     )
 
 
@@ -114,11 +114,11 @@ def write_candidates(problem: SearchProblem, path: Path) -> None:
 
 
 class EpisodesFile:
-    """`episodes.csv`: grows by a line an episode, and is made whole again when a search is resumed.
+    """`episodes.csv`: grows by a line an episode, and is written anew when a search is resumed.
 
     Args:
         path: The file; it is replaced.
-        rows: What it holds from the start.
+        rows: Those of the episodes so far.
 
     Raises:
         StorageError: It cannot be written.

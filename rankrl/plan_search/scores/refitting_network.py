@@ -1,4 +1,4 @@
-"""One dense network that takes on plans as they will be applied: every layer refitted to what reaches it."""
+"""One dense network that takes on plans as they will be applied, every layer refitted to its new inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rankrl.plan_search.scores.scoring_network import class_scores
 
 
 class RefittingNetwork:
-    """A copy of the dense network whose layers are solved for anew under every plan.
+    """A copy of the dense network whose layers are refitted under every plan.
 
-    A plan takes one pass over the calibration images more than with `ScoringNetwork`, and a small fit of
+    Compared with `ScoringNetwork`, a plan costs one more pass over the calibration images and a small fit of
     every layer (`decomposition.candidates.quick_refit`).
 
     Args:
@@ -41,7 +41,7 @@ class RefittingNetwork:
         calibration: Tensor,
     ) -> None:
         for site in sites:
-            if any(each.reads is not None or each.removed is not None for each in site.candidates):
+            if any(one.reads is not None or one.removed is not None for one in site.candidates):
                 raise ConfigError(
                     "search.statistics=refitted scores plans of ranks and roundings, and layer "
                     f"{site.name!r} may lose channels or leave; set search.statistics=corrected, or "

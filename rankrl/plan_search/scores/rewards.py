@@ -1,4 +1,4 @@
-"""Rewards: one number from what is known of a scored plan. Registered functions, found by name."""
+"""Rewards: one number from what is known of a scored plan. Rewards are functions registered by name."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ Score = Callable[[nn.Module], float]
 class ScoreEvaluator(RememberingEvaluator):
     """Scores plans by a function from a network to a number; equal plans are scored once.
 
-    The function is handed one static network with the plan's weights written into it, in evaluation mode; it
-    must not change or keep it.
+    The function gets one static network with the plan's weights written into it, in evaluation mode; it must
+    neither change nor keep the network.
 
     Args:
         model: The dense network; it is copied and stays on its device.
@@ -60,7 +60,7 @@ class ScoreEvaluator(RememberingEvaluator):
 
 
 def check_score(score: Score, model: nn.Module) -> None:
-    """Call a score on a copy of the dense network, so that one that fails does so before layers are fitted.
+    """Call a score on a copy of the dense network, so that a failure shows before layers are fitted.
 
     Raises:
         ConfigError: It returned no number.
@@ -74,8 +74,8 @@ def scored(score: Score, network: nn.Module, what: str) -> float:
 
     Args:
         score: The user's function.
-        network: What it is handed, in evaluation mode.
-        what: What the network is, for messages.
+        network: Its argument, in evaluation mode.
+        what: Description of the network, for messages.
 
     Raises:
         ConfigError: It returned no number.
@@ -91,11 +91,11 @@ def scored(score: Score, network: nn.Module, what: str) -> float:
 
 
 def checked_score(value: object, what: str) -> float:
-    """Return what a score returned as a number.
+    """Return a score as a number.
 
     Args:
-        value: What it returned.
-        what: What was scored, for messages.
+        value: What the user's function returned.
+        what: Description of the network, for messages.
 
     Raises:
         ConfigError: It is no number.
@@ -114,10 +114,10 @@ def checked_score(value: object, what: str) -> float:
 
 
 def _copied(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Hand a network copies of a score's inputs, which it may change: the next plan gets the same ones."""
+    """Copy a score's inputs, since a network may change them and the next plan needs the same ones."""
     return tree_map_only(Tensor, torch.clone, (inputs, keywords))
 
 
 def _contiguous(_: nn.Module, __: object, output: object) -> object:
-    """Hand a score outputs in the memory order of the dense network's, on which `view` works."""
+    """Return outputs in the memory order of the dense network's, on which `view` works."""
     return tree_map_only(Tensor, Tensor.contiguous, output)

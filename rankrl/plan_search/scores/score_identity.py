@@ -1,11 +1,10 @@
-"""A score's identity: whether rewards that were kept are still those of the user's score."""
+"""A score's identity, which tells whether stored rewards are still those of the user's score."""
 
 from __future__ import annotations
 
 import ast
 import copyreg
 import functools
-import hashlib
 import inspect
 import logging
 import os
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from decomposition.cache import digest
+
 log = logging.getLogger(__name__)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -28,15 +29,15 @@ _PACKAGES = {"site-packages", "dist-packages"}
 def score_identity(score: Callable[..., Any]) -> str:
     """Return 16 hexadecimal digits that are equal for equal scores, in other processes too.
 
-    A score with an attribute `identity`, a string, is identified by that alone. Another one is identified by
-    its source, without comments, docstrings and formatting, and by the values that the source names or the
-    object holds: functions and classes of the user's files count by their own sources, tensors, arrays and
-    networks by their content, other objects by what pickle would store of them, and what is installed by its
-    name. What cannot be read counts by its type's name, with a warning.
+    An attribute `identity`, a string, identifies a score by itself. Any other score is identified by its
+    source, without comments, docstrings and formatting, and by the values that the source names or the object
+    holds: functions and classes of the user's files count by their own sources, tensors, arrays and networks
+    by their content, other objects by what pickle would store of them, and installed ones by their names.
+    What cannot be read counts by its type's name, with a warning.
     """
     identity = getattr(score, "identity", None)
     if isinstance(identity, str):
-        return hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return digest(identity.encode())[:16]
     reader = _Reader()
     reader.read(score)
     if reader.opaque:
@@ -46,19 +47,19 @@ def score_identity(score: Callable[..., Any]) -> str:
             "that you change with it",
             ", ".join(sorted(reader.opaque)),
         )
-    return str(reader.content.hexdigest()[:16])
+    return reader.content[:16]
 
 
 class _Reader:
     """Hashes what a score is.
 
     Attributes:
-        content: The hash.
+        content: The hash of what was read.
         opaque: Names of the types of what cannot be read.
     """
 
     def __init__(self) -> None:
-        self.content = hashlib.sha256()
+        self.content = ""
         self.opaque: set[str] = set()
         self._objects: dict[int, tuple[int, Any]] = {}
         self._definitions: list[Any] = []
@@ -70,7 +71,7 @@ class _Reader:
             self._try(self._add_source, definition)
 
     def _add(self, value: Any) -> None:
-        """Take in a value; an object that was met before counts by when that was."""
+        """Take in a value; an object that was read before counts by its number alone."""
         if isinstance(value, _PLAIN):
             self._note(type(value).__name__, value)
         elif id(value) in self._objects:
@@ -88,9 +89,7 @@ class _Reader:
             self.opaque.add(_name(value))
 
     def _note(self, *words: object) -> None:
-        for word in words:
-            data = word if isinstance(word, bytes) else repr(word).encode()
-            self.content.update(b"%d:" % len(data) + data)
+        self.content = digest(self.content, *(repr(word).encode() for word in words))
 
     def _add_object(self, value: Any) -> None:
         if isinstance(value, types.ModuleType):
@@ -98,8 +97,7 @@ class _Reader:
         elif isinstance(value, type | types.FunctionType):
             self._definitions.append(value)
         elif isinstance(value, torch.Tensor):
-            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-            self._note(value.dtype, value.shape, content.numpy().tobytes())
+            self._note(digest(value))
         elif isinstance(value, nn.Module):
             self._add_network(value)
         elif isinstance(value, dict | list | tuple | set | frozenset):
@@ -172,7 +170,7 @@ def _definitions_in(source: str) -> dict[int, list[_Definition]]:
     by_line: dict[int, list[_Definition]] = {}
     for node in ast.walk(_WithoutDocstrings().visit(ast.parse(source))):
         if isinstance(node, _Definition):
-            first = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+            first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
             by_line.setdefault(first, []).append(node)
     return by_line
 
@@ -205,10 +203,10 @@ def _scope_of(value: Any) -> Mapping[str, Any]:
 def _names_in(node: ast.AST) -> set[str]:
     """Return the names that a definition uses and does not assign, with attributes: `x`, `x.y`."""
     nodes = list(ast.walk(node))
-    own = {each.arg for each in nodes if isinstance(each, ast.arg)}
-    own |= {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    used = {ast.unparse(each) for each in nodes if isinstance(each, ast.Name | ast.Attribute)}
-    return {each for each in used if each.replace(".", "").isidentifier() and each.split(".")[0] not in own}
+    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    return {name for name in used if name.replace(".", "").isidentifier() and name.split(".")[0] not in own}
 
 
 def _resolved(name: str, scope: Mapping[str, Any]) -> Any:

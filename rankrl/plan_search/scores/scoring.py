@@ -1,4 +1,4 @@
-"""What plans are scored by: images held out of the training set, or a user's own function."""
+"""Scoring by images held out of the training set, or by a user's own function."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rankrl.workers.base import WorkerCluster
 
 
 class Scoring(Protocol):
-    """From plans, and from whole networks, to scores."""
+    """Scores plans, and whole networks."""
 
     def check(self) -> None:
-        """Fail before anything takes time if the dense network cannot be scored."""
+        """Refuse a dense network that cannot be scored, before anything takes time."""
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search: in this process, or by the workers of a cluster."""
+        """Return the evaluator of a search's plans, in this process or in the workers of a cluster."""
 
     def of_networks(self) -> Callable[[Any], float]:
-        """Return what scores compressed networks as they will be used, refit and all."""
+        """Return the function that scores compressed networks as they will be used, refit and all."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class ImageScoring:
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search: in this process, or by the workers of a cluster."""
+        """Return the evaluator of a search's plans, in this process or in the workers of a cluster."""
         if cluster is None:
             return nullcontext(self.plan_evaluator(library, problem))
         images = self._scored_images()
         return ParallelEvaluator(self.model, library, problem, images, cluster=cluster, options=self.options)
 
     def plan_evaluator(self, library: FitLibrary, problem: SearchProblem) -> PlanEvaluator:
-        """Return what scores plans in this process."""
+        """Return the evaluator in this process."""
         return PlanEvaluator(self.model, library, problem, self._scored_images(), options=self.options)
 
     def _scored_images(self) -> ScoredImages:
@@ -77,9 +77,9 @@ class ImageScoring:
         return ScoredImages(images, data.mean, data.std, data.augmentation, calibration)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
-        """Return the search's accuracy term on all held-out images.
+        """Return the function that gives the search's accuracy term on all held-out images.
 
-        A search scores some of them, for speed; networks that are nearly equally good need all.
+        A search uses some of them, for speed; networks that are nearly equally good need all.
         """
         data, images = self.data, self.data.heldout
         if self.options.augmented:
@@ -119,12 +119,12 @@ class FunctionScoring:
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search: in this process, or by the workers of a cluster."""
+        """Return the evaluator of a search's plans, in this process or in the workers of a cluster."""
         example = joined([rows(batch, slice(2)) for batch in self.inputs[:4]])
         if cluster is None:
             return nullcontext(ScoreEvaluator(self.model, library, problem, self.score, example))
         return ParallelScoreEvaluator(self.model, library, problem, self.score, example, cluster=cluster)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
-        """Return the function, its answers checked."""
+        """Return the user's function with its answers checked."""
         return lambda network: scored(self.score, network, "a finalist")

@@ -50,7 +50,7 @@ class _ScoredLayer:
 
 @dataclass(frozen=True)
 class _Weight:
-    """What a layer takes on: its weight in compute precision, and its bias or batch norm's running mean."""
+    """A layer's weight in compute precision, with its bias or batch norm's running mean."""
 
     weight: Tensor
     shift: Tensor | None
@@ -63,9 +63,9 @@ class _Weight:
 class ScoringNetwork:
     """A copy of the dense network that takes on the weights of any plan.
 
-    The approximation V of a weight W changes the mean of the layer's output by (W - V) E[x]; that is given
-    back in the layer's bias, or in the running mean of the batch norm behind it. Layers that have neither
-    stay uncorrected, and so does everything without input moments.
+    The approximation V of a weight W changes the mean of the layer's output by (W - V) E[x]. The layer's bias
+    makes up for that, or the running mean of the batch norm behind it. Layers that have neither stay
+    uncorrected, as do all layers without input moments.
 
     Batch norms are folded into the layers before them (one pass less over every feature map) when the folded
     network gives the same class scores; a network whose batch norms cannot be folded runs as it is.
@@ -76,7 +76,7 @@ class ScoringNetwork:
         sites: The candidates of its layers.
         precision: Device and precision to run in.
         example: Model inputs to try the network on, such as normalised images (N, C, H, W), float32.
-        cache_bytes: Memory for reconstructed weights, about.
+        cache_bytes: Memory for reconstructed weights, roughly.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ScoringNetwork:
         return True
 
     def _keep(self, layer: _ScoredLayer) -> _Weight:
-        """Remember a layer's dense weight, and put its weight into compute precision from now on."""
+        """Convert a layer's weight to compute precision and return the dense one."""
         weight = layer.module.weight.detach()
         if self.precision.dtype == torch.bfloat16:  # what autocast would do anew in every pass
             weight = weight.to(torch.bfloat16)

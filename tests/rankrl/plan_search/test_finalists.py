@@ -16,7 +16,7 @@ from rankrl.plan_search.compare import ComparedSearch, winner
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.run import best_rows, choosing, run_search
+from rankrl.plan_search.run import best_rows, run_search, with_row
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.rewards import create_reward
 from rankrl.plan_search.scores.scoring import ImageScoring
@@ -111,12 +111,12 @@ def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
     found = session.search("random", {}, seed=0)
     if count == 1:
         assert not scored
-        assert found.chosen == found.best
+        assert found.row == found.best
     else:
         rows = finalists(found, count)
         assert scored == [small_problem.plan(row.key, "random") for row in rows]
-        assert found.chosen == found.rows[0] != found.best
-    assert found.plan == small_problem.plan(found.chosen.key, "random")
+        assert found.row == found.rows[0] != found.best
+    assert found.plan == small_problem.plan(found.row.key, "random")
     assert found.best.reward == max(row.reward for row in found.rows)
 
 
@@ -159,7 +159,7 @@ def test_finalists_are_those_that_keep_the_time(timed, small_problem) -> None:
     plans = best_plans(small_problem, found)
     assert session.latency.timed == plans[:5]
     assert applied == plans[2:5]
-    assert found.plan == plans[4] == small_problem.plan(found.chosen.key, "random")
+    assert found.plan == plans[4] == small_problem.plan(found.row.key, "random")
     assert small_problem.plan(found.best.key, "random") == plans[0]
 
 
@@ -168,7 +168,7 @@ def test_without_finalists_the_best_plan_that_keeps_the_time_is_taken(timed, sma
     found = session.search("random", {}, seed=0)
     plans = best_plans(small_problem, found)
     assert session.latency.timed == plans[:3]
-    assert found.plan == plans[2] == small_problem.plan(found.chosen.key, "random")
+    assert found.plan == plans[2] == small_problem.plan(found.row.key, "random")
     assert not applied
 
 
@@ -190,8 +190,8 @@ def test_a_plan_that_keeps_the_time_misses_nothing(timed) -> None:
 def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
     """A result whose plan is not the one with the best reward counts by its plan."""
     rows = best_rows(result.rows, 3)
-    slow = ComparedSearch(SelectorEntry("random", "random"), 0), choosing(small_problem, result, rows[2])
-    fast = ComparedSearch(SelectorEntry("random", "random"), 1), choosing(small_problem, result, rows[1])
+    slow = ComparedSearch(SelectorEntry("random", "random"), 0), with_row(small_problem, result, rows[2])
+    fast = ComparedSearch(SelectorEntry("random", "random"), 1), with_row(small_problem, result, rows[1])
     results = dict([slow, fast])
     assert winner(results) is fast[1]
 

@@ -34,7 +34,7 @@ def test_the_best_plan_wins(small_problem, synthetic_evaluator) -> None:
     assert len(result.rows) == 12
     assert result.stopped_by == "episodes"
     assert result.best.reward == max(row.reward for row in result.rows) == result.rows[-1].best_reward
-    assert result.chosen == result.best
+    assert result.row == result.best
     assert result.plan == small_problem.plan(result.best.key, "random")
     assert result.plan.chosen_by == "random"
     assert small_problem.keeps_budget(result.best.key)

@@ -92,7 +92,7 @@ def test_a_budget_beside_the_time_is_kept_too() -> None:
             )
 
     problem = Timed(
-        ModuleNetwork(model, (3, 12, 12)), sites, 0.9, LatencyOptions(), further={"bytes": 0.7, "macs": None}
+        ModuleNetwork(model, (3, 12, 12)), sites, 0.9, LatencyOptions(), counted={"bytes": 0.7, "macs": None}
     ).problem(library)
     assert problem.budget is not None
     assert problem.budget.measures == ("latency", "bytes")

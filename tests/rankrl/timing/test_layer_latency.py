@@ -370,10 +370,10 @@ def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: 
     best = rows[0]
     result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
     for count in (1, 2, 5):
-        assert budget.holding(problem, result, count) == TimedPlans(best_rows(rows, count))
+        assert budget.timed_plans(problem, result, count) == TimedPlans(best_rows(rows, count))
     slow = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     slow.factor = 100.0
-    timed = slow.holding(problem, result, 1)
+    timed = slow.timed_plans(problem, result, 1)
     assert timed.rows == [min(rows, key=lambda row: problem.cost(row.key).params)], (
         "the fastest is the nearest"
     )
@@ -391,11 +391,11 @@ def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
     row = make_row((), choices, "test", Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 0.0), 1.0)
     result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
     budget.factor, measurements = 1.5, budget.measurements
-    assert budget.holding(problem, result, 1) == TimedPlans([row])
+    assert budget.timed_plans(problem, result, 1) == TimedPlans([row])
     assert budget.measurements == measurements
     another = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     another.factor = 1.5
-    missed = another.holding(problem, result, 1).missed
+    missed = another.timed_plans(problem, result, 1).missed
     assert missed is not None
     assert missed.startswith("budget.latency=0.6 is missed: the only plan is not that fast")
 
@@ -408,12 +408,14 @@ def test_a_resumed_search_comes_to_the_plan_that_kept_its_budget_before(
     choices = tuple(problem.preset.tolist())
     row = make_row((), choices, "test", Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 0.0), 1.0)
     result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
-    assert budget.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
+    assert budget.timed_plans(problem, result, 1, folder=tmp_path) == TimedPlans([row])
     resumed = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     resumed.factor = 1.5  # timed again, the plan would miss the budget
-    assert resumed.holding(problem, result, 1, folder=tmp_path) == TimedPlans([row])
+    assert resumed.timed_plans(problem, result, 1, folder=tmp_path) == TimedPlans([row])
     other = replace(problem, budget=None)
-    assert resumed.holding(other, result, 1, folder=tmp_path).missed is not None, "times of another problem"
+    assert resumed.timed_plans(other, result, 1, folder=tmp_path).missed is not None, (
+        "times of another problem"
+    )
 
 
 @pytest.mark.parametrize(("factor", "refused"), [(1.02, False), (1.05, True)])

@@ -69,7 +69,7 @@ def test_the_best_of_the_scored_plans_is_carried_out(
     assert result.search is not None
     rows = result.search.rows
     assert len(rows) == 6
-    assert result.search.chosen.reward == max(row.reward for row in rows)
+    assert result.search.row.reward == max(row.reward for row in rows)
     assert result.plan == result.search.plan
     assert result.plan.chosen_by == selector
     assert result.after["params"] <= 0.15 * result.before["params"]
@@ -151,7 +151,7 @@ def test_finalists_are_carried_out_and_scored_again(
     result = searched(finalists=2, precisions=("float32", "int8"))
     assert result.search is not None
     assert 2 <= len(applied) <= 3  # the two best, and the first one beside them
-    assert result.search.chosen in result.search.rows
+    assert result.search.row in result.search.rows
 
 
 @pytest.mark.parametrize("network", ["convolutions", "tokens"])
