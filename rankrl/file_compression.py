@@ -37,7 +37,7 @@ from rankrl.report import LayerRow
 from rankrl.request import Request
 from rankrl.result import Compression, missed_latency, run_numbers, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder
-from rankrl.timing.graph_files import compared_with_original, time_beside
+from rankrl.timing.graph_files import compared_with_original, relative_time
 from rankrl.timing.positions import faster_positions
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.as_read import check_as_read
@@ -163,7 +163,7 @@ class FileSearch:
                 check_as_read(given)
         if given.network is given.original:
             return replace(self, candidates=candidates)
-        share = time_beside(given.original, given.network, network.feed, timing)
+        share = relative_time(given.original, given.network, network.feed, timing)
         kept = in_time_alone and share <= latency
         if kept:
             log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", share)

@@ -1,4 +1,4 @@
-"""What a network is known by in the record of a call."""
+"""The hash that identifies a network in the record of a call."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from rankrl.errors import ConfigError, StorageError
 from rankrl.files import write_json
+from rankrl.runs.configurations import as_recorded, changed_options, with_effect
 from rankrl.runs.run_lock import LOCK_FILE
 from rankrl.runs.tracking import NOT_TRACKED, Tracking
 
@@ -24,19 +25,10 @@ COMPRESS = "rankrl.compress"
 """The task in the record of a call of it."""
 SAME_CALL = "the same call goes on with it; for another one name another folder, or delete this one"
 _ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
-_MISSING = "not set"
-_LONGEST_SHOWN = 60
-_MOST_NAMED = 3
 _LONGEST_NAME = 200
 _BEGAN = time.time()  # when this process did, or a little later
 # What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
 _WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb", LOCK_FILE)
-# Options that change nothing in a run's results.
-_WITHOUT_EFFECT = (
-    "resume",
-    "tracking",
-    *(f"search.{name}" for name in ("workers", "cluster", "worker_cpus", "worker_gpus")),
-)
 
 
 @dataclass
@@ -63,8 +55,8 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        tracking: What the run reports to while it goes on.
-        notes: What its steps leave for its end.
+        tracking: Trackers that the run reports to while it goes on.
+        notes: Results of its steps that its end needs.
     """
 
     path: Path
@@ -88,7 +80,7 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """The chosen plan."""
+        """The plan."""
         return self.path / "plan.json"
 
     @property
@@ -138,7 +130,7 @@ class RunFolder:
 
     @property
     def progress(self) -> Path:
-        """What a job of a sweep is at."""
+        """The progress of a sweep's job."""
         return self.state / "progress.json"
 
     @property
@@ -173,10 +165,10 @@ class RunFolder:
         """
         if not resume:
             self.check(config)
-        write_json(self.record, {"config": with_effect(_plain(config)), "overrides": list(overrides)})
+        write_json(self.record, {"config": with_effect(as_recorded(config)), "overrides": list(overrides)})
 
     def check(self, config: Mapping[str, Any], *, advice: str = _ANOTHER_FOLDER) -> None:
-        """Refuse a folder that holds results of another configuration; nothing is written.
+        """Refuse a folder with results of another configuration; nothing is written.
 
         Args:
             config: The run's configuration, plain values.
@@ -185,7 +177,7 @@ class RunFolder:
         Raises:
             ConfigError: It does; the options that differ are named.
         """
-        config = with_effect(_plain(config))
+        config = with_effect(as_recorded(config))
         if self.holds_results:
             before = self._recorded()
             if before is None:
@@ -195,7 +187,7 @@ class RunFolder:
                 raise ConfigError(f"{self.path} holds a run with another configuration ({changes}); {advice}")
 
     def remove_results(self) -> None:
-        """Remove what a run ends with, `metrics.json` first, before what another one ends with is written."""
+        """Remove the files that a run ends with, `metrics.json` first, before another run writes its own."""
         for path in (self.metrics, self.plan, self.model, self.onnx, self.path / "report.html"):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.path / "plots", ignore_errors=True)
@@ -280,51 +272,15 @@ def check_writable(folder: Path, option: str) -> None:
                 each.rmdir()
 
 
-def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Return the part of a configuration that a run's results depend on."""
-    return {
-        name: with_effect(value, f"{within}{name}.") if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if f"{within}{name}" not in _WITHOUT_EFFECT
-    }
-
-
-def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return in words in which options two configurations differ; empty where they do not."""
-    changes = list(_changes(before, after))
-    return "; ".join(changes[:_MOST_NAMED]) + ("; ..." if len(changes) > _MOST_NAMED else "")
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as its record holds it."""
-    plain: dict[str, Any] = json.loads(json.dumps(config))
-    return plain
-
-
-def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:
-    """Yield `option was A, is now B` for every option in which two configurations differ."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in {**before, **after}:
-            inner = f"{name}.{key}" if name else str(key)
-            yield from _changes(before.get(key, _MISSING), after.get(key, _MISSING), inner)
-    elif before != after:
-        yield f"{name} was {_brief(before)}, is now {_brief(after)}"
-
-
-def _brief(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
 def cache_folder() -> Path:
     """Return the folder for fits that later runs reuse: RANKRL_CACHE, or `rankrl` in the user's cache.
 
     Raises:
         StorageError: If it cannot be created.
     """
-    chosen = os.environ.get("RANKRL_CACHE")
+    named = os.environ.get("RANKRL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(chosen) if chosen else Path(base) / "rankrl"
+    folder = Path(named) if named else Path(base) / "rankrl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

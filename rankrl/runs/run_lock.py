@@ -2,8 +2,8 @@
 
 The lock ends with the process that holds it, however that ends. The file is removed with the lock; a file
 that a killed process leaves behind locks nothing. On a network's file system the lock holds for all machines
-where the file system says so, as NFS and Lustre (mounted with `flock`) do. Where there are no locks at all,
-processes of the same machine alone are seen.
+where the file system supports it, as NFS and Lustre (mounted with `flock`) do. Where there are no locks at
+all, only processes of the same machine are seen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
-_BEYOND_THE_WORDS = 1 << 30  # a byte that Windows locks may not be read by others
+_BEYOND_THE_WORDS = 1 << 30  # others cannot read a byte that Windows locks
 _LONGEST_COMMAND = 200
 _MOST_TURNS = 1000
 _TURNS, _TURN = 20, 0.01
@@ -48,7 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder: The folder of the run; it is made where there is none, and removed again if it stays empty.
 
     Raises:
-        FolderInUseError: A run that goes on holds it; the message says which.
+        FolderInUseError: Another run holds it; the message says which.
         StorageError: The folder cannot be written.
     """
     path, process = folder / LOCK_FILE, os.getpid()
@@ -73,10 +73,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder in which a run goes on; nothing is written.
+    """Refuse a folder that a run is using; nothing is written.
 
     Raises:
-        FolderInUseError: One does.
+        FolderInUseError: One is.
     """
     path = folder / LOCK_FILE
     try:
@@ -93,7 +93,7 @@ def check_free(folder: Path) -> None:
 def _acquired(path: Path) -> int:
     """Return the descriptor of the locked file; make the folder where there is none.
 
-    Who held it before may remove file and folder between any two of these calls, hence the turns.
+    The previous holder may remove file and folder between any two of these calls, hence the turns.
     """
     for _ in range(_MOST_TURNS):
         with suppress(FileNotFoundError):
@@ -131,7 +131,7 @@ def _release(path: Path, descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed, or return whether nobody else holds it."""
+    """Lock an open file until it is closed; return False where somebody else holds it."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -188,8 +188,8 @@ def _in_use(folder: Path, descriptor: int | None = None) -> FolderInUseError:
     if words:
         owner = "process {process} on {host}, since {since} (`{command}`)".format(**words)
     return FolderInUseError(
-        f"{folder} is in use by {owner}; wait until that has ended, or stop it. A run beside it needs a "
-        "folder of its own"
+        f"{folder} is in use by {owner}; wait until that has ended, or stop it. A run at the same time "
+        "needs a folder of its own"
     )
 
 

@@ -1,8 +1,8 @@
-"""Sums of layers' times made to agree with whole networks: a table of latencies corrected by a few of them.
+"""A table of latencies corrected by the times of a few whole networks.
 
 Layers timed one by one do not quite add up: tensors are cold or warm, additions of residual branches cost
-more where precisions differ, and what one layer's shape suits another's does not. A handful of whole
-networks under different plans, exported and timed, says by how much each kind of time is off.
+more where precisions differ, and the memory layout that suits one layer does not suit another. A handful of
+whole networks under different plans, exported and timed, shows by how much each kind of time is off.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from decomposition import Candidate, CandidateSet, LatencyTable
 
 _PRIOR, _LATER_PRIOR = 0.1, 0.5
-"""Weights of factors of 1 beside a network's relative error: a kind that few plans hold stays as it is.
+"""Weights of keeping a factor, where a network's relative error weighs 1: kinds in few plans keep theirs.
 
 The plans on the way to a budget are alike, and timings of whole networks differ by several percent from one
-time to another; what they say is shared by all kinds rather than put down to one.
+time to another; the later weight spreads such an error over all kinds.
 """
 _KINDS = 4
 """Dense and factorised, first in floating point, then in integers."""
@@ -30,8 +30,8 @@ class Trial:
     """A whole network that was exported and timed.
 
     Attributes:
-        parts: What the table says it takes: the sums of the four kinds of layers, of borders, and the rest.
-        time: What it took, as a fraction of the dense network's.
+        parts: Its times by the table: the sums of the four kinds of layers, of borders, and the rest.
+        time: Its measured time, as a fraction of the dense network's.
     """
 
     parts: tuple[float, ...]
@@ -39,12 +39,12 @@ class Trial:
 
     @classmethod
     def of(
-        cls, table: LatencyTable, sites: Sequence[CandidateSet], chosen: Sequence[Candidate], time: float
+        cls, table: LatencyTable, sites: Sequence[CandidateSet], candidates: Sequence[Candidate], time: float
     ) -> Trial:
-        """Return the trial of these candidates, whose costs may come from another table."""
+        """Return the trial of a plan, a candidate for each site; their costs may come from another table."""
         indices = [
             next(j for j, each in enumerate(site.candidates) if each.content() == candidate.content())
-            for site, candidate in zip(sites, chosen, strict=True)
+            for site, candidate in zip(sites, candidates, strict=True)
         ]
         parts = np.zeros(_KINDS + 2)
         for site, index in zip(sites, indices, strict=True):
@@ -63,13 +63,13 @@ class Trial:
 def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Trial] = ()) -> np.ndarray:
     """Return the factors, one for each part, with which sums come closest to the trials' times.
 
-    They are found around 1 by non-negative least squares on relative errors; parts that no trial holds keep
-    theirs.
+    They come from non-negative least squares on relative errors, drawn towards 1; a part that is in no trial
+    keeps its factor.
 
     Args:
         table: The measured layers.
         first: Trials of plans of all kinds.
-        later: Trials of plans on the way to a budget, which correct what the first ones say.
+        later: Trials of plans on the way to a budget, which correct the first ones.
     """
     factors = _factors(table, first, np.ones(_KINDS + 2), _PRIOR)
     return _factors(table, later, factors, _LATER_PRIOR)
@@ -81,9 +81,9 @@ def _factors(table: LatencyTable, trials: Sequence[Trial], around: np.ndarray, p
     rows = np.array([each.parts for each in trials]).reshape(-1, len(around)) * around
     rows = rows / (np.array([each.time for each in trials]) * table.total)[:, None]
     matrix = np.concatenate([rows, prior * np.eye(len(around))])
-    wanted = np.concatenate([np.ones(len(rows)), np.full(len(around), prior)])
-    found: np.ndarray = around * np.maximum(nnls(matrix, wanted)[0], 1e-3)
-    return found
+    targets = np.concatenate([np.ones(len(rows)), np.full(len(around), prior)])
+    factors: np.ndarray = around * np.maximum(nnls(matrix, targets)[0], 1e-3)
+    return factors
 
 
 def corrected(table: LatencyTable, sites: Sequence[CandidateSet], factors: np.ndarray) -> LatencyTable:

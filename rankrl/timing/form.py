@@ -20,7 +20,7 @@ from rankrl.timing.layer_timing import LayerTimer
 
 _RUNS = 7
 _FASTER = 0.95
-"""A layer is contracted where that takes less than so much of the time of its stages."""
+"""A layer is contracted where that takes less than this part of the time of its stages."""
 
 
 def fastest_form(
@@ -37,10 +37,10 @@ def fastest_form(
 
     Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores of every layer as
     layers, `contracted` contracts them to dense weights once, when the file is loaded, `mixed` does for each
-    layer what is faster between its neighbours. All hold the same cores; of forms that are equally fast the
-    first is taken. What was chosen is kept in the scratch folder, so that a run that goes on after an
-    interruption does not choose otherwise by a later timing. The file is None where none was written to be
-    timed: with a single form, or one that was chosen before.
+    layer what is faster between its neighbours. All hold the same cores, and the first wins among forms that
+    are equally fast. The choice is kept in the scratch folder, so that a run that goes on after an
+    interruption repeats it whatever a later timing says. The file is None where no file of this form was
+    written now: without cores, with rounded cores, or with a form other than `staged` that was chosen before.
 
     Args:
         network: The network.
@@ -67,7 +67,7 @@ def fastest_form(
 
     files = {"staged": file_of("staged", network)}
 
-    def chosen() -> tuple[str, list[str]]:
+    def fastest() -> tuple[str, list[str]]:
         slow = faster_contracted(network, shape, timing, channel_block)
         tried = {"staged": [], "mixed": slow, "contracted": list(layers)}
         if len(slow) in (0, len(layers)):
@@ -86,7 +86,7 @@ def fastest_form(
         return name, tried[name]
 
     key = digest(files["staged"].read_bytes())
-    name, names = Cache(scratch).value("form", key, chosen)
+    name, names = Cache(scratch).value("form", key, fastest)
     return (network if name == "staged" else contracted(network, names)), name, files.get(name)
 
 
@@ -98,12 +98,12 @@ def faster_contracted(
     for layer in factorised_layers(dense).values():
         replace_module(dense, layer, layer.geometry.dense(dtype=layer.cores()[0].dtype))
     specs = {spec.name: spec for spec in inspect_layers(dense.cpu(), shape)}
-    found = []
+    names = []
     timer = LayerTimer(**{**timing, "runs": _RUNS}, channel_block=channel_block)
     for name, layer in factorised_layers(network).items():
         spec = specs.get(name)
         if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:
             staged, one = timer.forms(spec, [layer, whole[name]])
             if one < _FASTER * staged:
-                found.append(name)
-    return found
+                names.append(name)
+    return names

@@ -1,4 +1,4 @@
-"""Files of a network in an ONNX file that are timed."""
+"""Files to time of a network in an ONNX file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GraphFiles:
         return self.given.network.digest
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
-        """Write the graph under a plan with the fits that it was chosen by, or as it is."""
+        """Write the graph as it is, or under a plan with the fits of its search."""
         if plan is None:
             self.given.network.as_in_file().save(path)
             return
@@ -57,14 +57,14 @@ class GraphFiles:
         write_graph(graph, path, [self.feed])
 
 
-def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
+def relative_time(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
     """Return the time of a network / that of the one it was rewritten from, measured once.
 
     Args:
-        original: The other one.
-        network: The network.
+        original: The network before.
+        network: The rewritten network.
         feed: A batch of real inputs.
-        options: How time is measured; what is found is kept in the folder.
+        options: How time is measured; the result is kept in the folder.
     """
 
     def measured() -> float:
@@ -81,7 +81,7 @@ def time_beside(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options
 def compared_with_original(
     network: OnnxNetwork, path: Path, feed: Feed, options: LatencyOptions
 ) -> LatencyComparison:
-    """Time a file beside the network it was made from, on the same inputs, in turns."""
+    """Time a file and the network that it was made from, on the same inputs, in turns."""
     with tempfile.TemporaryDirectory() as scratch:
         original = Path(scratch) / "original.onnx"
         network.as_in_file().save(original)

@@ -17,8 +17,8 @@ from rankrl.timing.passes import Clock, Times, clock_for, timed_passes
 from rankrl.wording import counted
 
 SMALLEST_CHANGE = 0.03
-"""Two sessions of one and the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons
-on a busy machine, of which the interval alone would have called 7 a change."""
+"""Two sessions of the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons on a busy
+machine, 7 of which would count as changes by the interval alone."""
 _SPREAD_PERCENTILES = (10, 90)
 _INTERVAL_PERCENTILES = (2.5, 97.5)
 _RESAMPLES = 2000
@@ -66,7 +66,7 @@ class LatencyComparison:
         ratio_low: Lower end of the ratio's 95 % interval, from resampled turns (bootstrap percentiles, Efron
             and Tibshirani 1993, chapter 13).
         ratio_high: Its upper end.
-        busy: What showed that the machine was busy with something else, or None.
+        busy: What shows that the machine was busy with something else, or None.
     """
 
     baseline: Latency
@@ -83,7 +83,7 @@ class LatencyComparison:
 
 
 def is_unchanged(ratio: float, low: float | None = None, high: float | None = None) -> bool:
-    """Whether a ratio of two times is no change: what reports and choices go by.
+    """Tell whether a ratio of two times is no change, for reports and choices alike.
 
     Args:
         ratio: One time ÷ the other.
@@ -117,8 +117,8 @@ def measure_latency(
         runs: Timed forward passes.
         warm_up: Untimed forward passes before them.
         runtime: The runtime.
-        inputs: What goes into the files in place of random inputs, such as one batch of real ones for a file
-            with several inputs; then `batch` says how many it holds.
+        inputs: A batch to use in place of random inputs, such as real ones for a file with several inputs;
+            `batch` is then the number of inputs that it holds.
 
     Returns:
         Median and spread.
@@ -154,8 +154,8 @@ def compare_latency(
         runs: Timed forward passes of each model.
         warm_up: Untimed forward passes of each before them.
         runtime: The runtime.
-        inputs: What goes into the files in place of random inputs, such as one batch of real ones for a file
-            with several inputs; then `batch` says how many it holds.
+        inputs: A batch to use in place of random inputs, such as real ones for a file with several inputs;
+            `batch` is then the number of inputs that it holds.
 
     Returns:
         Both latencies, and the ratio of their medians with its interval.
@@ -171,12 +171,12 @@ def compare_latency(
 
 @dataclass(frozen=True)
 class TimedTurns:
-    """Files that were timed in turns, whatever the model and the runtime.
+    """Times of files that were run in turns, whatever the model and the runtime.
 
     Attributes:
         latencies: Of each file.
         times: Milliseconds of every forward pass, shape (runs, files).
-        busy: What showed that the machine was busy with something else, or None.
+        busy: What shows that the machine was busy with something else, or None.
     """
 
     latencies: Sequence[Latency]
@@ -184,7 +184,7 @@ class TimedTurns:
     busy: str | None
 
     def compare(self, baseline: int, compressed: int) -> LatencyComparison:
-        """Compare two of the files, given by their positions."""
+        """Compare two of the files by their positions."""
         before, after = self.latencies[baseline], self.latencies[compressed]
         runs = len(self.times)
         turns = np.random.default_rng(0).integers(runs, size=(_RESAMPLES, runs))
@@ -209,7 +209,7 @@ def time_in_turns(
     warm_up: int = 3,
     inputs: Batch | None = None,
 ) -> TimedTurns:
-    """Time several ONNX files in turns (A B C, C B A, ...), each in a runtime.
+    """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime.
 
     Args:
         files: The names of runtimes, each with the file it runs; at least one.
@@ -217,7 +217,7 @@ def time_in_turns(
         threads: Threads for one operator.
         runs: Timed forward passes of each file.
         warm_up: Untimed forward passes of each before them.
-        inputs: What goes into all of the files, in place of random inputs of each one's type.
+        inputs: A batch for all of the files, in place of random inputs of each file's type.
 
     Raises:
         ConfigError: A runtime is unknown, or cannot be used here.
@@ -242,13 +242,13 @@ def time_in_turns(
 
 
 def _share_waited(times: Times, on_the_wall: Times, clocks: Sequence[Clock]) -> float | None:
-    """Return what passes took on the wall beyond their processor time; None where none was timed in that."""
+    """Return the share of wall time that passes waited for a core; None where no processor time was taken."""
     known = [index for index, clock in enumerate(clocks) if clock == "processor"]
     return max(0.0, 1 - float(times[:, known].sum() / on_the_wall[:, known].sum())) if known else None
 
 
 def _busy(waited: float | None, load: float | None) -> str | None:
-    """Say what shows that others used the cores that the timed passes needed, if anything does."""
+    """Return the evidence that others used the cores that the timed passes needed, if there is any."""
     if waited is not None:
         seen = f"the timed passes waited {waited:.0%} of the time for a core".replace("%", " %")
         return seen if waited > _BUSY_SHARE else None
@@ -259,7 +259,7 @@ def _busy(waited: float | None, load: float | None) -> str | None:
 
 
 def _load_average() -> float | None:
-    """Processes that ran or wanted to run in the last minute; None where the system does not say."""
+    """Return the number of runnable processes in the last minute; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 

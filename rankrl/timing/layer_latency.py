@@ -1,6 +1,6 @@
 """The table of measured layers behind a budget in time: every candidate of every layer in onnxruntime.
 
-What layers of the same geometry have in common is measured once (`LayerTimer`).
+Layers of the same geometry are measured once (`LayerTimer`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from decomposition.network.kinds import DecomposableModule, is_decomposable_modu
 from rankrl.timing.layer_timing import LayerTimer
 
 _LARGEST_SHARE = 0.98
-"""The layers' part of the network's time, at most: their sum can exceed it, measured one by one."""
+"""At most this part of the network's time is the layers': their sum can exceed it, measured one by one."""
 _LEAST_SHARE = 0.5
-"""The layers' part of the time of the network in integers, at least."""
+"""At least this part of the time of the network in integers is the layers'."""
 
 _NOTHING = 1e-4
 """Milliseconds of a layer that leaves the network: a table holds positive times."""
@@ -103,7 +103,7 @@ def time_sites(
     """Measure every candidate of every site.
 
     Args:
-        timer: What times layers.
+        timer: Times layers.
         modules: The dense layers by name.
         sites: Their candidates.
         progress: Called with each measured layer's name.
@@ -131,7 +131,7 @@ def time_sites(
             additions = {each: timer.addition(together.spec, each) for each in {False, integers}}
         for site in group:
             mine = [known.get(_identity(each)) for each in site.candidates]
-            # What a block's last layer makes is added to the block's input.
+            # The output of a block's last layer is added to the block's input.
             added = additions if _adds(site) else {}
             times[site.name] = tuple(
                 _NOTHING if index is None else measured[index] + added.get(each.integer, 0.0)
@@ -147,22 +147,22 @@ def time_sites(
 
 
 def _together(sites: Sequence[CandidateSet]) -> CandidateSet:
-    """Return the candidates of layers of one geometry in one set, those that take equally long once."""
+    """Return the candidates of layers of one geometry in one set, without repetitions."""
     staying = (each for site in sites for each in site.candidates[:-1] if each.removed is None)
     distinct = {_identity(each): each for each in staying}
     return replace(sites[0], candidates=(*distinct.values(), sites[0].candidates[-1]))
 
 
 def _identity(candidate: Candidate) -> str:
-    """Return what a candidate's time depends on in a layer: not which channels it reads, but how many."""
+    """Return what a candidate's time depends on in a layer: the number of channels it reads, not which."""
     return repr((candidate.inputs, [each.to_dict() for each in candidate.operations]))
 
 
 def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSet) -> _SiteTimes:
     """Return the time of every candidate, and at every number of outputs that the next site may read.
 
-    The latter is measured for dense layers; a factorised one is taken to save nothing, which errs on the
-    safe side.
+    The latter is measured for dense layers; factorised ones are assumed to save nothing, which is on the safe
+    side.
     """
     groups: dict[int, list[int]] = {}
     for index, each in enumerate(site.candidates):
@@ -170,8 +170,8 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
 
     def measured(indices: list[int], inputs: int, outputs: int) -> np.ndarray:
         layer = replace(Geometry.of(module), in_channels=inputs, out_channels=outputs).dense()
-        chosen = [site.candidates[index].operations for index in indices]
-        return timer.candidates(layer, site.spec.narrowed(inputs=inputs, outputs=outputs), chosen)
+        operations = [site.candidates[index].operations for index in indices]
+        return timer.candidates(layer, site.spec.narrowed(inputs=inputs, outputs=outputs), operations)
 
     times = np.zeros(len(site))
     for inputs, indices in groups.items():
@@ -187,7 +187,7 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
 
 
 def _adds(site: CandidateSet) -> bool:
-    """Tell whether a site's output is what a block adds to its input: all is lost when the site leaves."""
+    """Tell whether a block adds the site's output to its input: then all is lost when the site leaves."""
     return any(each.removed is not None and each.error > 0 for each in site.candidates)
 
 
@@ -196,6 +196,6 @@ def _factorised(candidate: Candidate) -> bool:
 
 
 def geometry(site: CandidateSet) -> str:
-    """Return all that a layer's latencies depend on beside what is done with it."""
+    """Return all that a layer's latencies depend on apart from its operations."""
     nameless = replace(site.spec, name="", index=0, batch_norm=None)
     return repr((nameless, [each and each.rows for each in site.candidates[site.dense].narrower]))

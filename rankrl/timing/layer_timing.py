@@ -1,8 +1,8 @@
-"""What a layer takes between neighbours: candidates timed in onnxruntime as they stand in a network.
+"""Times of candidates in onnxruntime as they stand in a network: between neighbours.
 
 Alone, a layer pays for conversions that a network makes once: of the memory layout, and from floating point
 to integers and back. So each candidate stands between two small convolutions that compute in its own
-precision, and what these take, with the conversions at the ends, is taken off again:
+precision, and the time of these, with the conversions at the ends, is subtracted:
 
     time = t(before, layer, after) - (t(before, before) + t(after, after)) / 2
 
@@ -36,13 +36,13 @@ from rankrl.timing.passes import clock_for, timed_passes
 
 _WARM_UP = 6
 _FEWEST_CHANNELS = 8
-"""Layers with fewer inputs read the network's own input, which nothing has laid out for them."""
+"""Layers with fewer inputs read the network's own input, whose memory layout nothing has prepared."""
 _MOST_TOGETHER = 48
-"""Graphs that are open at a time: each holds its own tensors."""
+"""Graphs that are open at the same time: each holds its own tensors."""
 
 
 class LayerTimer:
-    """Times layers; the neighbours of each shape and precision are timed once.
+    """Times layers; neighbours are timed once for each shape and precision.
 
     Args:
         batch: Inputs of a forward pass.
@@ -57,31 +57,31 @@ class LayerTimer:
         self._pairs: dict[tuple[tuple[int, ...], bool, bool], float] = {}
 
     def candidates(
-        self, dense: DecomposableModule, spec: LayerSpec, chosen: Sequence[Sequence[Operation]]
+        self, dense: DecomposableModule, spec: LayerSpec, operations: Sequence[Sequence[Operation]]
     ) -> np.ndarray:
         """Return the median milliseconds of a layer under each list of operations, all its calls together.
 
         Raises:
             TypeError: If an operation acts on several layers.
         """
-        total = np.zeros(len(chosen))
+        total = np.zeros(len(operations))
         for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
             shape, after = self._shapes(spec, size, result)
             for integer in (False, True):  # apart: the quantiser would round an input for all that share it
-                mine = [j for j, each in enumerate(chosen) if any(o.integer for o in each) == integer]
+                mine = [j for j, each in enumerate(operations) if any(o.integer for o in each) == integer]
                 if not mine:
                     continue
-                layers = [_structure(dense, spec, chosen[j]) for j in mine]
+                layers = [_structure(dense, spec, operations[j]) for j in mine]
                 total[mine] += self._between(layers, shape, after, integer)
-        # Differences of measured times: what is next to nothing may come out below it.
+        # A difference of measured times may fall below zero where the layer takes next to nothing.
         return np.maximum(total, 1e-4)
 
     def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
-        """Return the median milliseconds of ways to compute a layer in floating point, all its calls.
+        """Return the median milliseconds of a layer's replacements in floating point, all calls together.
 
         Args:
             spec: The dense layer.
-            layers: What may stand in its place.
+            layers: Its replacements.
         """
         sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
         shapes = (self._shapes(spec, size, result) for size, result in sizes)
@@ -95,8 +95,8 @@ class LayerTimer:
 
         Args:
             layers: Layers of one precision.
-            shape: Of what they read, with the batch.
-            after: Of what they make.
+            shape: Shape of their input, with the batch.
+            after: Shape of their output.
             integer: Whether their neighbours compute in integers.
         """
         ends = [_neighbour(each, integer) for each in (shape, after)]
@@ -112,7 +112,7 @@ class LayerTimer:
         return self._time([_stack([layer]) for layer in layers], shape)
 
     def border(self, spec: LayerSpec) -> float:
-        """Return what it takes to go from floating point to integers, or back, behind a layer."""
+        """Return the milliseconds of a change from floating point to integers, or back, behind a layer."""
         total = 0.0
         for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
             _, shape = self._shapes(spec, size, result)
@@ -156,16 +156,16 @@ class LayerTimer:
 
     def _time(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the median milliseconds of each network, timed in turns."""
-        beside = _Beside(networks).eval()
-        for parameter in beside.parameters():
+        network = _SideBySide(networks).eval()
+        for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
-        weights = {f"{name}.weight" for name in integer_layers(beside)}
-        without_rounding(beside)
+        weights = {f"{name}.weight" for name in integer_layers(network)}
+        without_rounding(network)
         inputs = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "layers.onnx"
             sample = torch.zeros(shape)
-            export_onnx(beside, path, shape[1:], sample=sample, dynamic_batch=False, progress=False)
+            export_onnx(network, path, shape[1:], sample=sample, dynamic_batch=False, progress=False)
             if weights:
                 quantise_onnx(path, path, [inputs], weights=weights)
             sessions = self._sessions(path)
@@ -190,7 +190,7 @@ def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:
     return nn.Sequential(*(each for each in layers if each is not None))
 
 
-class _Beside(nn.Module):
+class _SideBySide(nn.Module):
     """Networks side by side, each with an output of its own."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
@@ -228,7 +228,7 @@ def _structure(dense: DecomposableModule, spec: LayerSpec, operations: Sequence[
 
 
 def _neighbour(shape: tuple[int, ...], integer: bool) -> nn.Module | None:
-    """Return a convolution that mixes channels; none beside a linear layer or a network's input."""
+    """Return a convolution that mixes channels; None next to a linear layer or a network's input."""
     channels, spatial = shape[1], len(shape) - 2
     if spatial not in (1, 2) or channels < _FEWEST_CHANNELS:
         return None

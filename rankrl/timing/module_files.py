@@ -1,4 +1,4 @@
-"""Files of a PyTorch module that are timed."""
+"""Files to time of a PyTorch module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModuleFiles:
         input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
         batch: Inputs of a forward pass.
         channel_block: Channels are filled up to multiples of it (`export_onnx`).
-        preprocessing: What its files do to images before the network.
+        preprocessing: Part of its files, before the network.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class ModuleFiles:
 
     @property
     def conditions(self) -> object:
-        """What is done to images first; what a module computes between its layers is not told apart."""
+        """The preprocessing; what a module computes between its layers makes no difference."""
         return self.preprocessing
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:

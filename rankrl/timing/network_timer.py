@@ -22,14 +22,14 @@ from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.passes import measuring_conditions
 
 _METHOD = 7
-"""How layers are timed; another number keeps tables that were measured otherwise from being read."""
+"""Version of the way layers are timed; tables of another version are not read."""
 
 
 class TimedFiles(Protocol):
-    """Files of a network under plans, which are timed.
+    """Files to time of a network under plans.
 
     Attributes:
-        channel_block: Channels are filled up to multiples of it in them.
+        channel_block: Channels are filled up to multiples of it in the files.
     """
 
     channel_block: int
@@ -44,10 +44,10 @@ class TimedFiles(Protocol):
 
     @property
     def conditions(self) -> object:
-        """What times depend on beside the options and the layers, as part of a key (`digest`)."""
+        """What times depend on apart from the options and the layers, as part of a key (`digest`)."""
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
-        """Write the network under a plan, or as it is; weights do not matter, so that nothing is refitted.
+        """Write the network under a plan, or as it is; weights do not matter, so nothing is refitted.
 
         Raises:
             ExportError: It cannot be written.
@@ -73,15 +73,15 @@ class NetworkTimer:
 
     @property
     def conditions(self) -> object:
-        """What times depend on beside the options and the layers."""
+        """What times depend on apart from the options and the layers."""
         return self.files.conditions
 
     def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
         """Return the times of all candidates of all sites, and of the whole dense network.
 
-        What is left of the dense network's time beside its layers is the rest. Where candidates compute in
-        integers their times are scaled so that, with the same rest, the dense layers in integers add up to
-        the time of the dense network in integers. A table is measured once, and kept.
+        The rest is the dense network's time without its layers. Where candidates compute in integers, their
+        times are scaled so that, with the same rest, the dense layers in integers add up to the time of the
+        dense network in integers. A table is measured once and kept.
 
         Args:
             sites: The candidates of the layers.
@@ -123,7 +123,7 @@ class NetworkTimer:
         return 1 / times.ratio
 
     def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
-        """Return the plan under which all layers compute in integers that can, and nothing else changes."""
+        """Return the plan under which all layers that can compute in integers, and nothing else changes."""
         choices = [
             next((j for j, each in enumerate(site.candidates) if each.only_integers), site.dense)
             for site in sites
@@ -136,7 +136,7 @@ class NetworkTimer:
 
     @cached_property
     def _dense(self) -> Path:
-        """The dense network's file, which dozens of plans are timed beside."""
+        """The dense network's file, which dozens of plans are compared with."""
         return self._file("dense", None)
 
     def _file(self, name: str, plan: CompressionPlan | None) -> Path:

@@ -1,8 +1,8 @@
-"""Forward passes by the clock.
+"""Timed forward passes.
 
 With one thread the runtimes of the CPU work in the calling thread, and what is measured is that thread's
 processor time: time that others spend on the core does not count. With several threads, or on a GPU, it is
-the time on the wall.
+wall time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def timed_passes(
 
     Args:
         sessions: The files.
-        batches: What each one gets.
-        clocks: What each one is timed by.
+        batches: The inputs of each file.
+        clocks: The clock of each file.
         runs: Timed forward passes of each file.
         warm_up: Untimed forward passes of each before them.
         settle: Whether an untimed pass goes before each timed one: other files have pushed this one's tensors
@@ -65,7 +65,7 @@ def timed_passes(
 
 
 def clock_for(threads: int, runtime: str = DEFAULT_RUNTIME) -> Clock:
-    """Return the clock that times a session of so many threads in a runtime."""
+    """Return the clock for sessions with this number of threads in a runtime."""
     fine = time.get_clock_info("thread_time").resolution <= _FINE_CLOCK
     alone = threads == 1 and get_runtime(runtime).in_calling_thread
     return "processor" if alone and fine else "wall"
@@ -77,7 +77,7 @@ def _ticks(clock: Clock) -> Callable[[], int]:
 
 
 def measuring_conditions(batch: int, threads: int) -> str:
-    """Return what measured times depend on beside the layers, for the reader and for keys."""
+    """Return what measured times depend on apart from the layers, for the reader and for keys."""
     return (
         f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
         f"{clock_for(threads)} time"

@@ -1,4 +1,4 @@
-"""Which convolutions of a graph are faster when they compute several positions at once, by their times."""
+"""Convolutions of a graph that are faster when they compute several positions at once, by their times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rankrl.onnx.graph_edits import free_ends, part_of
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.graph_files import time_beside
+from rankrl.timing.graph_files import relative_time
 from rankrl.timing.latency import is_unchanged, time_in_turns
 from rankrl.timing.passes import measuring_conditions
 from rankrl.timing.rank_step import STEPS, fast_multiple
@@ -37,16 +37,16 @@ _RUNS = 9
 def faster_positions(
     network: OnnxNetwork, sites: Sequence[Site], feed: Feed, options: LatencyOptions
 ) -> dict[str, SeveralPositions]:
-    """Return which nodes are faster when they compute several positions at once, and how.
+    """Return the nodes that are faster when they compute several positions at once, with how they do so.
 
-    Every node is timed alone in every way that it can, and the network as a whole in the end: nothing is
-    returned where that is no faster.
+    Every node is timed alone in each of its ways, and the network as a whole in the end: where that is no
+    faster, there are none.
 
     Args:
         network: The network.
         sites: Its nodes.
         feed: A batch of real inputs.
-        options: How time is measured; what is found is kept in the folder.
+        options: How time is measured; results are kept in the folder.
     """
     if not _ways(network, sites, max(STEPS)):
         return {}
@@ -57,8 +57,8 @@ def faster_positions(
 
     conditions = measuring_conditions(network.axes.size(feed), options.threads)
     key = digest(conditions, network.digest, ways)
-    found = Cache(options.folder).value("positions", key, measured)
-    return {name: SeveralPositions(**each) for name, each in found.items()}
+    ways_kept = Cache(options.folder).value("positions", key, measured)
+    return {name: SeveralPositions(**each) for name, each in ways_kept.items()}
 
 
 def _measured(
@@ -68,31 +68,31 @@ def _measured(
     feed: Feed,
     options: LatencyOptions,
 ) -> dict[str, SeveralPositions]:
-    chosen: dict[str, SeveralPositions] = {}
+    positions: dict[str, SeveralPositions] = {}
     with progress_bar("time positions", total=len(ways)) as bar:
         for site in sites:
             if site.name in ways:
                 best = _fastest(network, site, ways[site.name], network.axes.size(feed), options)
-                chosen |= {} if best is None else {site.name: best}
+                positions |= {} if best is None else {site.name: best}
                 bar.advance()
-    if chosen:
-        beside = time_beside(network, with_several_positions(network, sites, chosen), feed, options)
-        log.info("with them the network takes %.2f of its time", beside)
-        if beside > 1 or is_unchanged(beside):
+    if positions:
+        time = relative_time(network, with_several_positions(network, sites, positions), feed, options)
+        log.info("with them the network takes %.2f of its time", time)
+        if time > 1 or is_unchanged(time):
             return {}
-    return chosen
+    return positions
 
 
 def _ways(network: OnnxNetwork, sites: Sequence[Site], group: int) -> dict[str, list[SeveralPositions]]:
     """Return the ways in which nodes can compute several positions at once, for those that have any."""
-    found = {site.name: possible_positions(network, site, group) for site in sites}
-    return {name: ways for name, ways in found.items() if ways}
+    ways = {site.name: possible_positions(network, site, group) for site in sites}
+    return {name: of_node for name, of_node in ways.items() if of_node}
 
 
 def _fastest(
     network: OnnxNetwork, site: Site, ways: Sequence[SeveralPositions], batch: int, options: LatencyOptions
 ) -> SeveralPositions | None:
-    """Time a node, with all that share its weight, in several ways; return the fastest or None as it is."""
+    """Time a node with all that share its weight; return its fastest way, None for one position at once."""
     times = np.zeros(1 + len(ways))
     generator, model = np.random.default_rng(0), network.graph_model()
     for node in site.nodes:

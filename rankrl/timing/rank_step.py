@@ -1,4 +1,4 @@
-"""Which ranks a processor likes: the width of the stairs in which time falls with a rank."""
+"""Ranks that a processor computes fastest: the width of the steps in which time grows with the rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rankrl.timing.passes import measuring_conditions
 log = logging.getLogger(__name__)
 
 STEPS = (32, 16, 8, 4)
-"""Widths that are tried, the widest first."""
+"""Widths to try, the widest first."""
 _ALIKE = 0.93
-"""A rank this close in time to the next step's end is no faster than that."""
+"""A rank that takes this part of the time at the step's end, or more, is no faster than that."""
 _SHAPE = (16, 64, 32, 32)
-_RUNS = 60  # what stairs and a straight line differ by is small
+_RUNS = 60  # steps and a straight line differ by little
 
 
 @lru_cache(maxsize=4)
 def fast_multiple(folder: Path | None = None) -> int:
-    """Return the number that ranks had better be multiples of, in onnxruntime on this processor.
+    """Return the number whose multiples are the fastest ranks, in onnxruntime on this processor.
 
-    A few convolutions to neighbouring numbers of channels are timed: the widest step is taken whose ranks
-    halfway up cost as much as those at its end (16 with AVX-512, which computes 16 channels at a time).
+    It is the width of the widest step whose ranks halfway up cost as much as those at its end, by the
+    times of a few convolutions (16 with AVX-512, which computes 16 channels at a time).
 
     Args:
         folder: Where the answer is kept for later runs on this machine; None keeps none.
@@ -37,27 +37,27 @@ def fast_multiple(folder: Path | None = None) -> int:
 
 
 def _measured() -> int:
-    ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _stair(start, step)})
+    ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _step(start, step)})
     timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS)
     times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
     multiple = step_of(dict(zip(ranks, times.tolist(), strict=True)))
-    log.info("ranks are multiples of %d: what this processor computes at a time", multiple)
+    log.info("ranks are multiples of %d: as many as this processor computes at a time", multiple)
     return multiple
 
 
 def step_of(times: dict[int, float]) -> int:
-    """Return the widest step that times fall in, the narrowest if there is none.
+    """Return the width of the widest steps in which times grow, the least width if there are none.
 
     Args:
-        times: Time by rank, for the ranks of `_stair` of every step.
+        times: Time by rank, for the ranks of `_step` of every step.
     """
     for step in STEPS:
-        pairs = [_stair(start, step) for start in (step, 2 * step)]
+        pairs = [_step(start, step) for start in (step, 2 * step)]
         if all(times[middle] / times[end] >= _ALIKE for middle, end in pairs):
             return step
     return STEPS[-1]
 
 
-def _stair(start: int, step: int) -> tuple[int, int]:
-    """Return the rank halfway up the stair behind `start`, and its end."""
+def _step(start: int, step: int) -> tuple[int, int]:
+    """Return the rank halfway up the step behind `start`, and its end."""
     return start + step // 2, start + step

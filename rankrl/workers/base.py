@@ -1,7 +1,7 @@
 """Worker processes that score plans: on this machine, or on a Ray cluster.
 
-A worker is sent one function that builds a scorer, builds it once, and then applies it to one task after the
-other.
+A worker gets one function that builds a scorer, calls it once, and then applies the scorer to one task after
+the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Builder = Callable[[], Scorer]
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 2
-"""So often workers may die over the same work before it is given up."""
+"""Deaths of workers over the same work that are survived; one more ends the search."""
 GO_ON = "What was scored so far is saved; resume the run, with a smaller search.workers if memory ran out"
 
 
@@ -66,7 +66,7 @@ class LocalWorkers:
     They are started by the first tasks. They ignore Ctrl-C, which the main process handles, and end when the
     main process does, however it ends.
 
-    Where one dies, all are started anew, and only what was not finished is done again.
+    Where one dies, all are started anew, and only unfinished tasks are done again.
 
     Args:
         build: Makes the scorer; it is pickled, sent, and called in every process.
@@ -139,7 +139,7 @@ class LocalWorkers:
 
 @dataclass(frozen=True)
 class Workers:
-    """The number of worker processes, where they run, and what each computes with.
+    """The number of worker processes, where they run, and the resources of each.
 
     Attributes:
         size: How many.
@@ -162,10 +162,10 @@ class Workers:
 
 
 class WorkerCluster(Protocol):
-    """Where workers are; the pools of one cluster follow one another.
+    """The place of workers; the pools of one cluster follow one another.
 
     Attributes:
-        workers: How many there are, and what each computes with.
+        workers: Their number and resources.
     """
 
     workers: Workers
@@ -177,7 +177,7 @@ class WorkerCluster(Protocol):
         """
 
     def pool(self, build: Builder) -> WorkerPool:
-        """Return workers that apply what `build` makes; see `LocalWorkers` for its errors."""
+        """Return workers that apply the scorer of `build`; see `LocalWorkers` for its errors."""
 
     def close(self) -> None:
         """End the workers."""
@@ -198,7 +198,7 @@ class LocalCluster:
         return in_processes(function, jobs, self.workers.size, work, threads=self.workers.cpus)
 
     def pool(self, build: Builder) -> WorkerPool:
-        """Return processes that apply what `build` makes."""
+        """Return processes that apply the scorer of `build`."""
         return LocalWorkers(build, self.workers.size, threads=self.workers.cpus)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class LocalCluster:
 
 
 class _Process:
-    """What a local worker process holds."""
+    """The state of a local worker process."""
 
     build: bytes = b""
     scorer: Scorer | None = None
@@ -221,7 +221,7 @@ def _begin(build: bytes, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed main process cannot end its workers; they see for themselves."""
+    """End this worker with its main process, which cannot end it when killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -229,7 +229,7 @@ def _end_with_parent() -> None:
 
 
 def _ready() -> None:
-    """The first task of a process: it makes the executor start one."""
+    """Do nothing: a first task makes the executor start a process."""
 
 
 def _succeeded(future: Future[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Where workers are: on this machine, or on a Ray cluster."""
+"""The cluster of workers: this machine, or a Ray cluster."""
 
 from __future__ import annotations
 

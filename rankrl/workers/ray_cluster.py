@@ -33,7 +33,7 @@ _PATIENCE = 30.0  # seconds without any worker before the log says so
 
 @dataclass
 class _Work:
-    """The work of actors: a builder in Ray's store, a description, and which actor has which task."""
+    """The work of actors: a builder in Ray's store, the tasks of actors, and those to be done again."""
 
     key: int
     build: Any
@@ -45,8 +45,8 @@ class _Work:
 class RayCluster:
     """Actors on the cluster that the environment variable RAY_ADDRESS names, else on one made here.
 
-    Actors get work as soon as they are up, so that a cluster with room for fewer than asked for works with
-    those. A task whose actor died (a killed process, a lost node) is given to another one.
+    Actors get work as soon as they are up, so that a cluster with room for only some works with those. A task
+    whose actor died (a killed process, a lost node) goes to another one.
 
     Args:
         workers: How many actors, and the resources of each.
@@ -82,7 +82,7 @@ class RayCluster:
             yield result
 
     def pool(self, build: Builder) -> WorkerPool:
-        """Return the workers; each applies what `build` makes."""
+        """Return the workers; each applies the scorer of `build`."""
         return _Pool(self, self._new_work(build), self.workers.size)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class RayCluster:
         )
         if "RAY_ADDRESS" not in os.environ:
             raise ConfigError(f"{message}. Ask for less, or name a cluster with RAY_ADDRESS")
-        log.warning("%s. It is waited for one that has", message)  # autoscalers add nodes when asked
+        log.warning("%s. Waiting for a node that has", message)  # autoscalers add nodes when asked
 
     def _start(self) -> None:
         actor = self._actor.remote(self.workers.cpus)
@@ -127,7 +127,7 @@ class RayCluster:
                     return
                 yield from self._finished(work)
         finally:
-            # An actor works off its queue: what it is at delays what it is given next, and no more.
+            # An actor works through its queue, so that an abandoned task only delays its next one.
             self._idle += [actor for actor, _, _ in work.running.values()]
             work.running, work.again, work.deaths = {}, [], {}
 
@@ -162,7 +162,7 @@ class RayCluster:
                 yield index, result
 
     def _take_in(self, reference: Any) -> None:
-        """Count an actor among the idle ones if it is up; start another one otherwise."""
+        """Add an actor to the idle ones if it is up; start another one otherwise."""
         actor = self._starting.pop(reference)
         try:
             place = self._ray.get(reference)

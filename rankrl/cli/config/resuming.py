@@ -11,7 +11,8 @@ from rankrl.cli.config.composition import composing, parsed_flags
 from rankrl.cli.config.overrides import composed, parsed_overrides
 from rankrl.cli.config.quoting import quoted
 from rankrl.errors import ConfigError
-from rankrl.runs.run_folder import COMPRESS, SAME_CALL, RunFolder, changed_options, with_effect
+from rankrl.runs.configurations import changed_options, with_effect
+from rankrl.runs.run_folder import COMPRESS, SAME_CALL, RunFolder
 from rankrl.runs.run_lock import check_free
 
 

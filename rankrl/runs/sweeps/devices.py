@@ -1,4 +1,4 @@
-"""One GPU for each job, if a machine has several and jobs run in parallel."""
+"""One GPU for each job, where a machine has several and jobs run in parallel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def runs_beside_others() -> bool:
-    """Whether this process is one of a pool's workers."""
+def runs_in_pool() -> bool:
+    """Tell whether this process is one of a pool's workers."""
     return multiprocessing.current_process().name != "MainProcess"
 
 
@@ -25,10 +25,10 @@ def worker_number(job: int) -> int:
 
 
 def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let this process see one GPU only, chosen by the number of its worker or job.
+    """Let this process see one GPU only, by the number of its worker or job.
 
-    What a cluster's scheduler has chosen (one device in CUDA_VISIBLE_DEVICES, or none) stays as it is. Call
-    it before anything uses a GPU.
+    The choice of a cluster's scheduler (one device in CUDA_VISIBLE_DEVICES, or none) stays as it is. To be
+    called before anything uses a GPU.
 
     Args:
         job: Number of the job in its sweep.

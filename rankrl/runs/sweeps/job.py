@@ -1,4 +1,4 @@
-"""One job of a sweep: skipped when it is finished, resumed when it is not, never the end of the others."""
+"""One job of a sweep: skipped when finished, resumed when not; a failure does not end the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankrl.errors import RunStoppedError
 from rankrl.progress import listening
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.run_lock import locked
-from rankrl.runs.sweeps.devices import runs_beside_others, take_one_gpu
+from rankrl.runs.sweeps.devices import runs_in_pool, take_one_gpu
 from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
 from rankrl.runs.sweeps.progress import JobProgress
 
@@ -38,7 +38,7 @@ def run_sweep_job(
         number: The job's number in the sweep.
         config: The job's configuration, plain values; results in the folder must be of the same.
         overrides: The overrides that it was composed from.
-        record: Writes `.hydra` into the job's folder; called once that is known to be this job's.
+        record: Writes `.hydra` into the job's folder; called once the folder is known to be this job's.
         sweep_folder: The sweep's folder.
         explain: Turns an error into one paragraph.
 
@@ -54,7 +54,7 @@ def run_sweep_job(
                 log.info("finished already: %s", folder.path)
                 return
             record()
-            if runs_beside_others():
+            if runs_in_pool():
                 take_one_gpu(number)
             with listening(JobProgress(folder)):
                 run()

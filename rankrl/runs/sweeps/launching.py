@@ -1,4 +1,4 @@
-"""Common parts of rankrl's launchers: a job of a sweep, carried out wherever it was sent."""
+"""The common part of rankrl's launchers: a job of a sweep, in the process that it was sent to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONFIGURING = threading.Lock()  # Hydra's configuration is one for all threads
 
 
 class SweepJobs:
-    """The jobs of a sweep; it is pickled with all that one of them needs on another machine.
+    """The jobs of a sweep, pickled with everything that a job needs on another machine.
 
     Args:
         hydra_context: Hydra's.
@@ -56,7 +56,7 @@ class SweepJobs:
         return len(self._overrides)
 
     def run(self, number: int, threads: int | None) -> JobReturn:
-        """Carry out a job in the process that was given it.
+        """Carry out a job in the process that it was sent to.
 
         Args:
             number: Which one, from 0.
@@ -79,7 +79,7 @@ class SweepJobs:
         )
 
     def lost(self, number: int, error: Exception) -> JobReturn:
-        """Write down that a job has no result, however often it was started, and return what came of it."""
+        """Record that a job was started repeatedly without a result, and return an empty result."""
         with _CONFIGURING:
             config, before = self._job_config(number), HydraConfig.instance().cfg
             HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for
@@ -109,6 +109,6 @@ class SweepJobs:
 
 
 def refuse(error: RankrlError) -> NoReturn:
-    """Leave with one paragraph: Hydra would show where in its own code a launcher failed."""
+    """End the program with one paragraph: Hydra would show where in its own code a launcher failed."""
     print(f"rankrl: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(2) from error

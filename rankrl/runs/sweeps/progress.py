@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 _TOLD_EVERY = 2.0  # seconds; folders of clusters are slow
 _SHOWN_EVERY = 2.0
 _LOGGED_EVERY = 30.0
-_FORGOTTEN_AFTER = 600.0  # seconds without a word, after which a job is not said to be running
+_FORGOTTEN_AFTER = 600.0  # seconds without a report, after which a job does not count as running
 _MOST_NAMED = 4
 
 
 class JobProgress:
-    """Writes what a job is at into its folder now and then; a listener of `rankrl.progress`.
+    """Writes the progress of a job into its folder now and then; a listener of `rankrl.progress`.
 
     Args:
         folder: The job's.
@@ -42,7 +42,7 @@ class JobProgress:
         self._path, self._due = folder.progress, 0.0
 
     def __call__(self, stage: str, completed: int, total: int) -> None:
-        """Take note of a step."""
+        """Write a step, unless one was written just before."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _TOLD_EVERY
@@ -54,12 +54,12 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class SweepState:
-    """How far a sweep is.
+    """The progress of a sweep.
 
     Attributes:
         finished: Jobs that have their results.
         failed: Jobs that ended with an error.
-        running: What each of the others is at, those that spoke last first.
+        running: The progress of each of the others, the latest first.
     """
 
     finished: int
@@ -68,7 +68,7 @@ class SweepState:
 
     @classmethod
     def of(cls, sweep_folder: Path) -> SweepState:
-        """Read it from the folders of the jobs."""
+        """Read the state from the folders of the jobs."""
         failed = {failure.folder for failure in failures(sweep_folder)}
         finished, running = 0, []
         for record in sweep_folder.rglob("state/configuration.json"):
@@ -89,11 +89,11 @@ class SweepState:
         return self.finished + self.failed
 
     def line(self, total: int | None, left: float | None) -> str:
-        """Return it in one line.
+        """Return the state in one line.
 
         Args:
-            total: How many jobs the command has, if that is known; the folder may hold more, of earlier ones.
-            left: Seconds that the rest will take, if that is known.
+            total: Number of the command's jobs, if known; the folder may hold more, of earlier commands.
+            left: Seconds that the rest will take, if known.
         """
         if total is None:
             done = counted(self.finished, "job")
@@ -117,9 +117,9 @@ class SweepWatch:
 
     Args:
         folder: The sweep's.
-        total: How many jobs there are, if that is known.
-        live: Whether a line on the terminal is drawn anew rather than the log being written to, as jobs that
-            print to the same terminal ask for.
+        total: Number of jobs, if known.
+        live: Whether to redraw a line on the terminal rather than write to the log, as suits jobs that print
+            to the same terminal.
         console: Where to draw.
     """
 
@@ -141,7 +141,7 @@ class SweepWatch:
         self._thread.join()
 
     def line(self) -> str:
-        """Return the line that says how far the sweep is now."""
+        """Return the current progress in one line."""
         state = SweepState.of(self._folder)
         done, left = state.ended - self._before, None
         rest = 0 if self._total is None else self._total - state.ended
@@ -164,7 +164,7 @@ class SweepWatch:
 
 
 def _last_words(folder: RunFolder) -> tuple[float, str]:
-    """Return when a job last said what it is at, and what."""
+    """Return the time and the text of a job's last report."""
     try:
         content = json.loads(folder.progress.read_text(encoding="utf-8"))
         words = f": {content['stage']} {content['completed']} of {content['total']}"

@@ -1,7 +1,7 @@
-"""Tracking: what happens in a run, written for a dashboard while it happens.
+"""Tracking: the numbers of a run, written for a dashboard while it goes on.
 
-A tracker is a small class with three methods (`base`), registered by name (`registry`); `tracking` hands
-everything on to the trackers of a run and sees to it that none of them can disturb it.
+A tracker is a small class with three methods (`base`), registered by name (`registry`); `tracking` passes
+everything on to the trackers of a run, none of which can disturb it.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from rankrl.runs.tracking.registry import import_optional, register_tracker
 
 _LONGEST_VALUE = 500
 _PARAMETERS_A_CALL = 100
-# MLflow keeps a run's folder name as its name; what is resumed goes on with the run of this id.
+# A run is named after its folder; a resumed run goes on with the id in this file.
 _RUN_FILE = "mlflow-run"
 
 
 @register_tracker("mlflow")
 class MlflowTracker(Tracker):
-    """Logs to MLflow (extra `mlflow`), beside the CSV files, through its client and without its global state.
+    """Logs to MLflow (extra `mlflow`) through its client, in addition to the CSV files.
 
     Args:
         folder: The run folder.

@@ -8,7 +8,7 @@ from pathlib import Path
 from rankrl.runs.tracking.base import Tracker
 from rankrl.runs.tracking.registry import import_optional, register_tracker
 
-# Options that say where and how, not what is computed.
+# Options that change nothing in what is computed.
 _NO_HYPERPARAMETERS = ("resume", "tracking", "runs", "weights", "plan", "export", "inspect")
 # By their section of metrics.json.
 _SECTIONS = {
@@ -23,7 +23,7 @@ _COMPARED = tuple(f"{section}.{name}" for section, names in _SECTIONS.items() fo
 
 @register_tracker("tensorboard")
 class TensorBoardTracker(Tracker):
-    """Writes `tensorboard/` in the run folder (`tensorboard --logdir runs`), beside the CSV files."""
+    """Writes `tensorboard/` in the run folder (`tensorboard --logdir runs`), in addition to the CSV files."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -43,7 +43,7 @@ class TensorBoardTracker(Tracker):
             self._writer.add_scalar(f"{stage}/{name}", value, step)
 
     def result(self, values: Mapping[str, float]) -> None:
-        """Add scalars `result/NAME`, and a row of the tab HPARAMS: options beside final accuracy and size."""
+        """Add scalars `result/NAME`, and a row of the tab HPARAMS: options, final accuracy and size."""
         self.point("result", 0, values)
         summaries = import_optional("torch.utils.tensorboard.summary", "tensorboard").hparams
         options = {
@@ -52,7 +52,7 @@ class TensorBoardTracker(Tracker):
             if name.partition(".")[0] not in _NO_HYPERPARAMETERS
         }
         compared = {f"result/{name}": values[name] for name in _COMPARED if name in values}
-        # What `add_hparams` writes, but into this run's own file rather than a folder of its own.
+        # As `add_hparams` does, but into this run's file rather than a new folder.
         for summary in summaries(options, compared):
             self._writer.file_writer.add_summary(summary)
 

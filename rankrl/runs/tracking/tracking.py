@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracking:
-    """Hands numbers on to trackers; one that fails is reported once and left out from then on.
+    """Passes numbers on to trackers; one that fails is reported once and left out from then on.
 
     Args:
         trackers: The trackers.
@@ -33,7 +33,7 @@ class Tracking:
     def configuration(self, config: Mapping[str, Any]) -> None:
         """Track the configuration, plain nested values."""
         values = {name: str(value) for name, value in flattened(config).items()}
-        self._each(lambda tracker: tracker.configuration(values))
+        self._call_all(lambda tracker: tracker.configuration(values))
 
     def episode(self, row: EpisodeRow) -> None:
         """Track a scored plan."""
@@ -55,16 +55,16 @@ class Tracking:
             for name, value in flattened(metrics).items()
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         }
-        self._each(lambda tracker: tracker.result(values))
+        self._call_all(lambda tracker: tracker.result(values))
 
     def close(self) -> None:
         """Close the trackers."""
-        self._each(lambda tracker: tracker.close())
+        self._call_all(lambda tracker: tracker.close())
 
     def _point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        self._each(lambda tracker: tracker.point(stage, step, values))
+        self._call_all(lambda tracker: tracker.point(stage, step, values))
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _call_all(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
@@ -89,7 +89,7 @@ def start_tracking(
     """Track a run for the length of the block.
 
     Args:
-        name: Name of the tracker that writes beside the CSV files; "csv" for these alone, "none" for nothing.
+        name: Name of the tracker besides the CSV files; "csv" for these alone, "none" for nothing.
         folder: The run folder.
         config: The run's configuration, plain nested values.
         options: The tracker's options.

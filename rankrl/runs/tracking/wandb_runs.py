@@ -13,7 +13,7 @@ from rankrl.runs.tracking.registry import import_optional, register_tracker
 
 @register_tracker("wandb")
 class WandbTracker(Tracker):
-    """Logs to W&B (extra `wandb`), beside the CSV files; each stage has its own step.
+    """Logs to W&B (extra `wandb`), in addition to the CSV files; each stage has its own step.
 
     Args:
         folder: The run folder.

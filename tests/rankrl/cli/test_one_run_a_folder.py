@@ -11,7 +11,7 @@ import pytest
 from command_line import QUICK
 from omegaconf import OmegaConf
 
-from rankrl.runs.run_folder import with_effect
+from rankrl.runs.configurations import with_effect
 from rankrl.runs.run_lock import locked
 
 Command = Callable[..., None]

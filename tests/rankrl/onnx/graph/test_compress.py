@@ -231,7 +231,7 @@ def test_a_budget_out_of_reach_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(compress.GraphNetwork, "library", None)
     monkeypatch.setattr("rankrl.request.fast_multiple", None)
-    monkeypatch.setattr(compress, "time_beside", None)
+    monkeypatch.setattr(compress, "relative_time", None)
     with pytest.raises(DecompositionError, match=r"0\.001"):
         compressed(convolutions(), images(), tmp_path, **options)
     assert not (tmp_path / "small.onnx").exists()

@@ -187,7 +187,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, float], beside: floa
         return TimedTurns(latencies, np.array([taken, taken]), None)
 
     monkeypatch.setattr(positions, "time_in_turns", in_turns)
-    monkeypatch.setattr(positions, "time_beside", lambda *_: beside)
+    monkeypatch.setattr(positions, "relative_time", lambda *_: beside)
     monkeypatch.setattr(positions, "fast_multiple", lambda _: 8)
     return calls
 
@@ -261,7 +261,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.Compression:
     np.save(folder / "x.npy", x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
-        patch.setattr("rankrl.file_compression.time_beside", lambda *_: 1.1)
+        patch.setattr("rankrl.file_compression.relative_time", lambda *_: 1.1)
         patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: 0.7)
         return rankrl.compress_onnx(
             folder / "net.onnx",
@@ -297,7 +297,7 @@ def test_nothing_more_is_done_where_that_is_fast_enough(
 ) -> None:
     found = {"first": SeveralPositions(1, 4)}
     monkeypatch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
-    monkeypatch.setattr("rankrl.file_compression.time_beside", lambda *_: 0.55)
+    monkeypatch.setattr("rankrl.file_compression.relative_time", lambda *_: 0.55)
     monkeypatch.setattr("rankrl.networks.graph.fit_library", lambda *_, **__: pytest.fail("fitted"))
     path, x = compressed.path.parent / "net.onnx", compressed.path.parent / "x.npy"
     kept = rankrl.compress_onnx(path, x, tmp_path / "small.onnx", latency=0.6, timing=OPTIONS, multiple=1)
