@@ -27,17 +27,17 @@ def names_in(graph: ir.Graph) -> set[str]:
     return taken | {str(value.name) for each in (graph, *graph.subgraphs()) for value in values_in(each)}
 
 
-def new_name(wanted: str, taken: set[str]) -> str:
+def new_name(name: str, taken: set[str]) -> str:
     """Return a name like the wanted one that is not taken, and take it."""
-    while wanted in taken:
-        wanted += "_"
-    taken.add(wanted)
-    return wanted
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
-def free_name(graph: ir.Graph, wanted: str) -> str:
+def free_name(graph: ir.Graph, name: str) -> str:
     """Return a name that no value and no node of the graph and its bodies has yet."""
-    return new_name(wanted, names_in(graph))
+    return new_name(name, names_in(graph))
 
 
 def is_constant(value: ir.Value | None) -> bool:
@@ -59,9 +59,9 @@ def add_constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     return value
 
 
-def new_constant(graph: ir.Graph, wanted: str, values: npt.ArrayLike) -> ir.Value:
+def new_constant(graph: ir.Graph, name: str, values: npt.ArrayLike) -> ir.Value:
     """Store numbers in a graph, under a name like the wanted one that is free; return their value."""
-    return add_constant(graph, free_name(graph, wanted), np.asarray(values))
+    return add_constant(graph, free_name(graph, name), np.asarray(values))
 
 
 def node_of(
@@ -115,22 +115,22 @@ def free_ends(model: ir.Model) -> None:
 
 def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
     """Return the values of a graph that depend on some of its values, and those."""
-    found = {each for each in values if not each.is_initializer()}
+    reached = {each for each in values if not each.is_initializer()}
     for node in graph:  # in topological order
-        if any(each in found for each in used_by(node, graph)):
-            found.update(node.outputs)
-    return found
+        if any(each in reached for each in used_by(node, graph)):
+            reached.update(node.outputs)
+    return reached
 
 
 def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     """Return the values of the main graph that a node or its bodies take."""
-    found = [each for each in node.inputs if each is not None]
+    values = [each for each in node.inputs if each is not None]
     for attribute in node.attributes.values():
         bodies = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []
         bodies += attribute.as_graphs() if attribute.type == ir.AttributeType.GRAPHS else []
         for inner in (inner for body in bodies for inner in body.all_nodes()):
-            found += [each for each in inner.inputs if each is not None and each.graph is graph]
-    return found
+            values += [each for each in inner.inputs if each is not None and each.graph is graph]
+    return values
 
 
 def without_unused(model: ir.Model) -> ir.Model:

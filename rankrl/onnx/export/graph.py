@@ -199,9 +199,7 @@ def _should_fold(node: ir.Node) -> bool | None:
 
     The cores of a decomposed layer thus stay cores in the file; the runtime contracts them once, on loading.
     """
-    if is_standard(
-        node, "Expand"
-    ):  # a bias of zeros; computed, it would keep a batch normalisation from folding
+    if is_standard(node, "Expand"):  # a bias of zeros: computed, it would keep batch norms from folding
         return None
     operands = sum(value.const_value.size for value in node.inputs if value and value.const_value is not None)
     for output in node.outputs:

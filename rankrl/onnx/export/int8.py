@@ -84,9 +84,9 @@ def quantise_onnx(
     feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
     batches = [feed for feed in feeds if fixed is None or fixed == len(feed[session.input_name])]
     if not batches:
-        wanted = "" if fixed is None else f" of {fixed}, the batch size of the file,"
+        needed = "" if fixed is None else f" of {fixed}, the batch size of the file,"
         raise ExportError(
-            f"{path} cannot be quantised without calibration batches{wanted}: give a few hundred inputs."
+            f"{path} cannot be quantised without calibration batches{needed}: give a few hundred inputs."
         )
     for output in session.run(batches[0]):
         if output.dtype.kind == "f" and not np.isfinite(output).all():
@@ -171,7 +171,7 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
             f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
             "nothing can compute with it in integers; leave its layer without Quantise"
         )
-    chosen = {node for _, node in owners}
+    nodes = {node for _, node in owners}
     produced = {value for _, node in owners for value in node.outputs}
     taken = {node.inputs[0] for _, node in owners}
     summands = {(node.inputs[0], node.inputs[1]) for node in graph if is_standard(node, "Add")}
@@ -184,9 +184,9 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
             known = produced | taken if is_standard(node, "Add") else produced
             passes = is_standard(node, *_PASSING) and bool(inputs & produced) and inputs <= known
         if passes:
-            chosen.add(node)
+            nodes.add(node)
             produced.update(node.outputs)
-    return [node for node in graph if node in chosen]
+    return [node for node in graph if node in nodes]
 
 
 def _spare_floats(graph: ir.Graph, nodes: Collection[str], before: Collection[str | None]) -> None:

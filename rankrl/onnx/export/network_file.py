@@ -170,10 +170,10 @@ def class_agreement(
     mode = network.training
     network.eval()
     try:
-        for images, given in pairs:
+        for images, arrays in pairs:
             with torch.no_grad():
                 expected = np.asarray(run_model(network, images).argmax(1))
-            same += int((session.run(given.numpy())[0].argmax(1) == expected).sum())
+            same += int((session.run(arrays.numpy())[0].argmax(1) == expected).sum())
             total += len(images)
     finally:
         network.train(mode)

@@ -166,11 +166,11 @@ def _sample_batch(
     if sample is None and not holds_tensors(input_shape):
         return example_batch(model, shape, least)
     batch = as_inputs(input_shape if sample is None else sample)
-    found, wanted = (_sizes(input_shape_of(each)) for each in (batch, shape))
-    if found != wanted or count_inputs(batch) == 0:
+    sizes, needed = (_sizes(input_shape_of(each)) for each in (batch, shape))
+    if sizes != needed or count_inputs(batch) == 0:
         raise ExportError(
             f"sample has the {described(batch)}; without its first axis, of at least 1, it must have the "
-            f"shape {', '.join(map(str, wanted))}."
+            f"shape {', '.join(map(str, needed))}."
         )
     batch = mapped(lambda x: x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu(), batch)
     return joined([batch] * least) if count_inputs(batch) < least else batch

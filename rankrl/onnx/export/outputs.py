@@ -59,19 +59,19 @@ def return_tensors_alone(network: nn.Module) -> FileOutputs:
     """
     outputs = FileOutputs()
 
-    def reduce(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        found = list(leaves(output))
-        tensors = [(place, leaf) for place, leaf in found if isinstance(leaf, Tensor)]
+    def reduce(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        parts = list(leaves(output))
+        tensors = [(place, leaf) for place, leaf in parts if isinstance(leaf, Tensor)]
         if not tensors:
             raise ExportError(f"{type(module).__name__} returns no tensor, but a {type(output).__name__}")
         others = {  # of a size, which is a tuple of numbers, the first
             place[:1]: f"{place[0] if place else 'itself'} ({type(leaf).__name__})"
-            for place, leaf in reversed(found)
+            for place, leaf in reversed(parts)
             if leaf is not None and not isinstance(leaf, Tensor)
         }
         outputs.left_out = list(others.values())[::-1]
         outputs.names = output_names([place for place, _ in tensors])
-        seen = {id(leaf) for _, leaf in leaves((given, keywords))}
+        seen = {id(leaf) for _, leaf in leaves((arguments, keywords))}
         returned = []
         for _, tensor in tensors:  # a file's output has one name: twice the same, or an input, is copied
             returned.append(tensor.clone() if id(tensor) in seen else tensor)

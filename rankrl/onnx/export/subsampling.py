@@ -123,10 +123,10 @@ def _chain(first: ir.Node) -> _Chain | None:
         return None
     chain = _Chain([first], strides)
     while (node := _only_reader(chain.nodes[-1])) is not None:
-        further = _strides(node)
-        if further is not None and not further.keys() & chain.strides.keys():
+        steps = _strides(node)
+        if steps is not None and not steps.keys() & chain.strides.keys():
             chain.nodes.append(node)
-            chain.strides |= further
+            chain.strides |= steps
             continue
         zeros = _zero_channels(node)
         if zeros is not None:

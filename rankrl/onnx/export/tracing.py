@@ -59,9 +59,9 @@ def trace(model: nn.Module, sample: Inputs, *, dynamic_batch: bool) -> torch.exp
         ExportError: The model cannot be traced; the message names the layer whose `forward` failed.
     """
     try:
-        with _silence(), _in_order(model, sample) as (given, keywords):
-            dynamic_shapes = _free_batch(model, given, keywords) if dynamic_batch else None
-            return torch.export.export(model, given, keywords, dynamic_shapes=dynamic_shapes, strict=False)
+        with _silence(), _in_order(model, sample) as (args, keywords):
+            dynamic_shapes = _free_batch(model, args, keywords) if dynamic_batch else None
+            return torch.export.export(model, args, keywords, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export passes on whatever the model's own code raises
         layer = _failing_layer(model, error)
         advice = "Use only tensor operations in its forward: no branches on the values of tensors, no NumPy"
@@ -124,11 +124,11 @@ def convert(
 
 
 def _free_batch(
-    model: nn.Module, given: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor]
+    model: nn.Module, positional: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """The free first axis of every input, by parameter of the forward; `*inputs` holds several."""
     free = {0: torch.export.Dim("batch")}
-    arguments = inspect.signature(model.forward).bind_partial(*given, **keywords).arguments
+    arguments = inspect.signature(model.forward).bind_partial(*positional, **keywords).arguments
     return {
         name: (free,) * len(value) if isinstance(value, tuple) else free for name, value in arguments.items()
     }

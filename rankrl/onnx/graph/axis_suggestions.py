@@ -75,16 +75,16 @@ def _following(
     inputs: Sequence[GraphInput], stated: Axes, sizes: Mapping[str, Shape], begin: GraphInput, axis: int
 ) -> dict[str, int | None]:
     """Return the axes of all inputs that follow from the axis of one."""
-    found: dict[str, int | None] = {}
+    axes: dict[str, int | None] = {}
     count = sizes[begin.name][axis] if begin.name in sizes else None
     for each in inputs:
         if each.name in stated:
-            found[each.name] = stated[each.name]
+            axes[each.name] = stated[each.name]
         elif each is begin:
-            found[each.name] = axis
+            axes[each.name] = axis
         else:
-            found[each.name] = _alike(each, sizes.get(each.name), begin, axis, count)
-    return found
+            axes[each.name] = _alike(each, sizes.get(each.name), begin, axis, count)
+    return axes
 
 
 def _alike(

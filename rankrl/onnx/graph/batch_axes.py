@@ -54,13 +54,13 @@ class BatchAxes:
                 f"as it is: {shown_axes(self.inputs)}"
             )
 
-    def rows(self, feed: Feed, wanted: slice | Array) -> dict[str, Array]:
+    def rows(self, feed: Feed, index: slice | Array) -> dict[str, Array]:
         """Return some inputs of a batch."""
-        found = {}
+        arrays = {}
         for name, value in feed.items():
             axis = self.inputs.get(name)
-            found[name] = value if axis is None else value[(*[slice(None)] * axis, wanted)]
-        return found
+            arrays[name] = value if axis is None else value[(*[slice(None)] * axis, index)]
+        return arrays
 
     def one(self, feed: Feed) -> Feed:
         """Return the first input of a batch, or the batch where its size is fixed."""
@@ -83,14 +83,14 @@ class BatchAxes:
 
     def kind(self, feed: Feed) -> tuple[object, ...]:
         """Return what batches that can be joined share: other sizes, and the values that count no inputs."""
-        found: list[object] = []
+        parts: list[object] = []
         for name, axis in self.inputs.items():
             value = feed[name]
             if axis is None:
-                found.append((value.shape, value.tobytes()))
+                parts.append((value.shape, value.tobytes()))
             else:
-                found.append(value.shape[:axis] + value.shape[axis + 1 :])
-        return tuple(found)
+                parts.append(value.shape[:axis] + value.shape[axis + 1 :])
+        return tuple(parts)
 
     def first_axis(self, name: str, output: Array) -> Array:
         """Return an output with the axis that counts inputs in front; flat where it counts none."""

@@ -51,8 +51,8 @@ def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None
             return axes
         trial = _Trial(session, axes, feed)
         independent = trial.grows and trial.influence <= tolerance
-        if trial.found is not None and (trusted or (independent and trial.found.fixed is None)):
-            return trial.found
+        if trial.result is not None and (trusted or (independent and trial.result.fixed is None)):
+            return trial.result
         trials.append(trial)
     for trial in trials:
         if trial.influence > tolerance:
@@ -64,8 +64,8 @@ def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None
                 "steps of a sequence, so that every batch is one input and run as it is; or those above"
             )
     for trial in sorted(trials, key=lambda each: not each.grows):
-        if trial.found is not None:
-            return trial.found
+        if trial.result is not None:
+            return trial.result
     first = trials[0]
     raise OnnxGraphError(
         f"{first.error}. It was tried with batches of {', '.join(map(str, first.tried))}, their inputs "
@@ -84,7 +84,7 @@ class _Trial:
         feed: A batch of the user's own size.
 
     Attributes:
-        found: The axes and the batch size with which the file runs; None where it does not.
+        result: The axes and the batch size with which the file runs; None where it does not.
         influence: How far the outputs of an input change with another one before it, relative to what they
             are alone, at most; 0 where the file does not run with one and with two.
         error: What was said when it did not run.
@@ -94,7 +94,7 @@ class _Trial:
         self.axes, self.error, self.influence = axes, "", 0.0
         self._session, self._feed, self._own = session, feed, axes.size(feed)
         self._outputs: dict[int, list[Array] | None] = {}
-        self.found = self._found()
+        self.result = self._result()
 
     @property
     def tried(self) -> list[int]:
@@ -104,19 +104,19 @@ class _Trial:
     @property
     def grows(self) -> bool:
         """Whether it runs, and an output counts the inputs."""
-        return self.found is not None and any(axis is not None for axis in self.found.outputs.values())
+        return self.result is not None and any(axis is not None for axis in self.result.outputs.values())
 
-    def _found(self) -> BatchAxes | None:
+    def _result(self) -> BatchAxes | None:
         counted = any(axis is not None for axis in self.axes.inputs.values())
         sizes: Sequence[int] = (self.axes.fixed or 1,)
         if self.axes.fixed is None and counted:
             one, two = self._run([1]), self._run([0, 1])
             if one is not None and two is not None:
-                found = [_growing(*pair) for pair in zip(one, two, strict=True)]
-                self.influence = max(map(_influence, one, two, found), default=0.0)
+                axes = [_growing(*pair) for pair in zip(one, two, strict=True)]
+                self.influence = max(map(_influence, one, two, axes), default=0.0)
                 if self.influence > INFLUENCE and not self._repeats(two):
                     self.influence = 0.0  # random numbers of its own hide it
-                return self._with_outputs(found, None)
+                return self._with_outputs(axes, None)
             own = (self._own,) if self._own <= _LARGEST else ()
             sizes = (*own, 1, 2, *_FURTHER)
         for size in sizes:
@@ -184,14 +184,14 @@ def check_sizes(feed: Feed, axes: BatchAxes, network: OnnxNetwork) -> None:
     Raises:
         OnnxGraphError: One does not fit.
     """
-    for wanted in network.inputs:
-        shape, counting = feed[wanted.name].shape, axes.inputs[wanted.name]
-        for axis, (size, other) in enumerate(zip(wanted.shape, shape, strict=True)):
+    for entry in network.inputs:
+        shape, counting = feed[entry.name].shape, axes.inputs[entry.name]
+        for axis, (size, other) in enumerate(zip(entry.shape, shape, strict=True)):
             if size not in (None, other) and axis != counting:
                 raise OnnxGraphError(
-                    f"the input {wanted.name!r} has the shape {shape}, but {network.source} takes {wanted}: "
-                    f"axis {axis} must have the size {size}, unless it counts the inputs, which "
-                    f"batch_axes={{{wanted.name}: {axis}}} says"
+                    f"the input {entry.name!r} has the shape {shape}, but {network.source} takes "
+                    f"{entry}: axis {axis} must have the size {size}, unless it counts the inputs, which "
+                    f"batch_axes={{{entry.name}: {axis}}} says"
                 )
     axes.check(feed)
 
@@ -199,7 +199,7 @@ def check_sizes(feed: Feed, axes: BatchAxes, network: OnnxNetwork) -> None:
 def _checked(stated: Axes, network: OnnxNetwork) -> dict[str, int | None]:
     """Return stated axes counted from the front."""
     inputs = {each.name: each for each in network.inputs}
-    found: dict[str, int | None] = {}
+    axes: dict[str, int | None] = {}
     for name, axis in stated.items():
         if name not in inputs:
             raise OnnxGraphError(
@@ -214,5 +214,5 @@ def _checked(stated: Axes, network: OnnxNetwork) -> dict[str, int | None]:
                 f"batch_axes says {axis!r} of {inputs[name]}; give one of its {rank} axes, counted from 0, "
                 "or null (None) if none counts the inputs of a batch"
             )
-        found[name] = axis if axis is None else axis % rank
-    return found
+        axes[name] = axis if axis is None else axis % rank
+    return axes

@@ -68,25 +68,25 @@ def collect_moments(
             for site in group:
                 share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
                 for node in site.nodes:
-                    given = [values[node.input_name]]
-                    patches, labels = drawn_patches(node, layers[node.name], given, share, generator, size)
+                    received = [values[node.input_name]]
+                    patches, labels = drawn_patches(node, layers[node.name], received, share, generator, size)
                     if not bool(torch.isfinite(patches[0]).all()):
                         raise OnnxGraphError(
                             f"node {node.name!r} of {network.source}: its input is NaN or infinite on the "
                             "inputs given; check how they are normalised"
                         )
                     accumulators[site.name].add(patches[0], labels_or_single(labels, total))
-    found = {name: each.moments() for name, each in accumulators.items()}
+    by_name = {name: accumulator.moments() for name, accumulator in accumulators.items()}
     for site in sites:
-        moments = found[site.name]
+        moments = by_name[site.name]
         if not is_finite(moments.covariance):
             raise DecompositionError(f"node {site.name!r}: the moments of its input are not finite")
         if site.absorber is None:  # its errors are not corrected around the mean
             whole = with_mean(moments.covariance, moments.mean)
-            found[site.name] = InputMoments(
+            by_name[site.name] = InputMoments(
                 torch.zeros_like(moments.mean), whole, moments.count, moments.shrinkage
             )
-    return found
+    return by_name
 
 
 def drawn_patches(
@@ -133,10 +133,10 @@ class Captured:
 
     def run(self, feed: Feed) -> dict[str, Array]:
         """Return the values for one batch."""
-        found = {name: np.asarray(feed[name]) for name in self._given}
+        values = {name: np.asarray(feed[name]) for name in self._given}
         if self._session is not None:
-            found |= dict(zip(self._session.output_names, self._session.run(feed), strict=True))
-        return found
+            values |= dict(zip(self._session.output_names, self._session.run(feed), strict=True))
+        return values
 
 
 def _bytes(site: Site) -> int:

@@ -45,16 +45,16 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
 
 def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: CompressionPlan) -> dict[str, int]:
     """Return what a network costs under a plan, counted like `totals` (`network_costs`)."""
-    found = dict(totals)
+    costs = dict(totals)
     for site in sites:
         if site.spec.refusal is not None:
             continue
         before = dense_cost(site.spec)
         after = without_growth(plan[site.name], site.spec).cost(site.spec)
-        found["params"] += after.params - before.params
-        found["macs"] += after.macs - before.macs
-        found["bytes"] += after.bytes - before.bytes
-    return found
+        costs["params"] += after.params - before.params
+        costs["macs"] += after.macs - before.macs
+        costs["bytes"] += after.bytes - before.bytes
+    return costs
 
 
 def _integer_weights(graph: ir.Graph, names: set[str]) -> dict[str, int]:
@@ -63,8 +63,8 @@ def _integer_weights(graph: ir.Graph, names: set[str]) -> dict[str, int]:
     Returns:
         How many parameters lie in one of their elements where they are integers, by their names.
     """
-    found = {str(node.inputs[0].name): 1 for node in graph if dequantises(node) and node.inputs[0]}
+    packed_counts = {str(node.inputs[0].name): 1 for node in graph if dequantises(node) and node.inputs[0]}
     for node in graph:
         if node.name in names:
-            found |= dict.fromkeys(parameters_of(node), packed(node))
-    return found
+            packed_counts |= dict.fromkeys(parameters_of(node), packed(node))
+    return packed_counts

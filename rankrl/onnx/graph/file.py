@@ -106,11 +106,11 @@ def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: st
     assert graph.contracted is not None
     pairs = _node_by_node if any(map(rounds, graph.model.graph.all_nodes())) else _as_a_whole
     largest = 0.0
-    for name, found, expected in pairs(graph.model, graph.contracted, graph.replaced, batches, source):
-        if found.dtype.kind != "f" or not found.size:
+    for name, output, expected in pairs(graph.model, graph.contracted, graph.replaced, batches, source):
+        if output.dtype.kind != "f" or not output.size:
             continue
         scale = max(1e-30, float(np.abs(expected).max()))
-        difference = float(np.abs(found - expected).max()) / scale
+        difference = float(np.abs(output - expected).max()) / scale
         if not difference <= TOLERANCE:  # also true of NaN
             raise OnnxGraphError(
                 f"the output {name!r} of the compressed {source} differs by {difference:.2e} from what "

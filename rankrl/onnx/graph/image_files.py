@@ -49,42 +49,42 @@ class ImagePreprocessing:
             OnnxGraphError: The folder holds no images, the network takes none, or an option does not fit it.
             DataError: A file cannot be decoded.
         """
-        wanted = self._wanted(network)
+        entry = self._entry(network)
         files = image_files(folder)
         if not files:
             raise OnnxGraphError(
                 f"the folder {folder} holds no image files ({', '.join(sorted(SUFFIXES))}); give a folder of "
                 "images, or a .npz or .npy file"
             )
-        first = wanted.shape[1] in _CHANNELS
-        channels = wanted.shape[1] if first else wanted.shape[3]
-        height, width = self._sides(wanted, wanted.shape[2:] if first else wanted.shape[1:3])
+        first = entry.shape[1] in _CHANNELS
+        channels = entry.shape[1] if first else entry.shape[3]
+        height, width = self._sides(entry, entry.shape[2:] if first else entry.shape[1:3])
         shorter = self.resize or min(height, width)
         pixels = decode_images(files, height, width, shorter, "RGB" if channels == 3 else "L")
         if self.order == "bgr":
             pixels = pixels[..., ::-1]
-        values = pixels if wanted.dtype == np.uint8 else self._normalised(pixels).astype(wanted.dtype)
-        return {wanted.name: np.ascontiguousarray(values.transpose(0, 3, 1, 2) if first else values)}
+        values = pixels if entry.dtype == np.uint8 else self._normalised(pixels).astype(entry.dtype)
+        return {entry.name: np.ascontiguousarray(values.transpose(0, 3, 1, 2) if first else values)}
 
-    def _wanted(self, network: OnnxNetwork) -> GraphInput:
+    def _entry(self, network: OnnxNetwork) -> GraphInput:
         """Return the input that takes images, having checked what can be checked before files are read."""
         if self.order not in ("rgb", "bgr"):
             raise OnnxGraphError(f"the order of the channels is rgb or bgr, got {self.order!r}")
-        wanted = network.inputs[0]
-        images = len(wanted.shape) == 4 and not set(_CHANNELS).isdisjoint((wanted.shape[1], wanted.shape[3]))
-        if len(network.inputs) != 1 or not images or wanted.dtype.kind not in "fu":
+        entry = network.inputs[0]
+        images = len(entry.shape) == 4 and not set(_CHANNELS).isdisjoint((entry.shape[1], entry.shape[3]))
+        if len(network.inputs) != 1 or not images or entry.dtype.kind not in "fu":
             raise OnnxGraphError(
                 f"{network.source} takes {', '.join(map(str, network.inputs))}, which is not one batch of "
                 "images with 1 or 3 channels; give a .npz file with one array for each input"
             )
         plain = self.mean is None and self.std is None and self.scale == 1
-        if wanted.dtype.kind == "u" and (wanted.dtype != np.uint8 or not plain):
+        if entry.dtype.kind == "u" and (entry.dtype != np.uint8 or not plain):
             raise OnnxGraphError(
-                f"{network.source} takes {wanted}, pixels as they are in uint8; leave out mean, std and scale"
+                f"{network.source} takes {entry}, pixels as they are in uint8; leave out mean, std and scale"
             )
-        return wanted
+        return entry
 
-    def _sides(self, wanted: GraphInput, sides: Sequence[int | None]) -> tuple[int, int]:
+    def _sides(self, entry: GraphInput, sides: Sequence[int | None]) -> tuple[int, int]:
         """Return height and width of the inputs."""
         for name, value in (("size", self.size), ("resize", self.resize)):
             if value is not None and value < 1:
@@ -92,12 +92,12 @@ class ImagePreprocessing:
         height, width = (side or self.size for side in sides)
         if height is None or width is None:
             raise OnnxGraphError(
-                f"the network takes {wanted}, images of any size; say which (dataset.size=224, or size= in "
+                f"the network takes {entry}, images of any size; say which (dataset.size=224, or size= in "
                 "Python)"
             )
         if self.size is not None and any(side not in (None, self.size) for side in sides):
             raise OnnxGraphError(
-                f"the network takes {wanted}, images of {height} x {width}, but size is {self.size}; leave "
+                f"the network takes {entry}, images of {height} x {width}, but size is {self.size}; leave "
                 "it out"
             )
         if self.resize is not None and self.resize < min(height, width):
@@ -111,11 +111,11 @@ class ImagePreprocessing:
         """Return pixels (N, H, W, channels) as float32, normalised."""
         channels = pixels.shape[-1]
         values = pixels.astype(np.float32) / 255
-        for name, given, default in (("mean", self.mean, 0.0), ("std", self.std, 1.0)):
-            numbers = np.asarray([default] if given is None else given, np.float32)
+        for name, values_by_channel, default in (("mean", self.mean, 0.0), ("std", self.std, 1.0)):
+            numbers = np.asarray([default] if values_by_channel is None else values_by_channel, np.float32)
             if numbers.shape not in ((1,), (channels,)) or (name == "std" and not (numbers > 0).all()):
                 raise OnnxGraphError(
-                    f"{name} is {given}; give one number for each of the {channels} channels"
+                    f"{name} is {values_by_channel}; give one number for each of the {channels} channels"
                     + (", greater than 0" if name == "std" else "")
                 )
             values = values - numbers if name == "mean" else values / numbers

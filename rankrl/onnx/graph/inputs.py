@@ -133,8 +133,8 @@ def split_inputs(
         raise OnnxGraphError(f"batch is {batch}; it must be at least 1")
     if isinstance(inputs, np.ndarray):
         inputs = {_only(network).name: inputs}
-    given = [inputs] if isinstance(inputs, Mapping) else list(inputs)
-    sequences = [[checked(step, network) for step in _steps(each)] for each in given]
+    entries = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    sequences = [[checked(step, network) for step in _steps(each)] for each in entries]
     feeds = [feed for each in sequences for feed in each]
     if not feeds:
         raise OnnxGraphError("there are no inputs; give a few hundred that are like those it will be used on")
@@ -163,14 +163,14 @@ def split_inputs(
     return SplitInputs(axes, *parts)
 
 
-def _steps(given: Any) -> Sequence[Any]:
+def _steps(batch: Any) -> Sequence[Any]:
     """Return a batch, or the batches of a sequence; what is neither is refused with the batches."""
     sequence = (
-        isinstance(given, list | tuple)
-        and given
-        and all(isinstance(each, Mapping | np.ndarray) for each in given)
+        isinstance(batch, list | tuple)
+        and batch
+        and all(isinstance(each, Mapping | np.ndarray) for each in batch)
     )
-    return given if sequence else [given]
+    return batch if sequence else [batch]
 
 
 def _shares(
@@ -211,27 +211,27 @@ def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:
     return {each.name: _fitting(np.asarray(feed[each.name]), each, network) for each in network.inputs}
 
 
-def _fitting(value: Array, wanted: GraphInput, network: OnnxNetwork) -> Array:
-    takes = f"{network.source} takes {wanted}"
-    if value.ndim != len(wanted.shape):
+def _fitting(value: Array, entry: GraphInput, network: OnnxNetwork) -> Array:
+    takes = f"{network.source} takes {entry}"
+    if value.ndim != len(entry.shape):
         raise OnnxGraphError(
-            f"the input {wanted.name!r} has the shape {value.shape}, but {takes}: give as many axes as "
-            f"that ({len(wanted.shape)})"
+            f"the input {entry.name!r} has the shape {value.shape}, but {takes}: give as many axes as "
+            f"that ({len(entry.shape)})"
         )
-    if value.dtype == wanted.dtype:
+    if value.dtype == entry.dtype:
         return value
     # Widening loses nothing, and float64 is what numpy makes by itself; anything else may be a mistake.
-    both_real = value.dtype.kind == "f" and wanted.dtype.kind == "f"
-    both_whole = value.dtype.kind in "iu" and wanted.dtype.kind in "iu"
+    both_real = value.dtype.kind == "f" and entry.dtype.kind == "f"
+    both_whole = value.dtype.kind in "iu" and entry.dtype.kind in "iu"
     if both_whole and value.size:
-        limits = np.iinfo(wanted.dtype)
+        limits = np.iinfo(entry.dtype)
         both_whole = bool(limits.min <= value.min() and value.max() <= limits.max)
     if not (both_real or both_whole):
         raise OnnxGraphError(
-            f"the input {wanted.name!r} is {value.dtype}, but {takes}: convert it with "
-            f".astype(numpy.{wanted.dtype}) if that is what it means"
+            f"the input {entry.name!r} is {value.dtype}, but {takes}: convert it with "
+            f".astype(numpy.{entry.dtype}) if that is what it means"
         )
-    return value.astype(wanted.dtype)
+    return value.astype(entry.dtype)
 
 
 def _batches(whole: Feed, axes: BatchAxes, size: int) -> Iterator[Feed]:

@@ -29,7 +29,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
         sites: The nodes, without a refusal.
         feed: A batch that sets the ranges.
     """
-    given = network.weight_inputs
+    weights = network.weight_inputs
     taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
     runs: list[str] = []
     failing = [site.name for site in sites if site.spread]
@@ -39,7 +39,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
 
         def fails(names: Sequence[str]) -> bool:
             try:
-                quantise_onnx(plain, rounded, [feed], weights={given[name] for name in names}, partly=True)
+                quantise_onnx(plain, rounded, [feed], weights={weights[name] for name in names}, partly=True)
                 OnnxNetwork.load(rounded).session().run(feed)
             except (DefectError, ExportError, OnnxGraphError) as error:
                 log.debug("%s in integers: %s", ", ".join(names), error)

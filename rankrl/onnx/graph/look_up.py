@@ -7,7 +7,6 @@ element, a bias or an activation of many nodes, is a function of that row alone 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,15 @@ from onnx_ir.passes import common as passes
 
 from rankrl.onnx.graph.network import GraphSession, OnnxNetwork
 from rankrl.onnx.graph.quantised import constant
-from rankrl.onnx.graph_edits import Array, free_name, new_constant, part_of, put_in_place, without_unused
+from rankrl.onnx.graph_edits import (
+    Array,
+    free_ends,
+    free_name,
+    new_constant,
+    part_of,
+    put_in_place,
+    without_unused,
+)
 from rankrl.onnx.operators import is_standard
 
 # fmt: off
@@ -149,15 +156,8 @@ def _mapped(model: ir.Model, start: ir.Value, end: ir.Value, rows: Array, source
     if start is end:
         return rows
     part = part_of(model, [str(start.name)], [str(end.name)])
-    for value in _values(part.graph):
+    free_ends(part)
+    for value in (value for node in part.graph for value in node.outputs):
         value.shape = None  # there are other axes in front
-    for value in (*part.graph.inputs, *part.graph.outputs):
-        value.type = ir.TensorType(ir.DataType.FLOAT)
     mapped = GraphSession(part, source).run({str(start.name): rows})[0]
     return mapped.reshape(rows.shape)
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    for node in graph:
-        yield from node.outputs

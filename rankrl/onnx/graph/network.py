@@ -77,7 +77,7 @@ class OnnxNetwork:
     @cached_property
     def inputs(self) -> tuple[GraphInput, ...]:
         """What the network takes."""
-        found = []
+        inputs = []
         for entry in self.model.graph.inputs:
             if not isinstance(entry.type, ir.TensorType):
                 raise OnnxGraphError(
@@ -86,8 +86,8 @@ class OnnxNetwork:
             axes = () if entry.shape is None else tuple(entry.shape)
             sizes = tuple(axis if isinstance(axis, int) else None for axis in axes)
             names = tuple("" if isinstance(axis, int) else axis.value or "" for axis in axes)
-            found.append(GraphInput(str(entry.name), entry.type.dtype.numpy(), sizes, names))
-        return tuple(found)
+            inputs.append(GraphInput(str(entry.name), entry.type.dtype.numpy(), sizes, names))
+        return tuple(inputs)
 
     @cached_property
     def axes(self) -> BatchAxes:
@@ -223,12 +223,12 @@ class GraphSession:
         Raises:
             OnnxGraphError: The graph fails on the inputs.
         """
-        given = {name: np.asarray(value, order="C") for name, value in feed.items() if name in self._inputs}
+        arrays = {name: np.asarray(value, order="C") for name, value in feed.items() if name in self._inputs}
         try:
-            found: list[Array] = self._session.run(None, given, _QUIET if quiet else None)
+            outputs: list[Array] = self._session.run(None, arrays, _QUIET if quiet else None)
         except Exception as error:
-            shapes = ", ".join(f"{name!r} {value.dtype} {value.shape}" for name, value in given.items())
+            shapes = ", ".join(f"{name!r} {value.dtype} {value.shape}" for name, value in arrays.items())
             raise OnnxGraphError(
                 f"{self.source} fails in onnxruntime on the inputs {shapes}: {error}"
             ) from error
-        return found
+        return outputs

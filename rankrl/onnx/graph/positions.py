@@ -40,11 +40,11 @@ class SeveralPositions:
     positions: int
 
 
-Chosen = Mapping[str, SeveralPositions]
-"""What becomes of convolutions, by the names of their nodes."""
+PositionsByNode = Mapping[str, SeveralPositions]
+"""How convolutions compute several positions at once, by the names of their nodes."""
 
 
-def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], chosen: Chosen) -> OnnxNetwork:
+def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], ways: PositionsByNode) -> OnnxNetwork:
     """Return a network in which some convolutions compute several positions at once.
 
     They keep their names, and have a bias from then on. What follows them puts the positions side by side.
@@ -52,16 +52,16 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], chosen: 
     Args:
         network: The network; left as it was.
         sites: Its nodes, with the sizes that inputs have.
-        chosen: What becomes of which nodes; of those that share a weight, the first stands for all.
+        ways: What becomes of which nodes; of those that share a weight, the first stands for all.
     """
-    if not chosen:
+    if not ways:
         return network
     model = network.graph_model()
     for site in sites:
-        if site.name in chosen:
+        if site.name in ways:
             constants: dict[str, ir.Value] = {}
             for each in site.nodes:
-                _replace(model.graph, each, site, chosen[site.name], constants)
+                _replace(model.graph, each, site, ways[site.name], constants)
     return network.rewritten(without_unused(model))
 
 
@@ -91,9 +91,9 @@ def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[Sev
     ]
 
 
-def to_metadata(chosen: Chosen) -> dict[str, dict[str, int]]:
+def to_metadata(ways: PositionsByNode) -> dict[str, dict[str, int]]:
     """Return what became of convolutions as values that JSON holds."""
-    return {name: asdict(each) for name, each in chosen.items()}
+    return {name: asdict(each) for name, each in ways.items()}
 
 
 def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, SeveralPositions]:
@@ -108,7 +108,7 @@ def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -
             "with its axis and positions; remove it from them"
         )
     by_name = {site.name: site for site in sites}
-    found: dict[str, SeveralPositions] = {}
+    ways: dict[str, SeveralPositions] = {}
     for name, each in values.items():
         site, way = by_name.get(name), _from_json(each)
         if site is None or way is None or way not in possible_positions(network, site, _lanes(site, way)):
@@ -117,8 +117,8 @@ def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -
                 f"once, {each!r}, which it cannot; remove {METADATA!r} from them, or use the file that the "
                 "plan was made for"
             )
-        found[name] = way
-    return found
+        ways[name] = way
+    return ways
 
 
 def _from_json(value: object) -> SeveralPositions | None:
@@ -186,9 +186,9 @@ def _replace(
         ends = {"start": 0, "end": sizes[axis], "axis": 2 + axis}
         steps.append(("Slice", [_integers(graph, f"{name}_{key}", [end]) for key, end in ends.items()], {}))
     nodes: list[ir.Node] = []
-    for number, (op_type, further, given) in enumerate(steps):
+    for number, (op_type, operands, settings) in enumerate(steps):
         own = node_site.name if number == 0 else free_name(graph, f"{node_site.name}/positions_{number}")
-        nodes.append(ir.node(op_type, [x, *further], given, name=own))
+        nodes.append(ir.node(op_type, [x, *operands], settings, name=own))
         x = nodes[-1].outputs[0]
         x.name, x.type = free_name(graph, f"{own}_output"), ir.TensorType(ir.DataType.FLOAT)
     put_in_place(graph, [node], nodes)

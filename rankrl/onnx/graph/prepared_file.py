@@ -19,7 +19,7 @@ from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT, Batches, SplitInputs, read_inputs, split_inputs
 from rankrl.onnx.graph.look_up import with_look_ups
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.positions import Chosen, with_several_positions
+from rankrl.onnx.graph.positions import PositionsByNode, with_several_positions
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 from rankrl.wording import counted
@@ -48,7 +48,7 @@ class PreparedFile:
     split: SplitInputs
     sites: tuple[Site, ...]
     totals: Mapping[str, int]
-    several: Chosen = field(default_factory=dict)
+    several: PositionsByNode = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -88,30 +88,30 @@ class PreparedFile:
         split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
         original = original.with_axes(split.axes)
         network = with_look_ups(original) if look_ups else original
-        found = find_sites(network, split.calibration[0])
-        specs = skipping([site.spec for site in found], skip, only)
-        sites = [replace(site, spec=spec) for site, spec in zip(found, specs, strict=True)]
-        given = cls(original, network, split, tuple(sites), network_costs(network, sites))
-        if given.foreign is not None:
-            log.warning("%s: %s", path, given.foreign)
-        return given
+        sites = find_sites(network, split.calibration[0])
+        specs = skipping([site.spec for site in sites], skip, only)
+        sites = [replace(site, spec=spec) for site, spec in zip(sites, specs, strict=True)]
+        file = cls(original, network, split, tuple(sites), network_costs(network, sites))
+        if file.foreign is not None:
+            log.warning("%s: %s", path, file.foreign)
+        return file
 
-    def with_several_positions(self, chosen: Chosen) -> PreparedFile:
+    def with_several_positions(self, several: PositionsByNode) -> PreparedFile:
         """Return the same file with convolutions that compute several positions at once.
 
         Args:
-            chosen: Which ones, and how.
+            several: Which ones, and how.
         """
-        if not chosen:
+        if not several:
             return self
-        network = with_several_positions(self.network, self.sites, chosen)
+        network = with_several_positions(self.network, self.sites, several)
         refusals = {site.name: site.spec.refusal for site in self.sites}
         sites = [
             replace(site, spec=replace(site.spec, refusal=refusals[site.name]))
             for site in find_sites(network, self.split.calibration[0])
         ]
         return replace(
-            self, network=network, sites=tuple(sites), totals=network_costs(network, sites), several=chosen
+            self, network=network, sites=tuple(sites), totals=network_costs(network, sites), several=several
         )
 
     @property
@@ -121,14 +121,14 @@ class PreparedFile:
         Raises:
             OnnxGraphError: There is none; the message gives the reasons.
         """
-        found = [site for site in self.sites if site.spec.refusal is None]
-        if not found:
+        sites = [site for site in self.sites if site.spec.refusal is None]
+        if not sites:
             reasons = "; ".join(f"{site.name}: {site.spec.refusal}" for site in self.sites[:5])
             raise OnnxGraphError(
                 f"{self.network.source} has no node that can be compressed "
                 f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
             )
-        return found
+        return sites
 
     @cached_property
     def foreign(self) -> str | None:
@@ -157,8 +157,8 @@ class PreparedFile:
     @property
     def rewritten(self) -> dict[str, str]:
         """What became of nodes before anything was compressed, by their names."""
-        found = {site.name: "a look-up" for site in self.looked_up}
-        return found | {name: f"{each.positions} positions at once" for name, each in self.several.items()}
+        changes = {site.name: "a look-up" for site in self.looked_up}
+        return changes | {name: f"{each.positions} positions at once" for name, each in self.several.items()}
 
     @cached_property
     def original_totals(self) -> dict[str, int]:

@@ -70,14 +70,14 @@ def integer_weight(node: ir.Node) -> Array | None:
     return next((each for each in map(constant, values) if each is not None), None)
 
 
-def constant(value: ir.Value | None, further: Sequence[str] = ()) -> Array | None:
+def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | None:
     """Return what a value always is, or None where it depends on the inputs.
 
     Constants that are only turned or reshaped on their way are followed.
 
     Args:
         value: The value.
-        further: Operators that are followed besides.
+        followed: Operators that are followed besides.
     """
     if value is None:
         return None
@@ -85,9 +85,9 @@ def constant(value: ir.Value | None, further: Sequence[str] = ()) -> Array | Non
     if tensor is not None:
         return tensor.numpy()
     producer = value.producer()
-    if producer is None or not is_standard(producer, *MOVING, *further) or producer.graph is None:
+    if producer is None or not is_standard(producer, *MOVING, *followed) or producer.graph is None:
         return None
-    if any(each is not None and constant(each, further) is None for each in producer.inputs):
+    if any(each is not None and constant(each, followed) is None for each in producer.inputs):
         return None
     graph = ir.convenience.extract(producer.graph, [], [value])
     graph.opset_imports[""] = max(_OPSET, graph.opset_imports.get("", 0))
@@ -101,11 +101,11 @@ def rounded_constant(value: ir.Value | None) -> Array | None:
 
     Where they are of onnxruntime's own domain it is returned as it is stored.
     """
-    found = constant(value, ("QuantizeLinear", "DequantizeLinear"))
+    array = constant(value, ("QuantizeLinear", "DequantizeLinear"))
     producer = None if value is None else value.producer()
-    if found is None and producer is not None and (dequantises(producer) or quantises(producer)):
+    if array is None and producer is not None and (dequantises(producer) or quantises(producer)):
         return rounded_constant(producer.inputs[0])
-    return found
+    return array
 
 
 def is_rounded(value: ir.Value | None) -> bool:

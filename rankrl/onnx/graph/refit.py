@@ -149,7 +149,7 @@ def refitted_graph(
         progress: Called with each node's name when it is done.
     """
     original = network.graph_model()
-    found = CompressedGraph(network.graph_model(), network.graph_model(), half=network.half)
+    graph = CompressedGraph(network.graph_model(), network.graph_model(), half=network.half)
     touched = False
     for site in sites:
         if site.spec.refusal is not None:
@@ -158,24 +158,24 @@ def refitted_graph(
         # What stays as it is and receives what it always did needs no fit.
         if entry.layer_operations or touched:
             refit = _refit(site, entry, sensitivities.get(site.name), options)
-            result = _refitted(original, found.model, site, refit, batches, network, seed)
+            result = _refitted(original, graph.model, site, refit, batches, network, seed)
             shift = result.shift if site.absorber is not None else None
-            found.put(site, result.module, entry.layer_operations, shift)
-            found.errors[site.name] = result.error
+            graph.put(site, result.module, entry.layer_operations, shift)
+            graph.errors[site.name] = result.error
             touched = True
         if progress is not None:
             progress(site.name)
-    without_unused(found.model)
-    if found.contracted is not None:
-        without_unused(found.contracted)
-    return found
+    without_unused(graph.model)
+    if graph.contracted is not None:
+        without_unused(graph.contracted)
+    return graph
 
 
 def structured_graph(
     network: OnnxNetwork, sites: Sequence[Site], plan: CompressionPlan, library: FitLibrary
 ) -> CompressedGraph:
     """Return the graph under a plan with the fits that the plan was chosen by, to time it."""
-    found = CompressedGraph(network.graph_model(), half=network.half)
+    graph = CompressedGraph(network.graph_model(), half=network.half)
     for site in sites:
         if site.spec.refusal is not None:
             continue
@@ -188,9 +188,9 @@ def structured_graph(
             layer = operation.structure(layer, site.spec)
             if isinstance(operation, Factorise) and isinstance(layer, FactorisedLayer):
                 layer.load(library.fit(site.name, operation).cores, bias)
-        found.put(site, layer, entry.layer_operations, None)
-    without_unused(found.model)
-    return found
+        graph.put(site, layer, entry.layer_operations, None)
+    without_unused(graph.model)
+    return graph
 
 
 def _of_twin(layer: nn.Module, twin: Site, plan: Sequence[object]) -> nn.Module:
@@ -241,10 +241,10 @@ def _refitted(
     patches: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
     for start, size, feed in zip(starts, sizes, batches, strict=True):
-        found = [each.run(feed) for each in (before, after)]
+        captured = [each.run(feed) for each in (before, after)]
         share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(names))
         for node, layer in zip(site.nodes, layers, strict=True):
-            values = [each[node.input_name] for each in found]
+            values = [each[node.input_name] for each in captured]
             drawn, label = drawn_patches(node, layer, values, share, generator, size)
             patches.append(drawn)
             labels.append(label + start)

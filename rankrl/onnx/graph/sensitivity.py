@@ -69,7 +69,7 @@ def collect_sensitivities(
     passes = passes_for(sum(site.spec.macs for site in sites)) if passes is None else passes
     generator = np.random.default_rng(seed)
     model, scales = network.graph_model(), _output_scales(network, batches)
-    found: dict[str, torch.Tensor] = {}
+    sensitivities: dict[str, torch.Tensor] = {}
     for site in sites:
         count = min(_MOST, max(_FEWEST, passes // (site.channels * len(site.nodes))))
         some = _first(batches, count, network.axes)
@@ -77,10 +77,10 @@ def collect_sensitivities(
         matrices = [each for each in measured if each is not None]
         if matrices:
             positions = torch.eye(math.prod(site.spread), dtype=torch.float64)  # whatever lands on one counts
-            found[site.name] = torch.kron(torch.stack(matrices).sum(0), positions)
+            sensitivities[site.name] = torch.kron(torch.stack(matrices).sum(0), positions)
         if progress is not None:
             progress(site.name)
-    return found
+    return sensitivities
 
 
 def passes_for(macs: int) -> int:
@@ -130,10 +130,10 @@ def _measured(
     scales: dict[str, float],
     generator: np.random.Generator,
 ) -> torch.Tensor | None:
-    found = behind(model, site.output_name)
-    if found is None:
+    part_and_others = behind(model, site.output_name)
+    if part_and_others is None:
         return None
-    part, others = found
+    part, others = part_and_others
     captured = Captured(model, [site.output_name, *others], network.source)
     _set_types(part, captured.run(batches[0]))
     tail = GraphSession(part, network.source)
@@ -206,20 +206,20 @@ def _output_scales(network: OnnxNetwork, batches: Sequence[Feed]) -> dict[str, f
     """Return each output's root mean square on the first batch, 1 where that is 0."""
     session = network.session()
     outputs = session.run(batches[0])
-    found = {}
+    scales = {}
     for name, value in zip(session.output_names, outputs, strict=True):
         size = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) if value.dtype.kind == "f" else 0.0
-        found[name] = size if size > 0 and np.isfinite(size) else 1.0
-    return found
+        scales[name] = size if size > 0 and np.isfinite(size) else 1.0
+    return scales
 
 
 def _first(batches: Sequence[Feed], count: int, axes: BatchAxes) -> list[Feed]:
     """Return the first inputs, in batches."""
-    found: list[Feed] = []
+    parts: list[Feed] = []
     left = count
     for batch in batches:
         if left <= 0:
             break
-        found.append(batch if axes.fixed is not None else axes.rows(batch, slice(left)))
+        parts.append(batch if axes.fixed is not None else axes.rows(batch, slice(left)))
         left -= axes.size(batch)
-    return found
+    return parts

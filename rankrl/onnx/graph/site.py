@@ -110,14 +110,14 @@ class Site:
         """
         if self.pads is not None:
             return list(self.pads)
-        found = []
+        widths = []
         for size, kernel, stride, dilation in zip(
             sizes, self.spec.kernel_size, self.spec.stride, self.dilation, strict=True
         ):
             total = max(0, (math.ceil(size / stride) - 1) * stride + dilation * (kernel - 1) + 1 - size)
             small, large = total // 2, total - total // 2
-            found.append((small, large) if self.auto_pad == "SAME_UPPER" else (large, small))
-        return found
+            widths.append((small, large) if self.auto_pad == "SAME_UPPER" else (large, small))
+        return widths
 
     def counting_axis(self, shape: Sequence[int], batch: int) -> int:
         """Return the axis of its input that counts the inputs of the network; time may come before them.

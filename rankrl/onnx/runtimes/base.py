@@ -53,10 +53,10 @@ class Session(ABC):
         try:
             return self.outputs(feed)
         except Exception as error:  # the error classes of runtimes have no common base of their own
-            given = ", ".join(f"{each.dtype} of shape {each.shape}" for each in feed.values())
+            arrays = ", ".join(f"{each.dtype} of shape {each.shape}" for each in feed.values())
             raise ExportError(
                 f"the ONNX model takes {self.input_type} of shape {self.input_shape} and fails on "
-                f"{given}: {error}"
+                f"{arrays}: {error}"
             ) from error
 
     @abstractmethod
