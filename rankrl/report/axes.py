@@ -69,26 +69,23 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
         artist.set_clip_on(False)
 
 
-def number_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | None = None) -> None:
-    """Finish an axis of plain numbers (losses, rewards): labels in full, a value alone in the middle.
+def number_axis(axes: Axes, *, low: float | None = None) -> None:
+    """Finish a vertical axis of plain numbers (losses, rewards): labels in full, a value alone in the middle.
 
     Args:
         axes: The panel.
-        which: "x" or "y".
-        bins: Steps at most.
         low: What the axis does not go below, if anything.
     """
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    least, most = _drawn(axes, which)
+    least, most = _drawn(axes, "y")
     margin = _MARGIN * (most - least) or _MARGIN * abs(most) or _ALONE
     start = least - margin if low is None else max(low, least - margin)
-    _set_limits(axes, which, start, most + margin)
-    plain_numbers(axis, bins=bins)
+    axes.set_ylim(start, most + margin)
+    plain_numbers(axes.yaxis)
 
 
-def plain_numbers(axis: Axis, *, bins: int = 6) -> None:
-    """Write an axis's numbers in full, never as differences from one beside the axis."""
-    axis.set_major_locator(MaxNLocator(nbins=bins, steps=_STEPS))
+def plain_numbers(axis: Axis) -> None:
+    """Write an axis's numbers in full, never as an offset and differences from it."""
+    axis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
     axis.set_major_formatter(ScalarFormatter(useOffset=False))
 
 

@@ -20,7 +20,7 @@ _FEWEST_FOR_CLOSER_LOOK = 4
 
 
 def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Best reward so far over the episodes: mean of each selector's searches, and the band they span.
+    """Draw the best reward so far over the episodes: the mean of each selector's searches and their range.
 
     Args:
         rows: The searches, at least one.
@@ -45,7 +45,7 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
 def accuracies_figure(
     rows: Sequence[ComparisonRow], baseline: float | None = None, size: tuple[float, float] = WIDE
 ) -> Figure:
-    """Test accuracy of every search's plan, before and after fine-tuning.
+    """Draw the test accuracy of every search's plan, before and after fine-tuning.
 
     Args:
         rows: The searches, at least one.

@@ -64,7 +64,7 @@ def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
-    """The search: every episode's reward, their moving average, the best so far, and the reference plans.
+    """Draw the search: every episode's reward, the moving average, the best so far, the reference plans.
 
     Args:
         episodes: The rows of `episodes.csv`, at least one.
@@ -116,7 +116,7 @@ REMOVED = "removed"
 
 
 def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
-    """The plan: the share of its parameters that each layer keeps, and its ranks.
+    """Draw the plan: the share of its parameters that each layer keeps, and its ranks.
 
     Where layers have several formats, bars have the formats' colours.
 
@@ -173,7 +173,7 @@ def layer_kind(row: LayerRow, *, mixed: bool) -> str:
 
 
 def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
-    """A dot for each of a layer's ranks, joined from the least to the largest."""
+    """Draw a dot for each of a layer's ranks, joined from the least to the largest."""
     style_axes(axes, "", "rank")
     points = [(index, rank) for index, row in enumerate(layers) for rank in sorted(set(row.ranks))]
     spans = [(index, min(row.ranks), max(row.ranks)) for index, row in enumerate(layers) if row.ranks]
@@ -184,7 +184,7 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
 
 
 def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Fine-tuning: held-out accuracy and training loss per epoch.
+    """Draw fine-tuning: held-out accuracy and training loss per epoch.
 
     Args:
         epochs: The epochs in order, at least one.
@@ -217,7 +217,7 @@ def _dashes(count: int) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
-    """Light grid, no box, one font size."""
+    """Give a panel a light grid, no box and one font size."""
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(PALETTE["muted"])
@@ -230,7 +230,7 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def upper_legend(figure: Figure, *, columns: int) -> None:
-    """The legend of the first panel, and of what others have beside it, above all of them."""
+    """Put one legend above all panels of a figure."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     for axes in figure.axes[1:]:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -79,7 +79,7 @@ class GatheredRun:
         return ", ".join(f"{name} {value:g}" for name, value in budget.items() if isinstance(value, float))
 
     def named(self, key: str) -> str:
-        """A plain value of the metrics (model, dataset, selector) as text; empty where there is none."""
+        """Return a value of the metrics (model, dataset, selector) as text; empty where there is none."""
         value = self.metrics.get(key)
         return "" if value is None else str(value)
 

@@ -124,7 +124,7 @@ def _cost(run: GatheredRun, stage: Stage, cost: str) -> float | None:
 
 
 def pareto_figure(runs: Sequence[GatheredRun], *, narrow: bool) -> Figure:
-    """Accuracy over each cost that was measured: runs, their Pareto front and the dense networks.
+    """Draw accuracy over each cost that was measured: runs, their Pareto front and the dense networks.
 
     Args:
         runs: The runs, at least one of which was compressed and measured.

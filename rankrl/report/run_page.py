@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ def run_page(report: RunReport) -> str:
 
 
 def run_title(metrics: Mapping[str, Any]) -> str:
-    """A short name for the run, e.g. `resnet20 on cifar10`."""
+    """Return a short name for the run, e.g. `resnet20 on cifar10`."""
     return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or "rankrl run"
 
 
@@ -90,7 +90,7 @@ def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The numbers that a reader looks for first."""
+    """Return the numbers that a reader looks for first."""
     run_stages = stages(metrics)
     if len(run_stages) < 2:
         return []
@@ -179,47 +179,43 @@ def _layers(report: RunReport) -> Drawing | None:
     )
 
 
-_RANKS = {False: "Ranks", True: "Format, ranks"}
-
-
 def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
     mixed = len(layer_formats(layers)) > 1
-    rounded = any(row.precision for row in layers)
-    measured = any(row.error is not None for row in layers)
     reasoned = any(row.reason for row in layers)
-    columns = [
-        "Layer",
-        "Shape",
-        *(["Channels kept"] if pruned else []),
-        *([_RANKS[mixed]] if ranked else []),
-        *(["Precision"] if rounded else []),
-        "Parameters before",
-        "Parameters after",
-        "Kept",
-        "MACs before",
-        "MACs after",
-        *(["Relative error"] if measured else []),
-        *(["Outputs stay because" if pruned and not ranked else "Left dense because"] if reasoned else []),
+    columns: list[tuple[str, bool, Callable[[LayerRow], str]]] = [
+        ("Layer", True, lambda row: row.name),
+        ("Shape", True, lambda row: "×".join(map(str, row.shape))),
+        ("Channels kept", pruned, _channels),
+        ("Format, ranks" if mixed else "Ranks", ranked, partial(_ranks, mixed=mixed)),
+        ("Precision", any(row.precision for row in layers), lambda row: row.precision or "float32"),
+        ("Parameters before", True, lambda row: format_count(row.params_before)),
+        ("Parameters after", True, lambda row: format_count(row.params_after)),
+        ("Kept", True, lambda row: format_share(row.kept)),
+        ("MACs before", True, lambda row: format_large(row.macs_before)),
+        ("MACs after", True, lambda row: format_large(row.macs_after)),
+        ("Relative error", any(row.error is not None for row in layers), _error),
+        (
+            "Outputs stay because" if pruned and not ranked else "Left dense because",
+            reasoned,
+            lambda row: row.reason,
+        ),
     ]
-    rows = [
-        _layer_cells(
-            row,
-            pruned=pruned,
-            mixed=mixed,
-            ranked=ranked,
-            rounded=rounded,
-            measured=measured,
-            reasoned=reasoned,
-        )
-        for row in layers
-    ]
-    text_columns = (0, len(columns) - 1) if reasoned else (0,)
+    shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
     caption = "Every layer, before and after."
     if any(row.error and not row.ranks and not row.precision for row in layers):
         caption += " The error of a layer that is left dense is what those in front of it hand on."
-    return text_table(caption, columns, rows, text_columns=text_columns)
+    return text_table(
+        caption,
+        [title for title, _ in shown],
+        [[cell(row) for _, cell in shown] for row in layers],
+        text_columns=(0, len(shown) - 1) if reasoned else (0,),
+    )
+
+
+def _channels(row: LayerRow) -> str:
+    return UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)
 
 
 def _ranks(row: LayerRow, *, mixed: bool) -> str:
@@ -229,30 +225,8 @@ def _ranks(row: LayerRow, *, mixed: bool) -> str:
     return f"{row.format} {ranks}" if mixed else ranks
 
 
-def _layer_cells(
-    row: LayerRow,
-    *,
-    pruned: bool,
-    mixed: bool,
-    ranked: bool,
-    rounded: bool,
-    measured: bool,
-    reasoned: bool,
-) -> list[str]:
-    return [
-        row.name,
-        "×".join(map(str, row.shape)),
-        *([UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)] if pruned else []),
-        *([_ranks(row, mixed=mixed)] if ranked else []),
-        *([row.precision or "float32"] if rounded else []),
-        format_count(row.params_before),
-        format_count(row.params_after),
-        format_share(row.kept),
-        format_large(row.macs_before),
-        format_large(row.macs_after),
-        *([UNKNOWN if row.error is None else f"{row.error:.3f}"] if measured else []),
-        *([row.reason] if reasoned else []),
-    ]
+def _error(row: LayerRow) -> str:
+    return UNKNOWN if row.error is None else f"{row.error:.3f}"
 
 
 def _fine_tuning(report: RunReport) -> Drawing | None:

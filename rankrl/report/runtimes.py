@@ -23,7 +23,7 @@ _COLUMNS = ["Runtime", "Dense", "Exported", "Change", "Dense int8", "Difference"
 
 
 def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table of runtimes as text: the same in the terminal and on the page.
+    """Return the table of runtimes as text, for the terminal and the page.
 
     Args:
         metrics: The content of `metrics.json`.

@@ -44,7 +44,7 @@ class Stage:
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
-    """The stages that a run went through, read from its metrics.
+    """Return the stages that a run went through, read from its metrics.
 
     Args:
         metrics: The content of `metrics.json`.
@@ -82,7 +82,7 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
 
 
 def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
-    """One number of the metrics, or None where it is not there.
+    """Return one number of the metrics, or None where it is not there.
 
     Raises:
         ReportError: It is there and is no finite number.
@@ -96,7 +96,7 @@ def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
 
 
 def heldout_note(metrics: Mapping[str, Any]) -> str:
-    """A sentence for readers of held-out accuracies; empty unless the network came from a checkpoint.
+    """Return a sentence for readers of held-out accuracies; empty unless the network is from a checkpoint.
 
     What a network was trained on before cannot be known; held out here is what this run does not train on.
 
@@ -112,22 +112,22 @@ def heldout_note(metrics: Mapping[str, Any]) -> str:
 
 
 def format_accuracy(accuracy: float | None) -> str:
-    """A fraction as percent with two decimals."""
+    """Write a fraction as percent with two decimals."""
     return UNKNOWN if accuracy is None else f"{100 * accuracy:.2f}{_SPACE}%"
 
 
 def format_share(share: float) -> str:
-    """A fraction as percent with one decimal."""
+    """Write a fraction as percent with one decimal."""
     return f"{100 * share:.1f}{_SPACE}%"
 
 
 def format_count(count: float | None) -> str:
-    """A count in full."""
+    """Write a count in full."""
     return UNKNOWN if count is None else f"{count:,.0f}"
 
 
 def format_large(count: float | None) -> str:
-    """A count in thousands, millions or billions, to four digits."""
+    """Write a count in thousands, millions or billions, to four digits."""
     if count is None:
         return UNKNOWN
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -137,12 +137,12 @@ def format_large(count: float | None) -> str:
 
 
 def format_latency(milliseconds: float | None) -> str:
-    """Milliseconds to three digits."""
+    """Write milliseconds to three digits."""
     return UNKNOWN if milliseconds is None else f"{milliseconds:#.3g}".rstrip(".") + f"{_SPACE}ms"
 
 
 def format_points(before: float | None, after: float | None) -> str:
-    """The difference of two accuracies in percentage points, with its sign."""
+    """Write the difference of two accuracies in percentage points, with its sign."""
     if before is None or after is None:
         return UNKNOWN
     points = round(100 * (after - before), 2)
@@ -150,14 +150,14 @@ def format_points(before: float | None, after: float | None) -> str:
 
 
 def format_ratio(ratio: float | None, better: str, worse: str) -> str:
-    """`2.50× fewer` for a ratio original ÷ compressed above 1, `1.20× more` below."""
+    """Write a ratio original ÷ compressed: `2.50× fewer` above 1, `1.20× more` below."""
     if ratio is None or ratio <= 0:
         return UNKNOWN
     return f"{ratio:.2f}× {better}" if ratio >= 1 else f"{1 / ratio:.2f}× {worse}"
 
 
 def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: float | None) -> float | None:
-    """The ratio original ÷ compressed: the metrics' own, or that of the two values."""
+    """Return the ratio original ÷ compressed: the metrics' own, or that of the two values."""
     recorded = number(metrics, "ratios", name)
     if recorded is not None or before is None or not after:
         return recorded
@@ -165,7 +165,7 @@ def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: fl
 
 
 def latency_change(metrics: Mapping[str, Any], before: float | None, after: float | None) -> str:
-    """`1.70× faster`, `1.25× slower`, or `unchanged` where the two times differ by no more than the noise.
+    """Write `1.70× faster`, `1.25× slower`, or `unchanged` where two times differ by no more than the noise.
 
     Args:
         metrics: The content of `metrics.json`, with the ratio and its interval as far as they were measured.
@@ -179,12 +179,12 @@ def latency_change(metrics: Mapping[str, Any], before: float | None, after: floa
 
 
 def format_speed(faster: float, low: float | None, high: float | None) -> str:
-    """`1.70× faster`, `1.25× slower` or `unchanged`, for a ratio of times and the ends of its interval."""
+    """Write a ratio of times with its interval: `1.70× faster`, `1.25× slower` or `unchanged`."""
     return UNCHANGED if is_unchanged(faster, low, high) else format_ratio(faster, "faster", "slower")
 
 
 def latency_note(metrics: Mapping[str, Any]) -> str:
-    """How the latency was measured and how far it can be trusted, as far as the metrics say; a paragraph."""
+    """Return a paragraph on how the latency was measured and how far it can be trusted."""
     onnx = metrics.get("onnx") or {}
     parts = [f"Latency is the median {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")

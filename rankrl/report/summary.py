@@ -27,7 +27,7 @@ _COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Byte
 
 
 def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The before/after table as text: the same in the terminal and on the page.
+    """Return the before/after table as text, for the terminal and the page.
 
     Args:
         metrics: The content of `metrics.json`.
@@ -68,7 +68,7 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table:
-    """The before/after table for the terminal.
+    """Return the before/after table for the terminal.
 
     Args:
         metrics: The content of `metrics.json`.
@@ -109,7 +109,7 @@ def conclusion(metrics: Mapping[str, Any]) -> str:
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:
-    """The table of runtimes for the terminal; without rows where only one was measured.
+    """Return the table of runtimes for the terminal; without rows where only one was measured.
 
     Args:
         metrics: The content of `metrics.json`.

@@ -77,7 +77,7 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> 
 
 
 def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
-    """The most accurate run, and the smallest and the fastest that lose at most a point."""
+    """Return the most accurate run, and the smallest and the fastest that lose at most a point."""
     values = []
     measured = [run for run in runs if run.final is not None and run.final.accuracy is not None]
     if measured:

@@ -137,7 +137,7 @@ def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[l
     """Return the cells of every run, the most accurate first; the first cell leads to the run's own page."""
 
     def order(run: GatheredRun) -> float:
-        accuracy = COLUMNS_BY_KEY["accuracy"].value(run)
+        accuracy = _final("accuracy")(run)
         return 1.0 if accuracy is None else -accuracy
 
     rows = []
@@ -167,6 +167,3 @@ def runs_csv(runs: Sequence[GatheredRun]) -> str:
         before = [_dense(name)(run) for name in _DENSE_COLUMNS]
         writer.writerow([run.folder, run.status, *values, *before, run.error])
     return text.getvalue()
-
-
-COLUMNS_BY_KEY = {column.key: column for column in COLUMNS}

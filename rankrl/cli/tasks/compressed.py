@@ -66,15 +66,15 @@ def check_plan(config: AppConfig, data: ImageData, plan: CompressionPlan) -> Non
 def method_of(plan: CompressionPlan) -> dict[str, str | None]:
     """Return what a network was compressed with, for metrics.json: its formats, who chose, who removed."""
     formats = {operation.format for operation in plan.chosen(Factorise).values()}
-    found: dict[str, str | None] = {
+    method: dict[str, str | None] = {
         "decomposition": AUTO if len(formats) > 1 else next(iter(formats), None),
         "selector": plan.chosen_by,
     }
     first, then, second = plan.chosen_by.partition(_THEN)
     only_removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     if then or (only_removed and first in [pruner.name for pruner in list_pruners()]):
-        found |= {"selector": second or None, "pruner": first}
-    return found
+        method |= {"selector": second or None, "pruner": first}
+    return method
 
 
 def both_chose(pruner: str, selector: str) -> str:
@@ -91,17 +91,17 @@ def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[
 
 def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) -> None:
     """Warn when a network gets images that are normalised in another way than those it was made with."""
-    known, given = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
+    known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
     if not isinstance(known, dict):
         return
     for name in ("mean", "std"):
-        if name in known and known[name] != given[name]:
+        if name in known and known[name] != own[name]:
             log.warning(
                 "%s was made with images of %s %s, those of dataset=%s have %s; dataset.%s sets it",
                 weights,
                 name,
                 known[name],
                 data.name,
-                given[name],
+                own[name],
                 name,
             )

@@ -24,10 +24,10 @@ _WIDTH = 160
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row a layer; errors, with `inspect.errors`, are relative output errors on training images."""
-    chosen = options.candidate_options(config)
+    candidates = options.candidate_options(config)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    specs = skipping(inspect_layers(network, data.input_shape), chosen.skip, chosen.only)
+    specs = skipping(inspect_layers(network, data.input_shape), candidates.skip, candidates.only)
     fitted = _fitted(config, data, network, specs) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.format}")
@@ -44,7 +44,9 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
             f"{spec.params / max(params, 1):.1%}",
             f"{spec.macs:,}",
             f"{spec.macs / max(macs, 1):.1%}",
-            "" if spec.refusal is not None else _ranks(spec, chosen.formats, tensorised=chosen.tensorised),
+            ""
+            if spec.refusal is not None
+            else _ranks(spec, candidates.formats, tensorised=candidates.tensorised),
             spec.refusal or ("" if fitted is None else _examples(fitted[spec.name])),
         )
     console = Console()
@@ -61,13 +63,13 @@ def _fitted(
     """Return a few fitted candidates of every layer that can be decomposed."""
     images = steps.calibration(config, data, network)
     library = steps.candidate_fits(config, steps.searched_network(config, data, network, images))
-    found = {}
+    candidates = {}
     with progress_bar("fit layers", len(library.specs)) as bar:
         for spec in specs:
             if spec.refusal is None:
-                found[spec.name] = library.candidates(spec.name, limit=_FITTED_RANKS)
+                candidates[spec.name] = library.candidates(spec.name, limit=_FITTED_RANKS)
                 bar.advance()
-    return found
+    return candidates
 
 
 def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:

@@ -75,8 +75,8 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
 
 def _networks(config: AppConfig) -> list[AppConfig]:
     """Return a configuration for every network and format."""
-    chosen: Sequence[Mapping[str, Any]] = config.pretrain.networks or [config.model]
-    for network in chosen:
+    networks: Sequence[Mapping[str, Any]] = config.pretrain.networks or [config.model]
+    for network in networks:
         if not network.get("architecture"):
             raise ConfigError(
                 f"pretrain.networks: {dict(network)} names no architecture; an entry is for example "
@@ -95,7 +95,7 @@ def _networks(config: AppConfig) -> list[AppConfig]:
         ]
     return [
         dataclasses.replace(config, model=dict(network), decomposition=decomposition)
-        for network in chosen
+        for network in networks
         for decomposition in decompositions
     ]
 
@@ -114,12 +114,12 @@ def _fitted(config: AppConfig, data: ImageData, folder: RunFolder) -> Iterator[F
 
 
 def _added(run: Path) -> list[TaskEpisodes]:
-    found = sorted((run / "state" / EPISODES_FOLDER).glob("*.safetensors"))
-    if not found:
+    paths = sorted((run / "state" / EPISODES_FOLDER).glob("*.safetensors"))
+    if not paths:
         raise CheckpointError(
             f"pretrain.add: {run} holds no episodes; give folders of earlier runs of task=pretrain"
         )
-    return [read_episodes(path) for path in found]
+    return [read_episodes(path) for path in paths]
 
 
 def _table(fits: Sequence[TaskFit]) -> Table:

@@ -78,13 +78,14 @@ def export_network(
         scratch = Path(folder) / "network.onnx"
         plain = without_rounding(copied(network))
         written = export_onnx(plain, scratch, input_shape, opset=opset, progress=False, **options)
-        model = load_model(scratch)
-        store_integers(model, stored)
-        if computing:
+        if stored:
+            model = load_model(scratch)
+            store_integers(model, stored)
             save_model(model, scratch)
+        if computing:
             reduced = REDUCED_BITS in integer_bits(network)
             quantise_onnx(scratch, scratch, inputs, weights=computing, reduce_range=reduced)
-            model = load_model(scratch)
+        model = load_model(scratch)
         pad_channels(model, channel_block)
         size = write_checked(model, path, f"the file of {type(network).__name__}")
     return replace(written, path=path, file_bytes=size)

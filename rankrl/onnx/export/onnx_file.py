@@ -161,7 +161,7 @@ def export_onnx(
 def _sample_batch(
     model: nn.Module, input_shape: ExampleInputs, sample: ExampleInputs | None, least: int
 ) -> Inputs:
-    """The batch to trace with; never of one input where the batch size is to stay free."""
+    """Return the batch to trace with, of two inputs at least where the batch size is to stay free."""
     shape = input_shape_of(input_shape)
     if sample is None and not holds_tensors(input_shape):
         return example_batch(model, shape, least)

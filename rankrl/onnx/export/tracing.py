@@ -32,7 +32,7 @@ _TRANSLATING = threading.Lock()
 
 
 def inference_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model on the CPU that computes in float32, in evaluation mode; the model stays as it is.
+    """Return a copy of a model on the CPU that computes in float32, in evaluation mode.
 
     Raises:
         ExportError: The model cannot be copied.
@@ -126,7 +126,7 @@ def convert(
 def _free_batch(
     model: nn.Module, positional: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The free first axis of every input, by parameter of the forward; `*inputs` holds several."""
+    """Return the free first axis of every input, by parameter of the forward; `*inputs` holds several."""
     free = {0: torch.export.Dim("batch")}
     arguments = inspect.signature(model.forward).bind_partial(*positional, **keywords).arguments
     return {
@@ -136,7 +136,7 @@ def _free_batch(
 
 @contextlib.contextmanager
 def _in_order(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
-    """What to call the model with; a forward of `**inputs`, which torch does not translate, in order."""
+    """Yield what to call the model with; for a forward of `**inputs`, which torch refuses, in order."""
     if not isinstance(sample, dict):
         yield tensors_of(sample), {}
         return
@@ -229,7 +229,7 @@ def _given(sample: Inputs) -> str:
 
 
 def _runs(model: nn.Module, sample: Inputs) -> bool:
-    """Whether the model accepts the sample at all."""
+    """Tell whether the model accepts the sample at all."""
     try:
         with torch.no_grad():
             run_model(model, sample)
@@ -239,7 +239,7 @@ def _runs(model: nn.Module, sample: Inputs) -> bool:
 
 
 def _failing_layer(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost submodule that was running when the error was raised, found in the traceback's frames."""
+    """Return the innermost submodule that was running when the error was raised."""
     names = {id(module): name for name, module in model.named_modules()}
     layer = None
     traceback = error.__traceback__
@@ -252,7 +252,7 @@ def _failing_layer(model: nn.Module, error: BaseException) -> str | None:
 
 
 def _untranslated_layer(program: torch.export.ExportedProgram, error: BaseException) -> str | None:
-    """The submodule that the operation named in a conversion error belongs to."""
+    """Return the submodule that the operation named in a conversion error belongs to."""
     match = _FAILED_NODE.search(str(error))
     if match is None:
         return None
@@ -273,7 +273,7 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _one_line(error: BaseException) -> str:
-    """The first line of an error's message, without colours and within a readable length."""
+    """Return the first line of an error's message, without colours and within a readable length."""
     lines = [line.strip() for line in _ANSI_COLOUR.sub("", str(error)).splitlines() if line.strip()]
     text = lines[0].rstrip(".") if lines else type(error).__name__
     return text if len(text) <= _CAUSE_LENGTH else text[: _CAUSE_LENGTH - 1] + "…"

@@ -119,7 +119,7 @@ def onnx_accuracy(
 
 
 def _plain(x: Tensor) -> Tensor:
-    """An input on the CPU, in float32 where it is no integer, in the order of memory that files take."""
+    """Return an input on the CPU, contiguous, in float32 where it is no integer."""
     x = x.detach().cpu()
     return in_layout(x.float() if x.is_floating_point() else x, torch.contiguous_format)
 

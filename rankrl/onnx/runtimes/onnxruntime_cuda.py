@@ -55,7 +55,7 @@ def _session(model: str | bytes, options: onnxruntime.SessionOptions) -> onnxrun
 
 @cache
 def _starts() -> bool:
-    """Whether the provider starts: without a GPU or its libraries, onnxruntime falls back on the CPU."""
+    """Tell whether the provider starts; without a GPU or its libraries, onnxruntime falls back on the CPU."""
     probe = onnx.parser.parse_model(_PROBE)
     options = session_options(1)
     options.log_severity_level = _FATAL_ONLY
