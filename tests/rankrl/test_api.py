@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+from call_options import grouped, layer_options
 from torch import nn
 
 import decomposition
@@ -54,7 +55,13 @@ def test_network_that_is_no_classifier_is_searched(
     before = copy.deepcopy(model.state_dict())
     score = fidelity(copy.deepcopy(model), images)
     found = rankrl.search(
-        model, score=score, inputs=images, params=0.5, selector=selector, episodes=4, candidates=4
+        model,
+        score=score,
+        inputs=images,
+        params=0.5,
+        selector=selector,
+        decomposition=layer_options(candidates=4),
+        search=rankrl.SearchOptions(episodes=4),
     )
     small = decomposition.apply_plan(model, found.plan, images)
     total = decomposition.count_parameters(model)
@@ -65,15 +72,22 @@ def test_network_that_is_no_classifier_is_searched(
 
 def test_layers_choose_among_several_formats_within_bytes(model: nn.Module, images: torch.Tensor) -> None:
     score = fidelity(copy.deepcopy(model), images)
+    formats = layer_options(("tucker", "cp"), candidates=4)
     search = partial(
-        rankrl.search, model, score=score, inputs=images, bytes=0.5, selector="random", episodes=6
+        rankrl.search,
+        model,
+        score=score,
+        inputs=images,
+        bytes=0.5,
+        selector="random",
+        decomposition=formats,
     )
-    found = search(decomposition=("tucker", "cp"), candidates=4, finalists=2)
+    found = search(search=rankrl.SearchOptions(episodes=6, finalists=2))
     assert {each.format for each in found.plan.chosen(decomposition.Factorise).values()} <= {"tucker", "cp"}
     small = decomposition.apply_plan(model, found.plan, images)
     before, after = (sum(p.nbytes for p in each.parameters()) for each in (model, small))
     assert after <= 0.5 * before
-    without_last_round = search(decomposition=("tucker", "cp"), candidates=4).plan
+    without_last_round = search(search=rankrl.SearchOptions(episodes=6)).plan
     other = decomposition.apply_plan(model, without_last_round, images)
     with torch.no_grad():
         assert score(small) >= score(other)
@@ -87,12 +101,10 @@ def test_integers_have_the_bits_that_timing_asks_for(
         model,
         inputs=images,
         score=lambda network: 0.0,
-        decomposition="cp",
         bytes=0.3,
-        precisions=("int8",),
         timing=LatencyOptions(reduce_range=reduce_range),
-        candidates=2,
         selector="greedy",
+        decomposition=layer_options("cp", precisions=("int8",), candidates=2),
     )
     assert {each.weight_bits for each in result.plan.chosen(decomposition.Quantise).values()} == {bits}
 
@@ -103,26 +115,26 @@ def test_search_without_a_budget_is_refused(model: nn.Module, images: torch.Tens
 
 
 def test_score_that_is_no_number_is_refused(model: nn.Module, images: torch.Tensor) -> None:
-    quick = {"calibration": images, "params": 0.5, "selector": "greedy", "candidates": 2}
+    quick = {"inputs": images, "params": 0.5, "selector": "greedy", "candidates": 2}
     for answer in ("good", "0.5", None, (0.5, 1.0), torch.ones(3)):
         with pytest.raises(ConfigError, match="must return one number"):
-            rankrl.search(model, score=lambda _: answer, **quick)  # type: ignore[arg-type, return-value]  # noqa: B023
+            rankrl.search(model, score=lambda _: answer, **grouped(**quick))  # type: ignore[arg-type, return-value]  # noqa: B023
     with pytest.raises(NonFiniteError, match="must return a finite number"):
-        rankrl.search(model, score=lambda _: float("nan"), **quick)  # type: ignore[arg-type]
+        rankrl.search(model, score=lambda _: float("nan"), **grouped(**quick))  # type: ignore[arg-type]
 
 
 def test_killed_search_goes_on(
     model: nn.Module, images: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: Any = {
-        "calibration": images,
+        "inputs": images,
         "params": 0.5,
         "selector": "random",
         "episodes": 6,
         "candidates": 8,
     }
     options["score"] = fidelity(copy.deepcopy(model), images)
-    whole = rankrl.search(model, folder=tmp_path / "whole", **options)
+    whole = rankrl.search(model, folder=tmp_path / "whole", **grouped(**options))
     value, calls = ScoreEvaluator.value, []
 
     def failing(self: ScoreEvaluator, ranks: Any) -> float:
@@ -134,8 +146,8 @@ def test_killed_search_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(ScoreEvaluator, "value", failing)
         with pytest.raises(KeyboardInterrupt):
-            rankrl.search(model, folder=tmp_path / "broken", **options)
-    resumed = rankrl.search(model, folder=tmp_path / "broken", **options)
+            rankrl.search(model, folder=tmp_path / "broken", **grouped(**options))
+    resumed = rankrl.search(model, folder=tmp_path / "broken", **grouped(**options))
     assert resumed.plan == whole.plan
     assert [row.reward for row in resumed.rows] == [row.reward for row in whole.rows]
 
@@ -144,7 +156,7 @@ def test_an_edited_score_begins_anew_and_says_so(
     model: nn.Module, images: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: Any = {
-        "calibration": images,
+        "inputs": images,
         "params": 0.5,
         "selector": "random",
         "episodes": 4,
@@ -164,7 +176,7 @@ def test_an_edited_score_begins_anew_and_says_so(
 
     def search(factor: float) -> Any:
         calls.clear()
-        return rankrl.search(model, score=scored(factor), folder=tmp_path / "search", **options)
+        return rankrl.search(model, score=scored(factor), folder=tmp_path / "search", **grouped(**options))
 
     first = search(1.0)
     assert len(calls) > 1
@@ -181,7 +193,9 @@ def test_an_edited_score_begins_anew_and_says_so(
         "old-episodes.csv",
     }
     with pytest.raises(CheckpointError, match="episodes was 4, is now 5"):
-        rankrl.search(model, score=scored(3.0), folder=tmp_path / "search", **{**options, "episodes": 5})
+        rankrl.search(
+            model, score=scored(3.0), folder=tmp_path / "search", **grouped(**{**options, "episodes": 5})
+        )
 
 
 def test_environment_is_registered_by_importing_the_package() -> None:
@@ -198,9 +212,9 @@ def test_environment_is_registered_by_importing_the_package() -> None:
 def test_workers_that_cannot_be_are_refused(
     model: nn.Module, images: torch.Tensor, workers: int, message: str
 ) -> None:
-    quick: Any = {"calibration": images, "params": 0.5, "selector": "greedy", "candidates": 2}
+    quick: Any = {"inputs": images, "params": 0.5, "selector": "greedy", "candidates": 2}
     with pytest.raises(ConfigError, match=message):
-        rankrl.search(model, score=lambda _: 1.0, workers=workers, **quick)
+        rankrl.search(model, score=lambda _: 1.0, **grouped(workers=workers, **quick))
 
 
 class Answer(nn.Module):
@@ -235,7 +249,14 @@ def test_what_a_network_returns_is_the_scores_affair(
     def score(network: nn.Module) -> torch.Tensor:
         return -(read(network(images)) - expected).square().mean()
 
-    found = rankrl.search(model, score=score, inputs=images, params=0.6, selector="greedy", candidates=3)
+    found = rankrl.search(
+        model,
+        score=score,
+        inputs=images,
+        params=0.6,
+        selector="greedy",
+        decomposition=layer_options(candidates=3),
+    )
     small = decomposition.apply_plan(model, found.plan, images)
     assert found.best.score < 0
     assert score(small) > 10 * found.best.score
@@ -250,8 +271,8 @@ def test_each_plan_is_scored_in_evaluation_mode(model: nn.Module, images: torch.
         network.train()  # as many an evaluation loop leaves it
         return 0.5
 
-    options: Any = {"calibration": images, "params": 0.5, "selector": "random", "candidates": 8}
-    rankrl.search(model.train(), score=score, episodes=3, **options)
+    options: Any = {"inputs": images, "params": 0.5, "selector": "random", "candidates": 8}
+    rankrl.search(model.train(), score=score, **grouped(episodes=3, **options))
     assert len(modes) > 2
     assert not any(modes)
     assert model.training
@@ -273,16 +294,16 @@ def test_what_cannot_work_is_refused_before_layers_are_fitted(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": nn.Conv2d}, "takes a torch.nn.Module or the path of an ONNX file, got a type"),
+        ({"network": nn.Conv2d}, "takes a torch.nn.Module or the path of an ONNX file, got a type"),
         ({"score": 0.9}, "takes a score, a function from the network to a number; got a float"),
         ({"candidates": 0}, "candidates must be at least 1"),
-        ({"calibration": [[[0.5], torch.zeros(4)]]}, "given as a list of float; pass a tensor"),
-        ({"calibration": torch.zeros(4, 3, 12, 12, dtype=torch.uint8)}, r"in uint8; give .*float\(\) / 255"),
+        ({"inputs": [[[0.5], torch.zeros(4)]]}, "given as a list of float; pass a tensor"),
+        ({"inputs": torch.zeros(4, 3, 12, 12, dtype=torch.uint8)}, r"in uint8; give .*float\(\) / 255"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(
     model: nn.Module, images: torch.Tensor, change: dict[str, Any], message: str
 ) -> None:
-    arguments = {"model": model, "score": lambda _: 1.0, "calibration": images, "params": 0.5} | change
+    arguments = {"network": model, "score": lambda _: 1.0, "inputs": images, "params": 0.5} | change
     with pytest.raises((ConfigError, decomposition.DecompositionError), match=message):
-        rankrl.search(**arguments)  # type: ignore[arg-type]
+        rankrl.search(**grouped(**arguments))

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from call_options import grouped
 from safetensors import SafetensorError
 from several_inputs import LENGTH, WORDS, TextClassifier, TwoInputs
 from torch import nn
@@ -66,8 +67,7 @@ def result(folder: Path) -> rankrl.ModuleCompression:
         finetune=rankrl.TrainingRecipe(epochs=3, lr=3e-3, batch_size=16),
         test=LOADER[:1],
         selector="random",
-        episodes=3,
-        **QUICK,
+        **grouped(episodes=3, **QUICK),
     )
 
 
@@ -135,7 +135,7 @@ def test_agreement_is_that_of_the_files(result: rankrl.ModuleCompression) -> Non
 def test_original_is_left_as_it_was(tmp_path: Path) -> None:
     model = two().train()
     before = copy.deepcopy(model.state_dict())
-    rankrl.compress(model, LOADER, tmp_path, macs=0.7, finetune=1, **QUICK)
+    rankrl.compress(model, LOADER, tmp_path, macs=0.7, finetune=1, **grouped(**QUICK))
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -144,7 +144,7 @@ def test_network_without_labels_learns_to_imitate_the_dense_one(tmp_path: Path) 
     torch.manual_seed(0)
     model = TextClassifier()
     recipe = rankrl.TrainingRecipe(epochs=6, lr=3e-3, batch_size=16)
-    found = rankrl.compress(model, TOKENS, tmp_path, params=0.6, finetune=recipe, **QUICK)
+    found = rankrl.compress(model, TOKENS, tmp_path, params=0.6, finetune=recipe, **grouped(**QUICK))
     assert found.baseline_score == 1
     assert found.epochs[-1].loss < 0.7 * found.epochs[0].loss
     assert found.score >= found.compressed_score
@@ -164,7 +164,7 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
         return float(network.get_parameter("last.bias").mean())
 
     found = rankrl.compress(
-        two(), LOADER, tmp_path / "own", params=0.7, finetune=finetune, score=score, **QUICK
+        two(), LOADER, tmp_path / "own", params=0.7, finetune=finetune, score=score, **grouped(**QUICK)
     )
     assert found.model is given[0]
     assert not found.model.training
@@ -177,7 +177,7 @@ def test_users_function_loss_and_score_are_used(tmp_path: Path) -> None:
         seen.append(labels.shape)
         return F.mse_loss(outputs, labels)
 
-    rankrl.compress(two(), TARGETS, tmp_path / "loss", params=0.7, finetune=1, loss=loss, **QUICK)
+    rankrl.compress(two(), TARGETS, tmp_path / "loss", params=0.7, finetune=1, loss=loss, **grouped(**QUICK))
     assert seen == [(48, 3)]
 
 
@@ -193,7 +193,9 @@ def test_network_that_is_left_as_it_was_fitted_is_scored_once(
         seen.append(bool(decomposition.factorised_layers(network)))
         return 0.5
 
-    found = rankrl.compress(two(), LOADER, tmp_path, params=0.6, score=score, finetune=finetune, **QUICK)
+    found = rankrl.compress(
+        two(), LOADER, tmp_path, params=0.6, score=score, finetune=finetune, **grouped(**QUICK)
+    )
     assert seen.count(True) == times
     assert found.score == found.compressed_score == 0.5
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -207,7 +209,7 @@ def test_attention_is_decomposed_and_heldout_inputs_may_be_given(tmp_path: Path)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     words, others = torch.randn(48, 6, 16), torch.randn(24, 6, 16)
     found = rankrl.compress(
-        layer, words, tmp_path / "attention", params=0.6, heldout=others, skip=["linear2"], **QUICK
+        layer, words, tmp_path / "attention", params=0.6, heldout=others, **grouped(skip=["linear2"], **QUICK)
     )
     assert {"self_attn.q_proj", "self_attn.out_proj"} & set(decomposition.factorised_layers(found.model))
     assert "linear2" in found.untouched
@@ -241,7 +243,7 @@ def test_networks_of_odd_kinds_are_loaded_into_their_own_class(tmp_path: Path, w
     odd = Odd()
     odd(IMAGES)
     wrapped = wrap(odd)
-    found = rankrl.compress(wrapped, IMAGES, tmp_path, params=0.6, **QUICK)
+    found = rankrl.compress(wrapped, IMAGES, tmp_path, params=0.6, **grouped(**QUICK))
     assert {"normed", "up.product"} & set(decomposition.factorised_layers(found.model))
     assert {each.kind for each in found.plan.preparation} == {"plain_weights", "plain_transposed"}
     assert found.verified < 1e-4
@@ -258,7 +260,9 @@ def test_integers_are_stored_and_computed_with(
     tmp_path: Path, kind: type[nn.Module], data: Any, precision: str
 ) -> None:
     torch.manual_seed(0)
-    found = rankrl.compress(kind(), data, tmp_path, bytes=0.6, precisions=("float32", precision), **QUICK)
+    found = rankrl.compress(
+        kind(), data, tmp_path, bytes=0.6, **grouped(precisions=("float32", precision), **QUICK)
+    )
     assert found.after["bytes"] <= 0.6 * found.before["bytes"]
     assert found.plan.chosen(decomposition.Quantise)
     assert found.outputs[0].error < 0.3
@@ -272,7 +276,7 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"params": 0.6, "selector": "random", "episodes": 4, **QUICK}
-    whole = rankrl.compress(two(), LOADER, tmp_path / "whole", **options)
+    whole = rankrl.compress(two(), LOADER, tmp_path / "whole", **grouped(**options))
     with monkeypatch.context() as patch:
 
         def killed(*_: object, **__: object) -> None:
@@ -280,8 +284,8 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
 
         patch.setattr("rankrl.module_compression.save_compressed", killed)
         with pytest.raises(KeyboardInterrupt):
-            rankrl.compress(two(), LOADER, tmp_path / "killed", **options)
-    again = rankrl.compress(two(), LOADER, tmp_path / "killed", **options)
+            rankrl.compress(two(), LOADER, tmp_path / "killed", **grouped(**options))
+    again = rankrl.compress(two(), LOADER, tmp_path / "killed", **grouped(**options))
     assert again.plan == whole.plan
     assert again.path.read_bytes() == whole.path.read_bytes()
 
@@ -290,7 +294,7 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
     ("change", "error", "message"),
     [
         (
-            {"model": nn.Linear},
+            {"network": nn.Linear},
             ConfigError,
             "takes a torch.nn.Module or the path of an ONNX file, got a type",
         ),
@@ -302,12 +306,12 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
         ({"finetune": 0}, ConfigError, "epochs must be a whole number >= 1"),
         ({"loss": F.mse_loss}, ConfigError, "loss= is for our own training"),
         ({"loss": F.mse_loss, "finetune": lambda network: None}, ConfigError, "leave loss= to your function"),
-        ({"loss": F.mse_loss, "finetune": 1, "data": (IMAGES, NUMBERS)}, ConfigError, "loss= needs labels"),
-        ({"data": TARGETS, "finetune": 1}, ConfigError, r"float32 of shape \(48, 3\).*give loss="),
+        ({"loss": F.mse_loss, "finetune": 1, "inputs": (IMAGES, NUMBERS)}, ConfigError, "loss= needs labels"),
+        ({"inputs": TARGETS, "finetune": 1}, ConfigError, r"float32 of shape \(48, 3\).*give loss="),
         ({"heldout": 1.0}, ConfigError, "heldout is 1.0; it is a share"),
-        ({"data": []}, DataError, "data holds no inputs"),
-        ({"data": (IMAGES[:1], NUMBERS[:1])}, DataError, "too few to hold some out"),
-        ({"data": [LOADER[0], LOADER[1][0]]}, DataError, "labels must be one tensor for each batch"),
+        ({"inputs": []}, DataError, "data holds no inputs"),
+        ({"inputs": (IMAGES[:1], NUMBERS[:1])}, DataError, "too few to hold some out"),
+        ({"inputs": [LOADER[0], LOADER[1][0]]}, DataError, "labels must be one tensor for each batch"),
         ({"params": 1e-4}, decomposition.DecompositionError, "the least is"),
         ({"only": ["head"]}, decomposition.DecompositionError, "only: no layer matches 'head'"),
         ({"score": lambda network: float("nan")}, NonFiniteError, "must return a finite number"),
@@ -325,16 +329,22 @@ def test_what_cannot_work_is_refused_before_layers_are_fitted(
         raise AssertionError("a layer was fitted")
 
     monkeypatch.setattr(decomposition.FitLibrary, "fit", fit)
-    arguments = {"model": two(), "data": LOADER, "folder": tmp_path / "run", "params": 0.6, **QUICK} | change
+    arguments = {
+        "network": two(),
+        "inputs": LOADER,
+        "target": tmp_path / "run",
+        "params": 0.6,
+        **QUICK,
+    } | change
     with pytest.raises(error, match=message):
-        rankrl.compress(**arguments)
+        rankrl.compress(**grouped(**arguments))
     assert not (tmp_path / "run" / "metrics.json").exists()
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
-        rankrl.compress(two(), LOADER, tmp_path / "file", params=0.6, **QUICK)
+        rankrl.compress(two(), LOADER, tmp_path / "file", params=0.6, **grouped(**QUICK))
 
 
 def test_a_full_disk_is_told_with_the_file_and_what_to_do(
@@ -345,7 +355,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(
 
     monkeypatch.setattr("decomposition.apply.saving.save_file", full)
     with pytest.raises(StorageError, match=r"cannot write .*model\.safetensors: .*that the disk has room"):
-        rankrl.compress(two(), LOADER, tmp_path, params=0.6, **QUICK)
+        rankrl.compress(two(), LOADER, tmp_path, params=0.6, **grouped(**QUICK))
     assert not (tmp_path / "model.safetensors").exists()
 
 
@@ -357,6 +367,6 @@ def test_file_that_computes_something_else_does_not_take_its_name(
 
     monkeypatch.setattr("rankrl.verify.own_inputs.verify_onnx", differs)
     with pytest.raises(ExportError, match="it differs"):
-        rankrl.compress(two(), LOADER, tmp_path, params=0.6, **QUICK)
+        rankrl.compress(two(), LOADER, tmp_path, params=0.6, **grouped(**QUICK))
     assert not (tmp_path / "model.onnx").exists()
     assert not (tmp_path / "metrics.json").exists()

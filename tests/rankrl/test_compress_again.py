@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from call_options import grouped
 from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, LatencyTable
-from rankrl import compress_onnx
 from rankrl.cli.config.resuming import resumed_arguments
 from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.plan_search.latency_budget import LatencyBudget
@@ -25,7 +25,7 @@ IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {
     "timing": rankrl.LatencyOptions(batch=4, runs=2),
     "candidates": 4,
-    "multiple": 1,
+    "rank_multiple": 1,
     "progress": False,
 }
 
@@ -60,7 +60,7 @@ def staged_files() -> Iterator[None]:  # for the fixture `whole`, too
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one call, for all tests to copy."""
     folder = tmp_path_factory.mktemp("whole")
-    rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+    rankrl.compress(network(), IMAGES, folder, params=0.6, **grouped(**QUICK))
     return folder
 
 
@@ -95,7 +95,7 @@ def test_the_same_call_with_a_budget_in_time_comes_to_the_same_plan(
 ) -> None:
     def call() -> tuple[CompressionPlan, list[float]]:
         options = {"latency": 0.8, "selector": selector, "episodes": 6, **QUICK}
-        found = rankrl.compress(network(), IMAGES, tmp_path, **options)
+        found = rankrl.compress(network(), IMAGES, tmp_path, **grouped(**options))
         return found.plan, [row.reward for row in found.search.rows]
 
     first = call()
@@ -110,8 +110,8 @@ def test_the_same_call_with_a_budget_in_time_comes_to_the_same_plan(
     ("changes", "named"),
     [
         ({"params": 0.5}, "params was 0.6, is now 0.5"),
-        ({"model": network(16)}, "network was "),
-        ({"model": network(seed=1)}, "network was "),
+        ({"network": network(16)}, "network was "),
+        ({"network": network(seed=1)}, "network was "),
         ({"selector": "random", "episodes": 2}, "selector was greedy, is now random"),
         ({"decomposition": "cp"}, "candidates.formats was ['tucker'], is now ['cp']"),
     ],
@@ -120,7 +120,16 @@ def test_another_call_leaves_every_byte_alone(folder: Path, changes: dict[str, A
     before = content(folder)
     with pytest.raises(ConfigError, match="name another folder, or delete this one") as refused:
         rankrl.compress(
-            **{"model": network(), "data": IMAGES, "folder": folder, "params": 0.6, **QUICK, **changes}
+            **grouped(
+                **{
+                    "network": network(),
+                    "inputs": IMAGES,
+                    "target": folder,
+                    "params": 0.6,
+                    **QUICK,
+                    **changes,
+                }
+            )
         )
     assert named in str(refused.value)
     assert content(folder) == before
@@ -130,7 +139,7 @@ def test_a_run_of_the_command_line_is_left_alone(folder: Path) -> None:
     record = folder / "state" / "configuration.json"
     record.write_text(json.dumps({"config": {"task": "pipeline", "seed": 0}, "overrides": []}))
     with pytest.raises(ConfigError, match="task was pipeline, is now rankrl"):
-        rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+        rankrl.compress(network(), IMAGES, folder, params=0.6, **grouped(**QUICK))
 
 
 def test_the_command_line_does_not_take_a_call_for_a_run_of_its_own(folder: Path) -> None:
@@ -145,7 +154,7 @@ def test_a_result_stays_until_the_next_one_is_there(folder: Path) -> None:
     names = ("metrics.json", "plan.json", "model.safetensors", "model.onnx", "report.html")
     before = {name: (folder / name).read_bytes() for name in names}
     with pytest.raises(KeyboardInterrupt):
-        rankrl.compress(network(), IMAGES, folder, params=0.6, finetune=fails, **QUICK)
+        rankrl.compress(network(), IMAGES, folder, params=0.6, finetune=fails, **grouped(**QUICK))
     assert {name: (folder / name).read_bytes() for name in names} == before
 
 
@@ -158,7 +167,7 @@ def test_a_result_of_another_score_goes_before_the_search_begins_anew(folder: Pa
 
     seen: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
-        rankrl.compress(network(), IMAGES, folder, params=0.6, score=score, **QUICK)
+        rankrl.compress(network(), IMAGES, folder, params=0.6, score=score, **grouped(**QUICK))
     assert seen == [True, False], "the original, the first plan"
     assert not {"metrics.json", "plan.json", "model.onnx", "plots"} & {path.name for path in folder.iterdir()}
     assert (folder / "old-search.safetensors").exists()
@@ -169,11 +178,11 @@ def _search(folder: Path) -> object:
 
 
 def _compress(folder: Path) -> object:
-    return rankrl.compress(network(), IMAGES, folder, params=0.6, **QUICK)
+    return rankrl.compress(network(), IMAGES, folder, params=0.6, **grouped(**QUICK))
 
 
 def _compress_file(folder: Path) -> object:
-    return compress_onnx(
+    return rankrl.compress(
         folder / "none.onnx", folder / "none.npz", folder / "small.onnx", folder=folder, params=0.6
     )
 
@@ -193,8 +202,8 @@ def test_a_folder_is_held_from_the_first_moment_to_the_last(tmp_path: Path) -> N
             _compress(tmp_path)
         return 0.5
 
-    rankrl.compress(network(), IMAGES, tmp_path, params=0.6, score=beside, **QUICK)
+    rankrl.compress(network(), IMAGES, tmp_path, params=0.6, score=beside, **grouped(**QUICK))
     assert not (tmp_path / "run.lock").exists()
     with pytest.raises(ConfigError):  # and one that is refused leaves no folder behind
-        rankrl.compress(network(), IMAGES, tmp_path / "new", **QUICK)
+        rankrl.compress(network(), IMAGES, tmp_path / "new", **grouped(**QUICK))
     assert not (tmp_path / "new").exists()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import onnx
 import pytest
 import torch
+from call_options import grouped, layer_options
 from centring import Centre
 from torch import nn
 from torchvision import tv_tensors
@@ -52,7 +53,7 @@ def test_network_that_changes_its_inputs_is_compressed_like_one_that_does_not(tm
             params=0.6,
             finetune=rankrl.TrainingRecipe(epochs=1, batch_size=16),
             test=given,
-            **QUICK,
+            **grouped(**QUICK),
         )
         assert torch.equal(given, IMAGES)
         assert result.verified < 1e-4
@@ -69,13 +70,11 @@ def test_search_leaves_its_inputs_as_they_were() -> None:
     found = rankrl.search(
         classifier(Centre(in_place=True)),
         score=lambda network: 0.5,
-        calibration=given,
-        decomposition="tucker",
+        inputs=given,
         params=0.6,
         selector="random",
-        episodes=2,
-        finalists=2,
-        candidates=4,
+        decomposition=layer_options(candidates=4),
+        search=rankrl.SearchOptions(episodes=2, finalists=2),
     )
     assert found.plan.chosen(decomposition.Factorise)
     assert torch.equal(given, IMAGES)
@@ -101,7 +100,7 @@ class Detector(nn.Module):
 
 
 def test_outputs_are_compared_and_exported_by_the_names_that_the_network_gives_them(tmp_path: Path) -> None:
-    result = rankrl.compress(Detector(), IMAGES, tmp_path, params=0.6, finetune=1, **QUICK)
+    result = rankrl.compress(Detector(), IMAGES, tmp_path, params=0.6, finetune=1, **grouped(**QUICK))
     names = [each.name for each in onnx.load(result.path).graph.output]
     assert names == [each.name for each in result.outputs] == ["boxes", "logits"]
     held = IMAGES[torch.randperm(60, generator=torch.Generator().manual_seed(0))[:12].sort().values]
@@ -137,7 +136,7 @@ def test_score_gets_the_same_inputs_for_every_plan() -> None:
         return -seen[-1]
 
     options: Any = {"decomposition": "tucker", "params": 0.6, "selector": "random", "episodes": 3}
-    rankrl.search(Centred(), score=score, calibration=given, candidates=4, finalists=2, **options)
+    rankrl.search(Centred(), score=score, inputs=given, **grouped(candidates=4, finalists=2, **options))
     assert seen[0] == 0
     assert torch.equal(given, IMAGES)
 
@@ -156,49 +155,49 @@ def with_nan(index: int) -> torch.Tensor:
     ("change", "error", "message"),
     [
         (
-            {"data": labelled(CLASSES + 1)},
+            {"inputs": labelled(CLASSES + 1)},
             DataError,
             "data: labels run from 1 to 4, .* 4 outputs: 0 to 3; give labels - 1",
         ),
         (
-            {"data": labelled(CLASSES * 2)},
+            {"inputs": labelled(CLASSES * 2)},
             DataError,
             "data: labels run from 0 to 6, .*number the classes from 0",
         ),
         (
-            {"data": labelled(CLASSES - 1)},
+            {"inputs": labelled(CLASSES - 1)},
             DataError,
             "labels run from -1 to 2, .*-100 for inputs without one",
         ),
-        ({"data": labelled(CLASSES * 0 - 100)}, DataError, "no input has a label"),
+        ({"inputs": labelled(CLASSES * 0 - 100)}, DataError, "no input has a label"),
         (
-            {"data": labelled(CLASSES), "test": labelled(CLASSES + 1)},
+            {"inputs": labelled(CLASSES), "test": labelled(CLASSES + 1)},
             DataError,
             "test: labels run from 1 to 4",
         ),
         (
-            {"data": labelled((CLASSES + 1).double()), "finetune": 1},
+            {"inputs": labelled((CLASSES + 1).double()), "finetune": 1},
             DataError,
             "data: labels run from 1 to 4",
         ),
-        ({"data": labelled(CLASSES[:30])}, DataError, "60 inputs, but 30 labels"),
-        ({"data": labelled({"y": CLASSES[:30]})}, DataError, "60 inputs, but 30 labels"),
+        ({"inputs": labelled(CLASSES[:30])}, DataError, "60 inputs, but 30 labels"),
+        ({"inputs": labelled({"y": CLASSES[:30]})}, DataError, "60 inputs, but 30 labels"),
         (
-            {"data": labelled(["a"] * 60)},
+            {"inputs": labelled(["a"] * 60)},
             DataError,
             "data: labels must be one tensor .* they hold str; torch.as_tensor",
         ),
-        ({"data": labelled({"y": CLASSES}), "finetune": 1}, ConfigError, "labels are a dict, .*give loss="),
+        ({"inputs": labelled({"y": CLASSES}), "finetune": 1}, ConfigError, "labels are a dict, .*give loss="),
         (
-            {"data": with_nan(7)},
+            {"inputs": with_nan(7)},
             DecompositionError,
             r"data holds NaN .* in an input, first in number 7 \(from 0\)",
         ),
         ({"heldout": with_nan(5)}, DecompositionError, "heldout holds NaN .* number 5"),
         ({"test": with_nan(9)}, DecompositionError, "test holds NaN .* number 9"),
         ({"test": IMAGES[:, :1]}, DecompositionError, r"test: .* layer '0' \(Conv2d\) takes 3 channels"),
-        ({"data": (IMAGES * 40 + 100).byte()}, DecompositionError, r"data: .*x.float\(\) / 255"),
-        ({"data": list(IMAGES)}, DecompositionError, r"data: .*torch.stack\(inputs\)"),
+        ({"inputs": (IMAGES * 40 + 100).byte()}, DecompositionError, r"data: .*x.float\(\) / 255"),
+        ({"inputs": list(IMAGES)}, DecompositionError, r"data: .*torch.stack\(inputs\)"),
         ({"heldout": IMAGES.numpy()}, DecompositionError, "given as a ndarray"),
     ],
 )
@@ -215,7 +214,9 @@ def test_data_that_cannot_work_is_refused_first(
     monkeypatch.setattr("rankrl.module_compression.export_onnx", export)
     with pytest.raises(error, match=message):
         rankrl.compress(
-            **{"model": classifier(), "data": IMAGES, "folder": tmp_path, "params": 0.6, **change}
+            **grouped(
+                **{"network": classifier(), "inputs": IMAGES, "target": tmp_path, "params": 0.6, **change}
+            )
         )
 
 
@@ -286,8 +287,8 @@ def test_gaps_that_the_network_masks_are_compressed_around(tmp_path: Path) -> No
     x = torch.randn(60, 5, 6, generator=torch.Generator().manual_seed(0))
     x[::7, 2] = float("nan")
     with pytest.raises(DecompositionError, match=r"9 of 60 inputs, first in number 0 .*skip=\['seeing'\]"):
-        rankrl.compress(Masked(), x, tmp_path, params=0.7, **QUICK)
-    result = rankrl.compress(Masked(), x, tmp_path, params=0.7, skip=["seeing"], **QUICK)
+        rankrl.compress(Masked(), x, tmp_path, params=0.7, **grouped(**QUICK))
+    result = rankrl.compress(Masked(), x, tmp_path, params=0.7, **grouped(skip=["seeing"], **QUICK))
     assert result.after["params"] <= 0.7 * result.before["params"]
     assert result.verified < 1e-4
     with torch.no_grad():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from call_options import layer_options
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,12 +117,11 @@ def test_compress_hands_a_network_back_in_its_own_types(
         [(x, labels)],
         tmp_path,
         params=0.7,
-        candidates=4,
-        precisions=precisions,
         finetune=finetune,
         score=score,
         timing=rankrl.LatencyOptions(batch=2, runs=2),
         progress=False,
+        decomposition=layer_options(candidates=4, precisions=precisions),
     )
     assert result.verified < 1e-3
     assert result.after["params"] <= 0.7 * result.before["params"]

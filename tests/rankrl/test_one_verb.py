@@ -124,6 +124,11 @@ def test_names_of_the_last_version_work_and_warn(file: Path, tmp_path: Path) -> 
             file, inputs, tmp_path / "again.onnx", old.plan, timing=QUICK["timing"]
         )
     assert again.after == old.after
+    with pytest.warns(DeprecationWarning, match=r"DecompositionOptions\(rank_multiple=1"):
+        module = rankrl.compress(
+            model=network(), data=IMAGES, folder=tmp_path / "run", params=0.6, multiple=1, **QUICK
+        )
+    assert module.path == tmp_path / "run" / "model.onnx"
     with pytest.warns(DeprecationWarning, match=r"search=rankrl\.SearchOptions\(episodes=2\)"):
         rankrl.search(
             network(), calibration=IMAGES, score=lambda _: 0.0, selector="random", episodes=2, params=0.6

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from call_options import grouped, layer_options
 from several_inputs import LENGTH, WORDS, TextClassifier, TwoInputs
 from torch import nn
 
@@ -73,13 +74,11 @@ def test_network_is_searched_and_exported(case: tuple[nn.Module, Any], tmp_path:
     found = rankrl.search(
         model,
         score=score,
-        calibration=inputs,
-        decomposition="tucker",
+        inputs=inputs,
         params=0.7,
         selector="random",
-        episodes=3,
-        candidates=3,
-        finalists=2,
+        decomposition=layer_options(candidates=3),
+        search=rankrl.SearchOptions(episodes=3, finalists=2),
     )
     small = decomposition.apply_plan(model, found.plan, inputs)
     assert decomposition.count_parameters(small) <= 0.7 * decomposition.count_parameters(model)
@@ -133,7 +132,11 @@ def test_file_of_another_network_is_noticed(
 def test_channels_of_a_network_with_several_inputs_stay() -> None:
     with pytest.raises(ConfigError, match="networks with one input alone"):
         rankrl.search(
-            TwoInputs(), score=lambda _: 1.0, calibration=(IMAGES, NUMBERS), params=0.7, channels=(0.5,)
+            TwoInputs(),
+            score=lambda _: 1.0,
+            inputs=(IMAGES, NUMBERS),
+            params=0.7,
+            decomposition=layer_options(channels=(0.5,)),
         )
 
 
@@ -152,13 +155,12 @@ def test_budget_in_time(case: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyP
     found = rankrl.search(
         model,
         score=lambda _: 1.0,
-        calibration=inputs,
-        decomposition="tucker",
+        inputs=inputs,
         latency=1.0,
         timing=rankrl.LatencyOptions(batch=8, runs=3),
         selector="random",
-        episodes=2,
-        candidates=3,
+        decomposition=layer_options(candidates=3),
+        search=rankrl.SearchOptions(episodes=2),
     )
     assert plans
     assert found.missed is None
@@ -168,10 +170,10 @@ def test_budget_in_time(case: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_plans_are_scored_by_several_processes() -> None:
     model, calibration = TwoInputs().eval(), {"image": IMAGES, "numbers": NUMBERS}
-    options: Any = {"calibration": calibration, "params": 0.7, "selector": "random", "episodes": 4}
+    options: Any = {"inputs": calibration, "params": 0.7, "selector": "random", "episodes": 4}
     options |= {"decomposition": "tucker", "candidates": 3, "score": first_bias}
-    apart = rankrl.search(model, workers=2, selector_options={"plans_per_step": 2}, **options)
-    alone = rankrl.search(model, selector_options={"plans_per_step": 2}, **options)
+    apart = rankrl.search(model, selector_options={"plans_per_step": 2}, **grouped(workers=2, **options))
+    alone = rankrl.search(model, selector_options={"plans_per_step": 2}, **grouped(**options))
     assert apart.plan == alone.plan
 
 

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from call_options import layer_options
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -185,14 +186,12 @@ def test_products_may_compute_in_integers(decoder: nn.Module, tmp_path: Path) ->
     plan = rankrl.search(
         plain,
         score=lambda network: -float((network(images()) - plain(images())).square().mean()),
-        calibration=images(),
-        decomposition="tucker",
-        precisions=["int8"],
+        inputs=images(),
         bytes=0.9,
         selector="greedy",
-        skip=["narrow", "last", "grouped"],
         cache=None,
         progress=False,
+        decomposition=layer_options(precisions=["int8"], skip=["narrow", "last", "grouped"]),
     ).plan
     small = apply_plan(plain, plan, calibration=images())
     assert is_rounded(small.get_submodule("up.product"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_options import grouped
 from command_line import task_refusal, values
 from torch import nn
 
@@ -129,7 +130,7 @@ def test_a_search_from_python_is_refused_before_it_calibrates(
         rankrl.search(
             model,
             score=lambda network: 0.0,
-            calibration=torch.zeros(4, 3, 8, 8),
-            **{"params": 0.5, **options},
+            inputs=torch.zeros(4, 3, 8, 8),
+            **grouped(**{"params": 0.5, **options}),
         )
     assert expected in str(refusal.value)

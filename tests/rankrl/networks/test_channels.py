@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from call_options import layer_options
 from torch import nn
 
 import rankrl
@@ -189,12 +190,10 @@ def test_a_search_takes_channels_where_they_pay(
     result = rankrl.search(
         network,
         score=score_by_agreement,
-        calibration=images,
-        decomposition="spatial_svd",
-        channels=[0.75, 0.5, 0.25],
+        inputs=images,
         macs=0.35,
         selector="greedy",
-        candidates=1,
+        decomposition=layer_options("spatial_svd", channels=[0.75, 0.5, 0.25], candidates=1),
     )
     assert kept_channels(result.plan)
     small = rankrl.apply_plan(network, result.plan, images)

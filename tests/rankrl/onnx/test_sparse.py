@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from call_options import FILE_FORMATS, layer_options
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -75,7 +76,9 @@ def test_weights_that_a_file_stores_sparsely_are_compressed(tmp_path: Path) -> N
     assert set(network.model.graph.initializers) == set(weights)
     (expected,) = onnxruntime.InferenceSession(path).run(None, {"x": X})
     np.testing.assert_allclose(network.session().run({"x": X})[0], expected, rtol=1e-5, atol=1e-6)
-    found = rankrl.compress_onnx(path, X, tmp_path / "small.onnx", params=0.6, candidates=5)
+    found = rankrl.compress(
+        path, X, tmp_path / "small.onnx", params=0.6, decomposition=layer_options(FILE_FORMATS, candidates=5)
+    )
     assert "conv" not in found.untouched
     assert "sparse" not in str(found.untouched)
     assert found.before["params"] == 12 * 54 + 120 + 10

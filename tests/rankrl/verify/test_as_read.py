@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from call_options import FILE_FORMATS, layer_options
 from onnx import TensorProto, helper, numpy_helper
 from small_graphs import (
     FRAMES,
@@ -85,8 +86,12 @@ def test_a_conversion_that_computes_something_else_is_refused_with_both_reasons(
     monkeypatch.setattr(reading.version_converter, "convert_version", wrong)
     onnx.save(old_network(9), tmp_path / "net.onnx")
     with pytest.raises(OnnxGraphError, match=r"the node 'norm' \(onnx's version converter took it from"):
-        rankrl.compress_onnx(
-            tmp_path / "net.onnx", {"x": images(10)}, tmp_path / "small.onnx", params=0.5, candidates=3
+        rankrl.compress(
+            tmp_path / "net.onnx",
+            {"x": images(10)},
+            tmp_path / "small.onnx",
+            params=0.5,
+            decomposition=layer_options(FILE_FORMATS, candidates=3),
         )
 
 

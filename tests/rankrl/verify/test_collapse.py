@@ -13,11 +13,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from call_options import grouped
 from small_graphs import convolutions, images, sentences, tokens
 from torch import nn
 
 import rankrl
-from decomposition import FitOptions
 from rankrl.onnx.graph import file
 from rankrl.onnx.graph_edits import stored
 from rankrl.verify.agreement import agreement, constant_agreement
@@ -118,9 +118,11 @@ def test_a_file_that_is_written_wrongly_is_never_returned_in_silence(
                 value.const_value = ir.tensor(-2 * array[::-1].copy(), name=value.name)
 
     monkeypatch.setattr(file, "store_integers", ruin)
-    options: dict[str, Any] = dict.fromkeys(("options", "final_options"), FitOptions(iterations=5))
+    options: dict[str, Any] = {"iterations": 5, "final_iterations": 5}
     net, small = tmp_path / "net.onnx", tmp_path / "small.onnx"
-    ruined = rankrl.compress_onnx(net, given, small, params=0.75, decomposition="tucker", **options, **LITTLE)
+    ruined = rankrl.compress(
+        net, given, small, params=0.75, **grouped(decomposition="tucker", **options, **LITTLE)
+    )
     assert ruined.collapsed is not None
     assert ruined.collapsed in [each.message for each in caplog.records if each.levelname == "ERROR"]
 
@@ -137,7 +139,9 @@ def test_a_module_that_a_training_ruins_is_told_as_collapsed(
         with torch.no_grad():
             list(network.parameters())[-1][0] += 100
 
-    found = rankrl.compress(model, x, tmp_path, params=0.9, finetune=ruin, progress=False, **LITTLE)
+    found = rankrl.compress(
+        model, x, tmp_path, params=0.9, finetune=ruin, progress=False, **grouped(**LITTLE)
+    )
     assert found.collapsed is not None
     assert found.collapsed in [each.message for each in caplog.records if each.levelname == "ERROR"]
     assert found.collapsed in html.unescape((tmp_path / "report.html").read_text())

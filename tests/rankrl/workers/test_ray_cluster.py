@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_options import layer_options
 from torch import nn
 
 import rankrl
@@ -166,16 +167,11 @@ def test_search_from_python_gives_its_workers_processors_and_gpus(
     found = rankrl.search(
         three_convolutions,
         score=resources_of_this_process,
-        calibration=torch.randn(32, *SHAPE, generator=torch.Generator().manual_seed(2)),
-        decomposition="tucker",
+        inputs=torch.randn(32, *SHAPE, generator=torch.Generator().manual_seed(2)),
         params=0.9,
         selector="random",
-        episodes=2,
-        candidates=2,
-        workers=1,
-        cluster="ray",
-        worker_cpus=2,
-        worker_gpus=0.5,
         progress=False,
+        decomposition=layer_options(candidates=2),
+        search=rankrl.SearchOptions(episodes=2, workers=1, cluster="ray", worker_cpus=2, worker_gpus=0.5),
     )
     assert {row.score for row in found.rows} == {21.0}

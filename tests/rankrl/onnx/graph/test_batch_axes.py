@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from call_options import grouped, layer_options
 from onnx import TensorProto, helper, numpy_helper
 from small_graphs import drawn, model_of, network_of, of_low_rank, recorded_states, with_state
 
 import rankrl
-from decomposition import FitOptions
 from rankrl.onnx.graph import OnnxGraphError, find_sites, split_inputs
 from rankrl.onnx.graph.batch_trials import find_batch_axes
 from rankrl.onnx.graph.capture import collect_moments
@@ -25,8 +25,8 @@ QUICK: dict[str, Any] = {
     "params": 0.6,
     "candidates": 3,
     "decomposition": "tucker",
-    "options": FitOptions(iterations=5),
-    "final_options": FitOptions(iterations=10),
+    "iterations": 5,
+    "final_iterations": 10,
 }
 
 
@@ -56,14 +56,14 @@ def test_an_input_without_a_batch_axis_is_a_constant(scale: Array, tmp_path: Pat
     model = scaled(scale.shape)
     onnx.save(model, tmp_path / "net.onnx")
     x = drawn(60, 24)
-    found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", {"x": x, "scale": scale}, tmp_path / "small.onnx", **QUICK
+    found = rankrl.compress(
+        tmp_path / "net.onnx", {"x": x, "scale": scale}, tmp_path / "small.onnx", **grouped(**QUICK)
     )
     constants = model.graph.initializer
     constants.append(numpy_helper.from_array(scale, "scale"))
     del model.graph.input[0]
     onnx.save(model, tmp_path / "inside.onnx")
-    inside = rankrl.compress_onnx(tmp_path / "inside.onnx", x, tmp_path / "small2.onnx", **QUICK)
+    inside = rankrl.compress(tmp_path / "inside.onnx", x, tmp_path / "small2.onnx", **grouped(**QUICK))
     assert [layer.operations for layer in found.plan] == [layer.operations for layer in inside.plan]
     assert found.score == pytest.approx(inside.score)
     outputs = [
@@ -80,7 +80,9 @@ def test_a_state_counts_inputs_on_another_axis(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.onnx"
         onnx.save(with_state(order, state), path)
         results.append(
-            rankrl.compress_onnx(path, recorded_states(64, axis=axis), tmp_path / f"{name}s.onnx", **QUICK)
+            rankrl.compress(
+                path, recorded_states(64, axis=axis), tmp_path / f"{name}s.onnx", **grouped(**QUICK)
+            )
         )
     ours, oracle = results
     assert [layer.operations for layer in ours.plan] == [layer.operations for layer in oracle.plan]
@@ -232,8 +234,8 @@ def test_batches_are_never_larger_than_the_file_can_run(size: int, own: int, tmp
 def test_a_file_of_one_batch_size_is_measured_and_timed_in_it(size: int, tmp_path: Path) -> None:
     x = drawn(60, 3, 4, 4)
     onnx.save(with_fixed_reshape(size), tmp_path / "net.onnx")
-    found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", x, tmp_path / "small.onnx", precisions=("float32", "int8"), **QUICK
+    found = rankrl.compress(
+        tmp_path / "net.onnx", x, tmp_path / "small.onnx", **grouped(precisions=("float32", "int8"), **QUICK)
     )
     assert found.latency.compressed.batch == size
     onnxruntime.InferenceSession(tmp_path / "small.onnx").run(None, {"x": x[:size]})
@@ -258,8 +260,11 @@ def test_sizes_below_one_are_free(size: int, tmp_path: Path) -> None:
     assert network.inputs[1].shape == (None, 24)
     split = split_inputs({"x": drawn(60, 24), "scale": np.float32(2)}, network)
     assert split.axes.fixed is None
-    found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", {"x": drawn(60, 24), "scale": np.float32(2)}, tmp_path / "small.onnx", **QUICK
+    found = rankrl.compress(
+        tmp_path / "net.onnx",
+        {"x": drawn(60, 24), "scale": np.float32(2)},
+        tmp_path / "small.onnx",
+        **grouped(**QUICK),
     )
     assert found.latency.compressed.batch == 16
 
@@ -280,8 +285,8 @@ def test_inputs_without_any_batch_axis_are_run_one_by_one(tmp_path: Path) -> Non
     feeds = [{"x": each} for each in drawn(20, 5, 16)]
     split = split_inputs(feeds, network, batch_axes={"x": None})
     assert (len(split.calibration), len(split.heldout)) == (16, 4)
-    found = rankrl.compress_onnx(
-        tmp_path / "net.onnx", feeds, tmp_path / "small.onnx", batch_axes={"x": None}, **QUICK
+    found = rankrl.compress(
+        tmp_path / "net.onnx", feeds, tmp_path / "small.onnx", batch_axes={"x": None}, **grouped(**QUICK)
     )
     assert (found.heldout, found.outputs[0].top1) == (4, None)
 
@@ -317,14 +322,12 @@ def test_the_steps_of_a_sequence_stay_together_and_in_order(tmp_path: Path) -> N
 def test_a_scalar_that_comes_first_is_quantised_and_timed_with_the_others(tmp_path: Path) -> None:
     onnx.save(scaled([]), tmp_path / "net.onnx")
     inputs = {"x": drawn(60, 24), "scale": np.float32(2)}
-    found = rankrl.compress_onnx(
+    found = rankrl.compress(
         tmp_path / "net.onnx",
         inputs,
         tmp_path / "small.onnx",
         bytes=0.5,
-        precisions=("int8",),
-        candidates=4,
-        decomposition="tucker",
+        decomposition=layer_options(precisions=("int8",), candidates=4),
     )
     assert "QuantizeLinear" in {each.op_type for each in onnx.load(tmp_path / "small.onnx").graph.node}
     assert found.score > 0.8

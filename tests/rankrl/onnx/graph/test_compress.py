@@ -9,12 +9,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from call_options import FILE_FORMATS, grouped
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, convolutions, images, model_of, sentences, tokens
 
 import rankrl
-from decomposition import CompressionPlan, DecompositionError, Factorise, FitOptions, Quantise
+from decomposition import CompressionPlan, DecompositionError, Factorise, Quantise
 from rankrl import file_compression as compress
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.onnx.export.network_file import INT4_OPSET
@@ -25,15 +26,17 @@ from rankrl.result import Compression
 LITTLE: dict[str, Any] = {
     "decomposition": "tucker",
     "candidates": 4,
-    "options": FitOptions(iterations=5),
-    "final_options": FitOptions(iterations=10),
+    "iterations": 5,
+    "final_iterations": 10,
     "timing": LatencyOptions(batch=2, runs=2),
 }
 
 
 def compressed(model: onnx.ModelProto, inputs: Any, folder: Path, **options: Any) -> Compression:
     onnx.save(model, folder / "net.onnx")
-    return rankrl.compress_onnx(folder / "net.onnx", inputs, folder / "small.onnx", **{**LITTLE, **options})
+    return rankrl.compress(
+        folder / "net.onnx", inputs, folder / "small.onnx", **grouped(**{**LITTLE, **options})
+    )
 
 
 def outputs(path: Path, feed: dict[str, Array]) -> list[Array]:
@@ -49,7 +52,7 @@ def metadata(model: onnx.ModelProto) -> dict[str, str]:
 def test_what_is_of_low_rank_loses_next_to_nothing(network: str, opset: int, tmp_path: Path) -> None:
     model = convolutions(opset) if network == "convolutions" else tokens(opset)
     given: Any = {"x": images(100)} if network == "convolutions" else sentences(100)
-    result = compressed(model, given, tmp_path, decomposition=None, params=0.75, seed=1)
+    result = compressed(model, given, tmp_path, decomposition=FILE_FORMATS, params=0.75, seed=1)
     assert result.after["params"] <= 0.75 * result.before["params"]
     assert result.after["file_bytes"] < result.before["file_bytes"]
     assert result.verified < 1e-4
@@ -103,7 +106,7 @@ def test_the_original_is_untouched_and_never_the_target(tmp_path: Path) -> None:
     onnx.save(convolutions(), tmp_path / "net.onnx")
     before = (tmp_path / "net.onnx").read_bytes()
     with pytest.raises(ConfigError, match=r"is the original itself"):
-        rankrl.compress_onnx(tmp_path / "net.onnx", images(), tmp_path / "net.onnx", params=0.5)
+        rankrl.compress(tmp_path / "net.onnx", images(), tmp_path / "net.onnx", params=0.5)
     compressed(convolutions(), images(), tmp_path, params=0.7)
     assert (tmp_path / "net.onnx").read_bytes() == before
 
@@ -112,8 +115,8 @@ def test_external_data_are_taken_in(tmp_path: Path) -> None:
     onnx.save(
         convolutions(), tmp_path / "net.onnx", save_as_external_data=True, location="w", size_threshold=0
     )
-    result = rankrl.compress_onnx(
-        tmp_path / "net.onnx", images(), tmp_path / "small.onnx", params=0.7, **LITTLE
+    result = rankrl.compress(
+        tmp_path / "net.onnx", images(), tmp_path / "small.onnx", params=0.7, **grouped(**LITTLE)
     )
     (tmp_path / "w").unlink()
     assert outputs(result.path, {"x": images(2)})[0].shape == (2, 5)
@@ -202,7 +205,7 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_budget_in_time_is_searched_by_whole_files(tmp_path: Path) -> None:
     timing = LatencyOptions(batch=8, runs=5)
-    result = compressed(convolutions(), images(), tmp_path, latency=1.0, timing=timing, multiple=1)
+    result = compressed(convolutions(), images(), tmp_path, latency=1.0, timing=timing, rank_multiple=1)
     assert result.latency.ratio > 0
     assert result.latency.baseline.batch == 8
 

@@ -12,11 +12,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from call_options import grouped
 from onnx import TensorProto, helper, numpy_helper
 from small_graphs import Array, generator, images, model_of, network_of, of_low_rank
 
 import rankrl
-from decomposition import DecompositionError, FitOptions
+from decomposition import DecompositionError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import integer_nodes
@@ -27,8 +28,8 @@ X = {"x": images(20)}
 LITTLE: dict[str, Any] = {
     "decomposition": "tucker",
     "candidates": 6,
-    "options": FitOptions(iterations=5),
-    "final_options": FitOptions(iterations=10),
+    "iterations": 5,
+    "final_iterations": 10,
     "timing": rankrl.LatencyOptions(batch=2, runs=2),
 }
 BLOCK = ["a", "w"], ["o"], [helper.make_node("Conv", ["a", "w"], ["c"], "conv", pads=[1] * 4)]
@@ -83,7 +84,7 @@ def test_what_onnxruntime_optimised_is_listed_with_the_remedy(level: str, tmp_pa
         assert site.spec.macs >= 90 * 16 * 3 * 9
     assert [site.name for site in given.usable] == ["last"]
     with pytest.raises(DecompositionError, match=r"cannot be reached.*2 nodes.*before onnxruntime optimised"):
-        rankrl.compress_onnx(path, X, tmp_path / "small.onnx", params=0.5)
+        rankrl.compress(path, X, tmp_path / "small.onnx", params=0.5)
 
 
 def test_a_file_whose_weights_are_all_foreign_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_file_whose_weights_are_all_foreign_is_refused_with_the_remedy(tmp_pat
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("d", TensorProto.FLOAT, ["n", 32, 10, 9]))
     path = optimised(model, tmp_path, "ORT_ENABLE_EXTENDED")
     with pytest.raises(OnnxGraphError, match=r"no node that can be compressed.*before onnxruntime optimised"):
-        rankrl.compress_onnx(path, X, tmp_path / "small.onnx", params=0.5)
+        rankrl.compress(path, X, tmp_path / "small.onnx", params=0.5)
 
 
 def test_a_foreign_product_and_one_in_a_domain_of_nobodys(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_functions_of_the_file_are_nodes_like_others(tmp_path: Path) -> None:
     onnx.save(plain, tmp_path / "plain.onnx")
     onnx.save(model, path)
     np.testing.assert_allclose(answers(path), answers(tmp_path / "plain.onnx"), atol=1e-6)
-    result = rankrl.compress_onnx(path, X, tmp_path / "small.onnx", params=0.6, **LITTLE)
+    result = rankrl.compress(path, X, tmp_path / "small.onnx", params=0.6, **grouped(**LITTLE))
     assert len(result.layers) == 3
     assert any(layer.operations for layer in result.plan)
     small = onnx.load(tmp_path / "small.onnx")

@@ -10,12 +10,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from call_options import grouped
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, shared, tokens, upsampling
 
 import rankrl
-from decomposition import FitOptions, PlanError, Quantise
+from decomposition import PlanError, Quantise
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph import OnnxGraphError, PreparedFile
 from rankrl.onnx.graph.half import HALF, half_values, in_float32, in_half
@@ -24,8 +25,8 @@ from rankrl.onnx.protobuf import to_proto
 LITTLE: dict[str, Any] = {
     "decomposition": "tucker",
     "candidates": 4,
-    "options": FitOptions(iterations=5),
-    "final_options": FitOptions(iterations=10),
+    "iterations": 5,
+    "final_iterations": 10,
     "timing": rankrl.LatencyOptions(batch=2, runs=2),
 }
 NETWORKS = {
@@ -102,7 +103,7 @@ def test_a_file_in_half_precision_is_handed_back_in_it(name: str, kind: str, tmp
     path, small = tmp_path / "net.onnx", tmp_path / "small.onnx"
     onnx.save(halved(made(), ends=kind != "float32 at its ends", mixed=kind == "mixed"), path)
     taken = fed(path, feed)
-    result = rankrl.compress_onnx(path, taken, small, params=0.75, **LITTLE)
+    result = rankrl.compress(path, taken, small, params=0.75, **grouped(**LITTLE))
     before, after = onnx.load(path), onnx.load(small)
     onnx.checker.check_model(after, full_check=True)
     assert [each.type for each in after.graph.input] == [each.type for each in before.graph.input]
@@ -128,19 +129,19 @@ def test_integers_do_not_go_with_half_precision(tmp_path: Path, caplog: pytest.L
     onnx.save(halved(convolutions()), path)
     feed = fed(path, {"x": images(20)})
     with pytest.raises(ConfigError, match="which integers do not go with; export it in float32"):
-        rankrl.compress_onnx(path, feed, small, bytes=0.5, precisions=("int8_weights",), **LITTLE)
+        rankrl.compress(path, feed, small, bytes=0.5, **grouped(precisions=("int8_weights",), **LITTLE))
     both = ("float32", "int8_weights")
-    result = rankrl.compress_onnx(path, feed, small, bytes=0.8, precisions=both, **LITTLE)
+    result = rankrl.compress(path, feed, small, bytes=0.8, **grouped(precisions=both, **LITTLE))
     assert "precisions=float32 alone is taken" in caplog.text
     assert all(layer.operation(Quantise) is None for layer in result.plan)
     assert result.after["bytes"] <= 0.8 * result.before["bytes"]
     plain = tmp_path / "plain.onnx"
     onnx.save(convolutions(), plain)
-    plan = rankrl.compress_onnx(
-        plain, {"x": images(20)}, small, bytes=0.4, precisions=("int8_weights",), **LITTLE
+    plan = rankrl.compress(
+        plain, {"x": images(20)}, small, bytes=0.4, **grouped(precisions=("int8_weights",), **LITTLE)
     ).plan
     with pytest.raises(PlanError, match=r"rounds '\w+' of .* to integers; a file in half"):
-        rankrl.apply_onnx_plan(path, feed, small, plan)
+        rankrl.apply_plan(path, plan, feed, small)
 
 
 def test_what_half_precision_cannot_hold_is_refused_by_name() -> None:

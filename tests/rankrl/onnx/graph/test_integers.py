@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from call_options import layer_options
 from small_graphs import Array, convolutions, images, network_of
 
 import rankrl
-from decomposition import FitOptions
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.graph import OnnxNetwork, find_sites, integers
 from rankrl.onnx.graph.site import Site
@@ -66,16 +66,14 @@ def test_a_search_over_precisions_leaves_it_in_floating_point(
     _, sites, _ = opened(tmp_path)
     first = sites[0]
     monkeypatch.setattr(integers, "quantise_onnx", refusing(integers.quantise_onnx, [{first.weight_name}]))
-    found = rankrl.compress_onnx(
+    found = rankrl.compress(
         tmp_path / "net.onnx",
         images(60),
         tmp_path / "small.onnx",
         bytes=0.3,
-        precisions=["float32", "int8"],
-        decomposition="tucker",
-        candidates=4,
-        options=FitOptions(iterations=5),
-        final_options=FitOptions(iterations=10),
+        decomposition=layer_options(
+            precisions=["float32", "int8"], candidates=4, iterations=5, final_iterations=10
+        ),
     )
     kinds = {layer.name: [each.kind for each in layer.operations] for layer in found.plan}
     assert "quantise" not in kinds[first.name]

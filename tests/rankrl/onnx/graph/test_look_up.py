@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from call_options import grouped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
@@ -17,7 +18,6 @@ from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
-from decomposition import FitOptions
 from rankrl.errors import RankrlError
 from rankrl.onnx.graph.look_up import with_look_ups
 from rankrl.onnx.graph.prepared_file import PreparedFile
@@ -235,12 +235,12 @@ def test_compresses_with_look_ups(tmp_path: Path) -> None:
     network = PreparedFile.read(path, tokens.numpy())
     assert [site.spec.weight_shape for site in network.looked_up] == [(16, CLASSES)]
     assert PreparedFile.read(path, tokens.numpy(), look_ups=False).looked_up == []
-    options: dict[str, Any] = {"decomposition": "tucker", "options": FitOptions(iterations=5)}
-    found = rankrl.compress_onnx(path, tokens.numpy(), tmp_path / "small.onnx", macs=0.5, **options)
+    options: dict[str, Any] = {"decomposition": "tucker", "iterations": 5}
+    found = rankrl.compress(path, tokens.numpy(), tmp_path / "small.onnx", macs=0.5, **grouped(**options))
     assert found.before["macs"] == network.original_totals["macs"] > network.totals["macs"]
     assert found.after["macs"] <= 0.5 * found.before["macs"]
     assert "Gather" in operators(onnx.load(tmp_path / "small.onnx"))
-    again = rankrl.apply_onnx_plan(path, tokens.numpy(), tmp_path / "again.onnx", found.plan)
+    again = rankrl.apply_plan(path, found.plan, tokens.numpy(), tmp_path / "again.onnx")
     assert again.after["macs"] == found.after["macs"]
 
 
@@ -249,4 +249,4 @@ def test_budgets_out_of_range_are_refused_here_too(budget: dict[str, Any], tmp_p
     onnx.save(coded(*BEHIND["a bias"]), tmp_path / "net.onnx")
     tokens = np.arange(200).reshape(40, POSITIONS) % CLASSES
     with pytest.raises(RankrlError, match=r"1\.5|0"):
-        rankrl.compress_onnx(tmp_path / "net.onnx", tokens, tmp_path / "small.onnx", **budget)
+        rankrl.compress(tmp_path / "net.onnx", tokens, tmp_path / "small.onnx", **budget)

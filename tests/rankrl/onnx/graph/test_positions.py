@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from call_options import FILE_FORMATS, grouped, layer_options
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
@@ -17,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
-from decomposition import CompressionPlan, FitOptions, PlanError
+from decomposition import CompressionPlan, PlanError
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph.positions import (
     METADATA,
@@ -263,17 +264,15 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.Compression:
         patch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
         patch.setattr("rankrl.file_compression.relative_time", lambda *_: 1.1)
         patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: 0.7)
-        return rankrl.compress_onnx(
+        return rankrl.compress(
             folder / "net.onnx",
             x,
             folder / "small.onnx",
             latency=1.0,
-            decomposition="spatial_svd",
-            candidates=2,
-            options=FitOptions(iterations=5),
-            final_options=FitOptions(iterations=10),
-            multiple=1,
             timing=OPTIONS,
+            decomposition=layer_options(
+                "spatial_svd", candidates=2, iterations=5, final_iterations=10, rank_multiple=1
+            ),
         )
 
 
@@ -281,8 +280,8 @@ def test_plans_say_what_was_rewritten(compressed: rankrl.Compression) -> None:
     assert compressed.plan.metadata[METADATA] == {"first": {"axis": 1, "positions": 4}}
     assert compressed.before["params"] == 30 + 2 + 1200 + 144
     plan, folder = CompressionPlan.from_json(compressed.plan.to_json()), compressed.path.parent
-    again = rankrl.apply_onnx_plan(
-        folder / "net.onnx", folder / "x.npy", folder / "again.onnx", plan, timing=OPTIONS
+    again = rankrl.apply_plan(
+        folder / "net.onnx", plan, folder / "x.npy", folder / "again.onnx", timing=OPTIONS
     )
     assert again.after["params"] == compressed.after["params"]
     models = [onnx.load(folder / name) for name in ("small.onnx", "again.onnx")]
@@ -300,11 +299,18 @@ def test_nothing_more_is_done_where_that_is_fast_enough(
     monkeypatch.setattr("rankrl.file_compression.relative_time", lambda *_: 0.55)
     monkeypatch.setattr("rankrl.networks.graph.fit_library", lambda *_, **__: pytest.fail("fitted"))
     path, x = compressed.path.parent / "net.onnx", compressed.path.parent / "x.npy"
-    kept = rankrl.compress_onnx(path, x, tmp_path / "small.onnx", latency=0.6, timing=OPTIONS, multiple=1)
+    kept = rankrl.compress(
+        path,
+        x,
+        tmp_path / "small.onnx",
+        latency=0.6,
+        timing=OPTIONS,
+        decomposition=layer_options(FILE_FORMATS, rank_multiple=1),
+    )
     assert kept.score == pytest.approx(1, abs=1e-5)
     assert kept.rewritten == {"first": "4 positions at once"}
     assert set(kept.untouched.values()) == {"the budget is kept without"}
-    again = rankrl.apply_onnx_plan(path, x, tmp_path / "again.onnx", kept.plan, timing=OPTIONS)
+    again = rankrl.apply_plan(path, kept.plan, x, tmp_path / "again.onnx", timing=OPTIONS)
     assert again.rewritten == kept.rewritten
     assert "weight" not in repr(kept)
 
@@ -330,7 +336,7 @@ def test_plans_of_another_file(
     plan = replace(compressed.plan, metadata=metadata)
     folder = compressed.path.parent
     with pytest.raises(PlanError, match=said):
-        rankrl.apply_onnx_plan(folder / "net.onnx", folder / "x.npy", tmp_path / "again.onnx", plan)
+        rankrl.apply_plan(folder / "net.onnx", plan, folder / "x.npy", tmp_path / "again.onnx")
     assert not (tmp_path / "again.onnx").exists()
 
 
@@ -340,7 +346,7 @@ def test_only_for_budgets_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr("rankrl.file_compression.faster_positions", lambda *_: pytest.fail("asked for"))
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
     options: Any = {"decomposition": "tucker", "candidates": 2, "timing": OPTIONS}
-    found = rankrl.compress_onnx(tmp_path / "net.onnx", x, tmp_path / "small.onnx", macs=0.8, **options)
+    found = rankrl.compress(tmp_path / "net.onnx", x, tmp_path / "small.onnx", macs=0.8, **grouped(**options))
     assert METADATA not in found.plan.metadata
 
 

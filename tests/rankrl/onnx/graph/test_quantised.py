@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from call_options import grouped
 from onnx import TensorProto, helper
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -22,7 +23,6 @@ from onnxruntime.quantization import (
 from small_graphs import model_of, network_of, of_low_rank
 
 import rankrl
-from decomposition import FitOptions
 from rankrl.onnx.graph import OnnxNetwork, find_sites, network_costs
 from rankrl.onnx.graph.site import Site
 
@@ -31,8 +31,8 @@ PARAMS = {"c1": 24 * 54, "c2": 32 * 24 * 9, "fc": 12 * 32}
 MACS = {"c1": 24 * 54 * 49, "c2": 32 * 24 * 9 * 49, "fc": 12 * 32}
 BIASES = {"c1": 24, "c2": 32, "fc": 12}
 QUANTISED = "it computes in integers already"
-FINAL: dict[str, Any] = {"final_options": FitOptions(iterations=10), "weigh_outputs": False}
-LITTLE: dict[str, Any] = {**FINAL, "decomposition": "tucker", "options": FitOptions(iterations=5)}
+FINAL: dict[str, Any] = {"final_iterations": 10, "weigh_outputs": False}
+LITTLE: dict[str, Any] = {**FINAL, "decomposition": "tucker", "iterations": 5}
 
 
 @pytest.fixture(autouse=True)
@@ -145,13 +145,15 @@ def test_the_rest_of_a_quantised_file_is_compressed_in_floats_and_integers(
     before = run(path)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="rankrl"):
-        result = rankrl.compress_onnx(path, X, target, bytes=0.9, precisions=["int8"], candidates=5, **LITTLE)
+        result = rankrl.compress(
+            path, X, target, bytes=0.9, **grouped(precisions=["int8"], candidates=5, **LITTLE)
+        )
     assert not [each for each in caplog.records if "integers" in each.getMessage()]
     assert set(result.untouched.values()) == {QUANTISED}
     assert [layer.name for layer in result.plan if layer.operations] == [kept]
     assert np.linalg.norm(run(target) - before) < 0.05 * np.linalg.norm(before)
     # names that it would give are taken
-    again = rankrl.apply_onnx_plan(path, X, tmp_path / "again.onnx", result.plan, **FINAL)
+    again = rankrl.apply_plan(path, result.plan, X, tmp_path / "again.onnx", **grouped(**FINAL))
     assert again.path.read_bytes() == target.read_bytes()
 
 
@@ -240,11 +242,11 @@ def test_a_bias_in_integers_beside_a_weight_in_floats_is_known(tmp_path: Path) -
     assert site.spec.refusal is None
     assert site.bias is not None
     np.testing.assert_array_equal(site.bias, np.arange(8) / 2)
-    found = rankrl.compress_onnx(
+    found = rankrl.compress(
         tmp_path / "net.onnx",
         X.reshape(-1, 12)[:80],
         tmp_path / "small.onnx",
         params=0.8,
-        **LITTLE,
+        **grouped(**LITTLE),
     )
     assert found.score > 0.9

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from call_options import layer_options
 from chained_graphs import YES, Chain, X, assert_alike
 
 import rankrl
-from decomposition import FitOptions
 
 
 @pytest.mark.parametrize("reader", ["output", "If", "Loop"])
@@ -31,18 +31,15 @@ def test_what_reads_a_value_before_an_activation_gets_its_negative_numbers(
         chain.constants[name] = (factors[0] @ factors[1]).reshape(4, 4, 3, 3).astype(np.float32)
     model, path, target = chain.model(), tmp_path / "chain.onnx", tmp_path / "small.onnx"
     onnx.save(model, path)
-    found = rankrl.compress_onnx(
+    found = rankrl.compress(
         path,
         {"x": X, **YES},
         target,
         bytes=share,
-        precisions=[precision],
-        decomposition="tucker",
-        candidates=4,
-        options=FitOptions(iterations=5),
-        final_options=FitOptions(iterations=10),
-        weigh_outputs=False,
         timing=rankrl.LatencyOptions(batch=4, reduce_range=True),
+        decomposition=layer_options(
+            precisions=[precision], candidates=4, iterations=5, final_iterations=10, weigh_outputs=False
+        ),
     )
     assert any(layer.operations for layer in found.plan)
     assert_alike(model, onnx.load(target), {"x": X, **YES})

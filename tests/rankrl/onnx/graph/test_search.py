@@ -12,10 +12,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from call_options import grouped
 from small_graphs import convolutions, images, sentences, tokens
 
 import rankrl
-from decomposition import CompressionPlan, Factorise, FitOptions, PlanError
+from decomposition import CompressionPlan, Factorise, PlanError
 from rankrl.errors import ConfigError
 from rankrl.networks.graph import GraphNetwork
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator
@@ -24,12 +25,12 @@ from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
 from rankrl.result import Compression
 
-FITS: dict[str, Any] = {"final_options": FitOptions(iterations=10), "timing": LatencyOptions(batch=2, runs=2)}
+FITS: dict[str, Any] = {"final_iterations": 10, "timing": LatencyOptions(batch=2, runs=2)}
 LITTLE: dict[str, Any] = {
     **FITS,
     "decomposition": "tucker",
     "candidates": 6,
-    "options": FitOptions(iterations=5),
+    "iterations": 5,
     "params": 0.15,
     "selector": "random",
     "episodes": 6,
@@ -38,7 +39,9 @@ LITTLE: dict[str, Any] = {
 
 def run(folder: Path, /, target: str = "small.onnx", **options: Any) -> Compression:
     onnx.save(convolutions(), folder / "net.onnx")
-    return rankrl.compress_onnx(folder / "net.onnx", images(100), folder / target, **{**LITTLE, **options})
+    return rankrl.compress(
+        folder / "net.onnx", images(100), folder / target, **grouped(**{**LITTLE, **options})
+    )
 
 
 @pytest.fixture
@@ -159,12 +162,12 @@ def test_a_plan_is_carried_out_as_in_the_run_that_made_it(network: str, tmp_path
     onnx.save(convolutions() if network == "convolutions" else tokens(), tmp_path / "net.onnx")
     inputs: Any = images(100) if network == "convolutions" else sentences(100)
     arguments = (tmp_path / "net.onnx", inputs)
-    made = rankrl.compress_onnx(
-        *arguments, tmp_path / "a.onnx", **{**LITTLE, "params": 0.5, "selector": "greedy"}
+    made = rankrl.compress(
+        *arguments, tmp_path / "a.onnx", **grouped(**{**LITTLE, "params": 0.5, "selector": "greedy"})
     )
     made.plan.save(tmp_path / "plan.json")
     plan = CompressionPlan.load(tmp_path / "plan.json")
-    applied = rankrl.apply_onnx_plan(*arguments, tmp_path / "b.onnx", plan, **FITS)
+    applied = rankrl.apply_plan(arguments[0], plan, arguments[1], tmp_path / "b.onnx", **grouped(**FITS))
     assert applied.path.read_bytes() == made.path.read_bytes()
     assert applied.after == made.after
     assert applied.search is None
@@ -178,7 +181,7 @@ def test_plans_that_do_not_fit_are_refused(at_random: Compression, tmp_path: Pat
     def refused(plan: CompressionPlan, name: str = "net.onnx", inputs: Any = None) -> str:
         given = images(100) if inputs is None else inputs
         with pytest.raises((PlanError, ConfigError)) as error:
-            rankrl.apply_onnx_plan(tmp_path / name, given, tmp_path / "b.onnx", plan, **FITS)
+            rankrl.apply_plan(tmp_path / name, plan, given, tmp_path / "b.onnx", **grouped(**FITS))
         assert not (tmp_path / "b.onnx").exists()
         return str(error.value)
 

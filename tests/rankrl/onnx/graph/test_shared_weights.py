@@ -9,11 +9,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from call_options import layer_options
 from small_graphs import FRAMES, network_of, shared
 from torch import nn
 
 import rankrl
-from decomposition import FitOptions, collect_moments, inspect_layers
+from decomposition import collect_moments, inspect_layers
 from decomposition.calibration.metric import whole
 from rankrl.onnx.graph import find_sites
 from rankrl.onnx.graph.capture import collect_moments as moments_of_nodes
@@ -76,16 +77,13 @@ def test_nodes_are_rewritten_together(
 ) -> None:
     model = shared(bias=bias, strides=strides)
     onnx.save(model, tmp_path / "net.onnx")
-    result = rankrl.compress_onnx(
+    result = rankrl.compress(
         tmp_path / "net.onnx",
         {"frames": FRAMES},
         tmp_path / "small.onnx",
         bytes=0.6,
-        decomposition="tucker",
-        options=FitOptions(iterations=5),
-        final_options=FitOptions(iterations=10),
-        precisions=("float32", *precisions),
         timing=rankrl.LatencyOptions(batch=4, runs=2),
+        decomposition=layer_options(iterations=5, final_iterations=10, precisions=("float32", *precisions)),
     )
     assert result.plan["one"].operations
     assert "shares its weight" in result.untouched["two"]

@@ -11,10 +11,11 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from call_options import FILE_FORMATS, grouped
 from small_graphs import MAPS, OPSETS, Array, network_of, upsampling
 
 import rankrl
-from decomposition import Factorise, FitOptions, LayerPlan, PlanError, Quantise
+from decomposition import Factorise, LayerPlan, PlanError, Quantise
 from rankrl.onnx.graph import find_sites, sensitivity
 from rankrl.onnx.graph.site import Site
 from rankrl.options.timing import LatencyOptions
@@ -29,8 +30,10 @@ def sites(folder: Path) -> dict[str, Site]:
 
 def compressed(folder: Path, opset: int = OPSETS[0], **options: object) -> Compression:
     onnx.save(upsampling(opset), folder / "net.onnx")
-    given = {"final_options": FitOptions(iterations=10), "timing": TIMING, "candidates": 6, **options}
-    return rankrl.compress_onnx(folder / "net.onnx", MAPS, folder / "small.onnx", **given)  # type: ignore[arg-type]
+    quick = {"decomposition": FILE_FORMATS, "candidates": 6, "final_iterations": 10, "timing": TIMING}
+    return rankrl.compress(
+        folder / "net.onnx", MAPS, folder / "small.onnx", **grouped(**{**quick, **options})
+    )
 
 
 def outputs(path: Path) -> Array:
@@ -56,9 +59,9 @@ def test_it_costs_a_multiplication_for_each_weight_and_input_position(tmp_path: 
 
 
 @pytest.mark.parametrize("opset", OPSETS)
-@pytest.mark.parametrize("decomposition", [None, "cp", "spatial_svd"])
+@pytest.mark.parametrize("decomposition", [FILE_FORMATS, "cp", "spatial_svd"])
 def test_what_is_of_low_rank_loses_next_to_nothing(
-    decomposition: str | None, opset: int, tmp_path: Path
+    decomposition: str | tuple[str, ...], opset: int, tmp_path: Path
 ) -> None:
     result = compressed(tmp_path, opset, params=0.52, decomposition=decomposition)
     assert result.after["params"] <= 0.52 * result.before["params"]
@@ -83,8 +86,8 @@ def test_it_stays_in_floating_point(tmp_path: Path) -> None:
         for layer in result.plan
     )
     with pytest.raises(PlanError, match=r"rounds 'up', a transposed convolution"):
-        rankrl.apply_onnx_plan(
-            tmp_path / "net.onnx", MAPS, tmp_path / "again.onnx", replace(result.plan, layers=layers)
+        rankrl.apply_plan(
+            tmp_path / "net.onnx", replace(result.plan, layers=layers), MAPS, tmp_path / "again.onnx"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from call_options import FILE_FORMATS, grouped, layer_options
 from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
@@ -79,8 +80,8 @@ def test_a_weight_that_two_nodes_take_by_ways_of_their_own_is_one(tmp_path: Path
     path = saved(tmp_path / "two.onnx", nodes, {"W": low(16, 16)})
     _, sites = sites_of(path)
     assert [twin.name for twin in sites["one"].twins] == ["two"]
-    found = rankrl.compress_onnx(
-        path, X, tmp_path / "small.onnx", params=0.6, candidates=4, decomposition="tucker"
+    found = rankrl.compress(
+        path, X, tmp_path / "small.onnx", params=0.6, decomposition=layer_options(candidates=4)
     )
     stored = onnx.load(tmp_path / "small.onnx").graph.initializer
     assert found.after["params"] == sum(int(np.prod(each.dims)) for each in stored) <= 0.6 * 256
@@ -114,8 +115,8 @@ def test_constants_among_the_inputs_leave_the_file_with_their_nodes(tmp_path: Pa
     constants = {"V": low(16, 16), "U": low(16, 16), "bias": np.ones(16, np.float32)}
     path = saved(tmp_path / "old.onnx", nodes, constants, listed=True)
     assert [each.name for each in OnnxNetwork.load(path).inputs] == ["x"]
-    found = rankrl.compress_onnx(
-        path, X, tmp_path / "small.onnx", params=0.6, candidates=4, decomposition="tucker"
+    found = rankrl.compress(
+        path, X, tmp_path / "small.onnx", params=0.6, decomposition=layer_options(candidates=4)
     )
     graph = onnx.load(tmp_path / "small.onnx").graph
     assert [each.name for each in graph.input] == ["x"]
@@ -160,8 +161,8 @@ def test_nodes_without_names_are_told_from_those_in_bodies(tmp_path: Path) -> No
     network = OnnxNetwork.load(path)
     sites = find_sites(network, {"x": X})
     assert len({site.name for site in sites}) == len(sites) == 3
-    found = rankrl.compress_onnx(
-        path, X, tmp_path / "small.onnx", params=0.9, candidates=4, decomposition="tucker"
+    found = rankrl.compress(
+        path, X, tmp_path / "small.onnx", params=0.9, decomposition=layer_options(candidates=4)
     )
     assert [bool(layer.operations) for layer in found.plan].count(True) == 1
 
@@ -169,9 +170,14 @@ def test_nodes_without_names_are_told_from_those_in_bodies(tmp_path: Path) -> No
 def test_names_that_new_nodes_would_have_may_be_taken_in_a_body_too(tmp_path: Path) -> None:
     nodes = [product("x", "W", "a", "one"), helper.make_node("Relu", ["a"], ["y"], "relu")]
     constants = {"W": low(16, 16)}
-    options: dict[str, Any] = {"params": 0.6, "candidates": 4, "weigh_outputs": False}
+    options: dict[str, Any] = {
+        "decomposition": FILE_FORMATS,
+        "params": 0.6,
+        "candidates": 4,
+        "weigh_outputs": False,
+    }
     plain = saved(tmp_path / "plain.onnx", nodes, constants)
-    first = rankrl.compress_onnx(plain, X, tmp_path / "first.onnx", **options)
+    first = rankrl.compress(plain, X, tmp_path / "first.onnx", **grouped(**options))
     graph = onnx.load(first.path).graph
     new = [node for node in graph.node if node.name.startswith("one/")]
     assert len(new) == 2
@@ -187,7 +193,7 @@ def test_names_that_new_nodes_would_have_may_be_taken_in_a_body_too(tmp_path: Pa
     model = onnx.load(path)
     model.graph.output.append(helper.make_tensor_value_info(outer, TensorProto.FLOAT, ("n", 16)))
     onnx.save(model, path)
-    second = rankrl.compress_onnx(path, X, tmp_path / "second.onnx", **options)
+    second = rankrl.compress(path, X, tmp_path / "second.onnx", **grouped(**options))
     runs = [onnxruntime.InferenceSession(each.path).run(None, {"x": X}) for each in (first, second)]
     np.testing.assert_allclose(runs[1][0], runs[0][0], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(runs[1][1], -runs[1][0])
