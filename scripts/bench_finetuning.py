@@ -32,7 +32,6 @@ from rankrl.training import TrainingRecipe, report_accuracy, train
 
 FULL = TrainingRecipe(
     lr=1e-3,
-    balance_cores=True,
     product_decay=1e-4,
     ema_decay=0.999,
     distillation=0.9,
@@ -59,7 +58,6 @@ VARIANTS = (
     Variant("all of it, rate 1e-3", FULL),
     Variant("all of it, rate 3e-4", replace(FULL, lr=3e-4)),
     Variant("all of it, rate 3e-3", replace(FULL, lr=3e-3)),
-    Variant("without sizing cores alike", replace(FULL, balance_cores=False)),
     Variant("without decay of the product", replace(FULL, product_decay=0.0)),
     Variant("without the moving average", replace(FULL, ema_decay=None)),
     Variant("without distillation", replace(FULL, distillation=0.0)),

@@ -30,8 +30,9 @@ from rankrl.cli.config.docstrings import explanations
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.schema import AppConfig, Choice
-from rankrl.cli.config.structured import option_fields
 from rankrl.option_types import described, parameter_defaults
+from rankrl.options.fields import option_fields
+from rankrl.options.optimizers import NO_OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# All options
@@ -94,7 +95,7 @@ def choice_options(group: str, choice: str, values: Mapping[str, Any]) -> Iterat
     prefix, added = f"{group}.", {}
     if group == "optim":
         prefix, factory = "+optim.options.", optimizer_record(choice).factory
-        added = parameter_defaults(factory, without=("params", "lr"))
+        added = parameter_defaults(factory, without=NO_OPTIONS)
     options = values["options"] if found.nested else values
     prefix = "tracking.options." if group == "tracking" else prefix
     for name, default in {**added, **{key: options[key] for key in options if key in types}}.items():

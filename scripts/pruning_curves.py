@@ -151,12 +151,14 @@ class Curves:
                 "epochs": chosen.mask_epochs,
                 "batch_size": chosen.batch_size,
                 "lr": chosen.lr,
-                "l1": chosen.l1,
-                "l2": chosen.l2,
-                "augment": False,
                 "rewind": False,
             }
         options = pruning_options(method, given, params=1 - removed, macs=None, seed=seed)
+        options = dataclasses.replace(
+            options,
+            training=dataclasses.replace(options.training, l1=chosen.l1, l2=chosen.l2),
+            steps=dataclasses.replace(options.steps, augment=False),
+        )
         # The simple criteria as they are known: nothing makes up for what they remove.
         options = dataclasses.replace(options, sequential=method == "reconstruction")
         dense = self._dense(seed)

@@ -25,7 +25,7 @@ from rankrl.cli.app import _run_task, checked_arguments, main
 from rankrl.cli.config.applicable import check_applicable
 from rankrl.cli.config.choices import group_names, store_groups
 from rankrl.cli.config.composition import composed_config, composing
-from rankrl.cli.config.overrides import parsed_overrides
+from rankrl.cli.config.parsing import parsed_overrides
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.config.structured import built
 from rankrl.errors import ConfigError, RankrlError
@@ -42,7 +42,6 @@ QUICK = (
     "decomposition.candidates=4",
     "decomposition.iterations=5",
     "decomposition.final_iterations=10",
-    "decomposition.final_starts=1",
     "finetune.epochs=1",
     "export.runs=3",
 )

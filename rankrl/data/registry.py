@@ -117,12 +117,12 @@ def dataset_source(name: str) -> DatasetSource:
 
 
 def dataset_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a dataset's options: the common ones and those of its source.
+    """Return the types of the options that a configuration has for a dataset: common ones and its own.
 
     Raises:
         ConfigError: There is no such dataset.
     """
-    common = parameter_types(load_dataset, without=("name", "seed"))
+    common = parameter_types(load_dataset, without=("name", "seed", "root"))
     return {**common, **parameter_types(dataset_source(name).read, without=("root",))}
 
 

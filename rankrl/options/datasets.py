@@ -11,7 +11,6 @@ from pathlib import Path
 class DatasetOptions:
     """What every dataset has beside its own options (`rankrl.data.load_dataset`)."""
 
-    root: str | Path | None = None
     heldout: int | None = None
     train_images: int | None = None
     mean: Sequence[float] | None = None

@@ -69,6 +69,9 @@ class DecompositionOptions(FittingOptions):
             images through the model); otherwise to those of the dense network.
     """
 
+    # Four starts take four times as long for a tenth of a point (ResNet-56, docs/benchmarks.md).
+    PYTHON_ONLY = ("final_starts",)
+
     format: str = "tensor_ring"
     formats: tuple[str, ...] | None = None
     precisions: tuple[str, ...] | None = None

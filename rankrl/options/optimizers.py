@@ -13,9 +13,6 @@ class OnnxAdagradOptions:
     epsilon: float
     norm_coefficient: float
     first_update_count: int
-    maximize: bool
-    foreach: bool | None
-    capturable: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +25,6 @@ class OnnxAdamOptions:
     norm_coefficient: float
     norm_coefficient_post: float
     first_update_count: int
-    maximize: bool
-    foreach: bool | None
-    capturable: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +35,10 @@ class SGDOptions:
     dampening: float
     weight_decay: float
     nesterov: bool
-    maximize: bool
-    foreach: bool | None
 
 
+NO_OPTIONS = ("params", "lr", "maximize", "foreach", "capturable")
+"""Parameters of optimizers that trainings set: all of them descend, and torch chooses how it computes."""
 OPTIMIZERS: dict[str, type] = {
     "onnx_adagrad": OnnxAdagradOptions,
     "onnx_adam": OnnxAdamOptions,

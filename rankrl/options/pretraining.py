@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rankrl.errors import ConfigError
 from rankrl.options.agents import IMPORTANCE_SCALE, check_importance_scale
@@ -26,6 +26,10 @@ class EpisodeOptions:
         importance_scale: Log-importance of action 1.
     """
 
+    # Plans near greedy's and far from it, scored by what moves with every change of the weights; more plans
+    # teach more than the same ones scored on more images.
+    PYTHON_ONLY: ClassVar[tuple[str, ...]] = ("noises", "batches", "term", "importance_scale")
+
     params: tuple[float, ...] = (0.35, 0.25, 0.167, 0.11)
     macs: tuple[float, ...] = (0.4,)
     plans: int = 64
@@ -43,8 +47,8 @@ class EpisodeOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"pretrain.{name} must be at least 1, got {getattr(self, name)}")
         if not self.noises or not all(noise > 0 for noise in self.noises):
-            raise ConfigError(f"pretrain.noises must hold positive numbers, got {list(self.noises)}")
-        check_choice("pretrain.term", self.term, Term)
+            raise ConfigError(f"noises must hold positive numbers, got {list(self.noises)}")
+        check_choice("term", self.term, Term)
         check_importance_scale(self.importance_scale)
 
     @property
@@ -66,6 +70,11 @@ class PretrainingOptions:
         restraint: What the square of an action costs: the policy leaves greedy's plan where it knows nothing.
     """
 
+    # Fewer units, fewer steps or more restraint are worth what more jitter is (docs/benchmarks.md).
+    PYTHON_ONLY: ClassVar[tuple[str, ...]] = (
+        *("hidden", "steps", "learning_rate", "weight_decay", "restraint"),
+    )
+
     hidden: tuple[int, ...] = (32, 32)
     steps: int = 400
     learning_rate: float = 3e-3
@@ -76,7 +85,7 @@ class PretrainingOptions:
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.learning_rate > 0:
             raise ConfigError(
-                "pretrain.steps must be at least 1 and pretrain.learning_rate positive, got "
+                "steps must be at least 1 and learning_rate positive, got "
                 f"{self.steps} and {self.learning_rate}"
             )
         for name in ("weight_decay", "jitter", "restraint"):
@@ -84,7 +93,7 @@ class PretrainingOptions:
                 raise ConfigError(f"pretrain.{name} must not be negative, got {getattr(self, name)}")
         if not self.hidden or any(units < 1 for units in self.hidden):
             raise ConfigError(
-                "pretrain.hidden must hold numbers of units >= 1, one or more, as in [32, 32], got "
+                "hidden must hold numbers of units >= 1, one or more, as in [32, 32], got "
                 f"{list(self.hidden)}"
             )
 
@@ -102,6 +111,8 @@ class PretrainOptions(PretrainingOptions, EpisodeOptions):
         formats: The formats, tasks each; None for decomposition.
         add: Folders of earlier runs of task=pretrain, perhaps on other datasets, whose tasks count too.
     """
+
+    PYTHON_ONLY = (*EpisodeOptions.PYTHON_ONLY, *PretrainingOptions.PYTHON_ONLY)
 
     networks: tuple[Mapping[str, Any], ...] = ()
     formats: tuple[str, ...] | None = None

@@ -28,6 +28,9 @@ class ScoringOptions:
         batch_size: Images in a batch; None for what suits the device.
     """
 
+    # Each device has a size of batches that suits it, and scores do not depend on it.
+    PYTHON_ONLY = ("batch_size",)
+
     term: Term = "accuracy"
     augmented: bool = True
     statistics: Statistics = "corrected"

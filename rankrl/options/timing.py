@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,6 @@ from rankrl.errors import ConfigError
 
 DEFAULT_RUNTIME = "onnxruntime"
 """The runtime that budgets and choices go by; its Python package quantises too."""
-NO_OPTION = {"option": False}
-"""Metadata of a field that the configuration has no option for."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,15 @@ class LatencyOptions:
         folder: Where tables of measured layers are kept for later runs, or None.
     """
 
+    PYTHON_ONLY = ("folder",)
+
     preprocess: bool = False
     pad_channels: bool = True
     reduce_range: bool | None = None
     batch: int = 64
     threads: int = 1
     runs: int = 30
-    folder: Path | None = field(default=None, metadata=NO_OPTION)
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rankrl.errors import ConfigError
 
@@ -18,10 +18,10 @@ class RecipeOptions:
         batch_size: Images in a step, at least 1; a smaller training set makes one batch.
         halvings: How often a training that diverges, or falls back to guessing, starts again from its first
             weights with half the learning rate; 0 never.
-        product_decay: Weight decay on the weight that each factorised layer's cores contract to, 0 or more;
-            the optimizer's own then spares the cores (Frobenius decay, Khodak et al., ICLR 2021).
-        balance_cores: Whether the cores of factorised layers are sized alike before the first step, so that
-            one learning rate suits them all; layers in integers stay as they are.
+        product_decay: Weight decay on the weight that each factorised layer's cores contract to, 0 or more
+            (Frobenius decay, Khodak et al., ICLR 2021). Above 0 the optimizer's own spares the cores, which
+            are sized alike before the first step, so that one learning rate suits them all; layers in
+            integers stay as they are.
         schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.schedule`.
         warmup: Fraction of all steps in which the learning rate rises, 0 to below 1.
         label_smoothing: Probability mass spread over all classes, 0 to below 1 (Szegedy et al. 2016).
@@ -38,11 +38,14 @@ class RecipeOptions:
             on these images: a checkpoint that was not trained here with the same ones held out.
     """
 
+    # Four halvings reach a sixteenth of a rate; the teacher's share is varied, not T; datasets say how they are
+    # augmented (dataset.padding, dataset.flip).
+    PYTHON_ONLY: ClassVar[tuple[str, ...]] = ("halvings", "temperature", "augment")
+
     epochs: int = 10
     batch_size: int = 128
     halvings: int = 4
     product_decay: float = 0.0
-    balance_cores: bool = False
     schedule: str = "cosine"
     warmup: float = 0.05
     label_smoothing: float = 0.0
@@ -100,6 +103,8 @@ class FineTuningOptions(RecipeOptions):
         rates: Highest learning rate after a decomposition by optimizer, where optim.lr is null.
     """
 
+    PYTHON_ONLY = (*RecipeOptions.PYTHON_ONLY, "label_smoothing")  # the teacher's answers are soft
+
     rates: Mapping[str, float] = field(
         default_factory=lambda: {"onnx_adam": 1e-4, "onnx_adagrad": 1e-2, "sgd": 1e-2}
     )
@@ -114,8 +119,15 @@ class FineTuningOptions(RecipeOptions):
 
 @dataclass(frozen=True)
 class TrainingOptions(RecipeOptions):
-    """How a network without a checkpoint is trained first (He et al. 2016, shortened)."""
+    """How a network without a checkpoint is trained first (He et al. 2016, shortened): without a teacher."""
 
+    # There are no cores and no teacher, and a schedule's last epochs are its best.
+    PYTHON_ONLY = (*RecipeOptions.PYTHON_ONLY, "product_decay", "distillation", "restore_best")
+
+    epochs: int = 30
+    schedule: str = "one_cycle"
+    warmup: float = 0.3
+    restore_best: bool | None = False
     optim: OptimizerOptions = field(default_factory=lambda: OptimizerOptions("sgd"))
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pruning import MaskTrainingOptions, Pruner, PruningError, PushPull, get_pruner, list_pruners
-from pruning.hard_concrete import HardConcreteMask
+from pruning import MaskTrainingOptions, Pruner, PruningError, get_pruner, list_pruners
 from pruning.selection import Scope
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.option_types import check_options, parameter_types
-from rankrl.options.pruners import NetworkSteps
+from rankrl.option_types import check_options, parameter_defaults, parameter_types
+from rankrl.options.fields import option_fields
+from rankrl.options.pruners import PRUNERS, BlockOptions, CriterionOptions, MaskOptions, NetworkSteps
 
 DEFAULT_KEPT_MACS = 0.5
 Measure = Literal["params", "macs"]
+_OF_TRAINING = ("epochs", "strength", "strengths", "limit")
+# Parameters of masks that those set who make and train them.
+_NO_OPTIONS = ("units", "temperature")
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,12 @@ class PruningOptions:
         measure: What the target counts.
         kept: The target: the fraction of the dense network's cost to keep at most, in (0, 1).
         layers: Names of the layers whose channels, or blocks, may go; None for all that can be pruned.
-        scope: Criteria only: `uniform` keeps the same share of every channel group, `global` ranks all
-            channels together, `per_cost` by what they save (see `pruning.keep_within`).
+        scope: Criteria only: how scores are compared (see `pruning.keep_within`).
         multiple: Criteria only: channels are kept in multiples of it; processors compute several at a time.
         mask: Masks only: keyword arguments of the mask.
         training: Masks only: their training.
         steps: Masks only: how the network learns meanwhile.
-        rewind: Masks only: keep what the masks chose and go back to the dense network's weights, solved for
-            anew like those that a criterion leaves; None for whichever weights do better on held-out images.
+        rewind: Masks only: see `MaskOptions`.
         sequential: Where the weights are the dense network's: let what stays make up for what goes (see
             `decomposition.apply_plan`).
         seed: Seed of everything random.
@@ -60,34 +60,27 @@ class PruningOptions:
         return get_pruner(self.pruner)
 
 
+def options_class(name: str) -> type[BlockOptions]:
+    """Return the dataclass of a pruner's options.
+
+    Raises:
+        ConfigError: There is no pruner of that name.
+    """
+    pruner = _pruner(name)
+    if pruner.unit == "blocks":
+        return BlockOptions
+    return MaskOptions if pruner.is_mask else CriterionOptions
+
+
 def pruner_defaults(name: str) -> dict[str, Any]:
     """Return a pruner's options, by name, with their defaults.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    known = [pruner.name for pruner in list_pruners()]
-    if name not in known:
-        raise ConfigError(
-            f"there is no pruner {name!r}; known are {', '.join(known)}.{did_you_mean(name, known)}"
-        )
-    pruner = get_pruner(name)
-    if pruner.unit == "blocks":
-        return {"layers": None}
-    if not pruner.is_mask:
-        return {"layers": None, "scope": pruner.scope, "multiple": 1}
-    training = {field.name: getattr(MaskTrainingOptions(), field.name) for field in _fields(pruner)}
-    training["push_pull"] = [training["push_pull"].network_steps, training["push_pull"].mask_steps]
-    if "temperature" in training:
-        training["temperature"] = list(training["temperature"])
-    training["strengths"] = dict(training["strengths"])
-    return {
-        "layers": None,
-        "rewind": None,
-        **_mask_defaults(pruner),
-        **training,
-        **dataclasses.asdict(NetworkSteps()),
-    }
+    options: Any = options_class(name)()
+    common = {each.name: getattr(options, each.name) for each in option_fields(options)}
+    return {**common, **{key: default for key, (_, default) in _mask_parameters(name).items()}}
 
 
 def pruner_option_types(name: str) -> dict[str, Any]:
@@ -96,22 +89,24 @@ def pruner_option_types(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: There is none of that name.
     """
-    owners = (get_pruner(name).definition, MaskTrainingOptions, NetworkSteps, PruningOptions)
-    types = {key: kind for owner in reversed(owners) for key, kind in parameter_types(owner).items()}
-    types["push_pull"] = tuple[int, int]  # the steps of a `PushPull`
-    if "temperature" in types:
-        types["temperature"] = parameter_types(MaskTrainingOptions)["temperature"]
-    return {key: types[key] for key in pruner_defaults(name)}
+    options = options_class(name)
+    common = {each.name: parameter_types(options)[each.name] for each in option_fields(options)}
+    return {**common, **{key: kind for key, (kind, _) in _mask_parameters(name).items()}}
 
 
 def pruning_options(
-    name: str, given: Mapping[str, Any], *, params: float | None, macs: float | None, seed: int = 0
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    params: float | None,
+    macs: float | None,
+    seed: int = 0,
 ) -> PruningOptions:
     """Check a pruner's options and the target.
 
     Args:
         name: A registered pruner.
-        given: Its options, some or all of `pruner_defaults`.
+        options: Some or all of `pruner_defaults`.
         params: Fraction of the parameters to keep, or None.
         macs: Fraction of the multiply-accumulates to keep; with neither, `DEFAULT_KEPT_MACS`.
         seed: Seed of everything random.
@@ -119,44 +114,45 @@ def pruning_options(
     Raises:
         ConfigError: If the name or an option is unknown or out of its range, or there are two targets.
     """
-    defaults = pruner_defaults(name)
-    check_options(f"pruner {name!r}", "pruner", given, pruner_option_types(name))
-    values = {**defaults, **given}
-    layers = values.pop("layers")
+    check_options(f"pruner {name!r}", "pruner", options, pruner_option_types(name))
     measure, kept = _target(params, macs)
-    common: dict[str, Any] = {"measure": measure, "kept": kept, "seed": seed}
-    common["layers"] = None if layers is None else tuple(layers)
-    pruner = get_pruner(name)
-    if pruner.unit == "blocks":
-        return PruningOptions(name, **common)
-    if not pruner.is_mask:
-        if values["scope"] not in get_args(Scope):
-            allowed = get_args(Scope)
-            raise ConfigError(
-                f"pruner.scope must be one of {', '.join(allowed)}, got {values['scope']!r}."
-                f"{did_you_mean(values['scope'], allowed)}"
-            )
-        if values["multiple"] < 1:
-            raise ConfigError(f"pruner.multiple must be at least 1, got {values['multiple']}")
-        return PruningOptions(name, scope=values["scope"], multiple=values["multiple"], **common)
-    try:
-        mask = {key: values[key] for key in _mask_defaults(pruner)}
-        pruner.definition(1, **mask)
-        training = {field.name: values[field.name] for field in _fields(pruner)}
-        training["push_pull"] = PushPull(*training["push_pull"])
-        if "temperature" in training:
-            training["temperature"] = tuple(training["temperature"])
-        steps = {field.name: values[field.name] for field in dataclasses.fields(NetworkSteps)}
-        return PruningOptions(
-            name,
-            mask=mask,
-            training=MaskTrainingOptions(**training),
-            steps=NetworkSteps(**steps),
-            rewind=values["rewind"],
-            **common,
+    pruner = _pruner(name)
+    own = _mask_parameters(name)
+    mask = {key: value for key, value in options.items() if key in own}
+    checked = options_class(name)(**{key: value for key, value in options.items() if key not in own})
+    values = {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)}
+    if checked.layers is not None:
+        values["layers"] = tuple(checked.layers)
+    if isinstance(checked, CriterionOptions):
+        values["scope"] = checked.scope or pruner.scope
+    elif isinstance(checked, MaskOptions):
+        try:
+            pruner.definition(1, **mask)
+            training = MaskTrainingOptions(**{key: values.pop(key) for key in _OF_TRAINING})
+        except PruningError as error:
+            raise ConfigError(f"pruner {name!r}: {error}") from error
+        steps = {each.name: values.pop(each.name) for each in dataclasses.fields(NetworkSteps)}
+        values |= {"mask": mask, "training": training, "steps": NetworkSteps(**steps)}
+    return PruningOptions(name, measure, kept, **values, seed=seed)
+
+
+def _pruner(name: str) -> Pruner:
+    known = [pruner.name for pruner in list_pruners()]
+    if name not in known:
+        raise ConfigError(
+            f"there is no pruner {name!r}; known are {', '.join(known)}.{did_you_mean(name, known)}"
         )
-    except PruningError as error:
-        raise ConfigError(f"pruner {name!r}: {error}") from error
+    return get_pruner(name)
+
+
+def _mask_parameters(name: str) -> dict[str, tuple[Any, Any]]:
+    """Return types and defaults of what a user's mask takes; those of ours are left at their defaults."""
+    pruner = get_pruner(name)
+    if name in PRUNERS or not pruner.is_mask:
+        return {}
+    defaults = parameter_defaults(pruner.definition, without=_NO_OPTIONS)
+    types = parameter_types(pruner.definition)
+    return {key: (types[key], default) for key, default in defaults.items()}
 
 
 def _target(params: float | None, macs: float | None) -> tuple[Measure, float]:
@@ -167,20 +163,3 @@ def _target(params: float | None, macs: float | None) -> tuple[Measure, float]:
     if not 0 < kept < 1:
         raise ConfigError(f"budget.{measure}={kept} is outside (0, 1); it is the fraction to keep, as in 0.5")
     return measure, kept
-
-
-def _fields(pruner: Pruner) -> list[dataclasses.Field[Any]]:
-    """Return the fields of the mask training that concern a mask."""
-    stochastic = issubclass(pruner.definition, HardConcreteMask)  # type: ignore[arg-type]
-    every = dataclasses.fields(MaskTrainingOptions)
-    return [field for field in every if stochastic or field.name != "temperature"]
-
-
-def _mask_defaults(pruner: Pruner) -> dict[str, Any]:
-    """Return the options of a mask itself; the temperature is the training's, which anneals it."""
-    parameters = inspect.signature(pruner.definition).parameters.values()
-    return {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.name not in ("units", "temperature")
-    }

@@ -276,14 +276,13 @@ def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: P
     )
 
 
-def balanced(model: nn.Module, recipe: TrainingRecipe) -> list[FactorisedLayer]:
-    """Balance the cores of a network if the recipe says so; return the layers whose products decay."""
-    layers = list(factorised_layers(model).values())
-    if recipe.balance_cores:
-        for layer in layers:
-            if not is_rounded(layer):
-                layer.balance()
-    return layers if recipe.product_decay else []
+def decayed_products(model: nn.Module, recipe: TrainingRecipe) -> list[FactorisedLayer]:
+    """Return the layers whose products decay, with cores sized alike."""
+    layers = list(factorised_layers(model).values()) if recipe.product_decay else []
+    for layer in layers:
+        if not is_rounded(layer):
+            layer.balance()
+    return layers
 
 
 def _out_of_patience(state: TrainingState, recipe: TrainingRecipe) -> bool:

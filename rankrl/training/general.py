@@ -17,7 +17,7 @@ from decomposition.network.inputs import count_inputs, mapped, rows
 from decomposition.network.outputs import tensors_in
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, balanced, follow
+from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, decayed_products, follow
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
 
@@ -58,7 +58,7 @@ def train_on(
     check_loss(labels, loss)
     if labels is None and teacher is None:
         raise ConfigError("there are neither labels nor a teacher to learn from")
-    products = balanced(model, recipe)
+    products = decayed_products(model, recipe)
     precision = Precision(model_device(model), torch.float32)
     epochs = _GeneralEpochs(
         inputs, labels, recipe, precision, score, loss, teacher if labels is None else None, products, on_step

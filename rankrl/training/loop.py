@@ -31,7 +31,7 @@ from rankrl.training.epochs import (
     Epochs,
     TrainingProgress,
     TrainingResult,
-    balanced,
+    decayed_products,
     follow,
 )
 from rankrl.training.loss import training_loss
@@ -100,7 +100,7 @@ def train(
         layouts.add(to_fastest_layout(network, example))
     layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
-    products = balanced(model, recipe)
+    products = decayed_products(model, recipe)
     state = TrainingState(model, recipe, _setup(data, recipe))
     if resume and path is not None:
         state.restore(path)

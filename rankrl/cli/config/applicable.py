@@ -114,8 +114,7 @@ _UNUSED_BY_ONNX = (
     *("calibration", "finetune", "optim", "train"),
     *("decomposition.sequential", "export.opset", "export.preprocess"),
     *("export.int8", "export.runtimes", "export.training", "export.pad_channels"),
-    *("search.images", "search.augmented", "search.statistics", "search.batch_size"),
-    "search.workers",
+    *("search.images", "search.augmented", "search.statistics", "search.workers"),
 )
 
 
@@ -258,12 +257,6 @@ RULES = (
             "set search.workers too",
         )
         for name in ("cluster", "worker_cpus", "worker_gpus")
-    ),
-    Rule(
-        "finetune.temperature",
-        lambda config: config["finetune"]["distillation"] == 0,
-        "there is no teacher with finetune.distillation=0",
-        "leave it out, or set finetune.distillation above 0",
     ),
     *map(_unused_by_onnx, _UNUSED_BY_ONNX),
     *(

@@ -13,14 +13,14 @@ from typing import Any
 from decomposition import get_format, list_formats
 from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from optim import list_optimizers, optimizer_record
-from pruning import MaskTrainingOptions, get_pruner, list_pruners
+from pruning import get_pruner, list_pruners
 from rankrl.cli.config.docstrings import summary
 from rankrl.cli.config.group import Group
 from rankrl.data import dataset_option_types, dataset_source, list_datasets, load_dataset
 from rankrl.models import list_models, model_option_types, model_source
 from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types
 from rankrl.options.models import ModelOptions
-from rankrl.options.pruners import NetworkSteps
+from rankrl.options.optimizers import NO_OPTIONS
 from rankrl.options.trackers import NONE
 from rankrl.plan_search.scores.rewards import list_rewards, reward_option_types, reward_source
 from rankrl.plan_search.selectors import (
@@ -29,7 +29,7 @@ from rankrl.plan_search.selectors import (
     selector_option_types,
     selector_options,
 )
-from rankrl.pruners.options import PruningOptions, pruner_defaults, pruner_option_types
+from rankrl.pruners.options import options_class, pruner_defaults, pruner_option_types
 from rankrl.runs.tracking import list_trackers, tracker_class, tracker_option_types
 
 
@@ -56,7 +56,7 @@ def _model_owners(name: str) -> tuple[object, ...]:
 
 def _dataset_defaults(name: str) -> dict[str, Any]:
     own = parameter_defaults(dataset_source(name).read, without=("root",))
-    return {**own, **parameter_defaults(load_dataset, without=("name", "seed"))}
+    return {**own, **parameter_defaults(load_dataset, without=("name", "seed", "root"))}
 
 
 def _selector_about(name: str) -> str:
@@ -135,7 +135,7 @@ GROUPS = {
         "pruner",
         lambda: [each.name for each in list_pruners()],
         lambda name: _sentences(get_pruner(name).description, summary(get_pruner(name).definition)),
-        lambda name: (NetworkSteps, MaskTrainingOptions, get_pruner(name).definition, PruningOptions),
+        lambda name: (options_class(name), get_pruner(name).definition),
         _closed(pruner_option_types),
         pruner_defaults,
     ),
@@ -144,7 +144,7 @@ GROUPS = {
         list_optimizers,
         lambda name: _sentences(optimizer_record(name).description),
         lambda name: (_optimizer(name),),
-        _closed(lambda name: parameter_types(_optimizer(name), without=("params", "lr"))),
+        _closed(lambda name: parameter_types(_optimizer(name), without=NO_OPTIONS)),
         _nothing,  # an optimizer's options are added as they are needed: +optim.options.NAME=VALUE
         nested=True,
     ),

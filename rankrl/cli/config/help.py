@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, composing, offered_choices, parsed_flags
-from rankrl.cli.config.overrides import first_values
+from rankrl.cli.config.parsing import first_values
 from rankrl.cli.config.tasks import TASKS
 
 HELP_FLAGS = frozenset({"-h", "--help"})

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from rankrl.cli.config.composition import parsed_flags
-from rankrl.cli.config.overrides import parsed_overrides
+from rankrl.cli.config.parsing import parsed_overrides
 from rankrl.cli.config.quoting import quoted
 from rankrl.cli.config.tables import TABLES
 from rankrl.errors import ConfigError, StorageError

@@ -8,7 +8,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rankrl.cli.config.composition import composing, parsed_flags
-from rankrl.cli.config.overrides import composed, parsed_overrides
+from rankrl.cli.config.overrides import composed
+from rankrl.cli.config.parsing import parsed_overrides
 from rankrl.cli.config.quoting import quoted
 from rankrl.errors import ConfigError
 from rankrl.runs.configurations import changed_options, with_effect

@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 
 from omegaconf import MISSING
 
+from rankrl.options.fields import option_fields
+
 Options = TypeVar("Options")
 
 
@@ -25,16 +27,11 @@ def structured(section: Any) -> type:
     """Return the dataclass that OmegaConf takes in the place of a section of the configuration.
 
     Args:
-        section: A dataclass; fields whose metadata says `option: False` are left out.
+        section: A dataclass; fields that Python alone can set are left out.
     """
     hints = typing.get_type_hints(section)
     fields = [(each.name, *_field(each, hints[each.name])) for each in option_fields(section)]
     return dataclasses.make_dataclass(section.__name__, fields, repr=False, eq=False)
-
-
-def option_fields(section: Any) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a section that are options."""
-    return [each for each in dataclasses.fields(section) if each.metadata.get("option", True)]
 
 
 def built(section: type[Options], values: Mapping[str, Any]) -> Options:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankrl.cli.config.composition import parsed_flags
-from rankrl.cli.config.overrides import parsed_overrides
+from rankrl.cli.config.parsing import parsed_overrides
 
 _SUBDIRECTORY = "hydra.sweep.subdir"
 

@@ -18,6 +18,7 @@ from pruning.registry import registered_pruners
 from rankrl.cli.config.group import Group
 from rankrl.option_types import OptionTypes
 from rankrl.options.datasets import DATASETS
+from rankrl.options.fields import option_fields
 from rankrl.options.formats import FORMATS
 from rankrl.options.models import HAND_ON, MODELS
 from rankrl.options.optimizers import OPTIMIZERS
@@ -54,7 +55,8 @@ def _group(
     def types(choice: str) -> tuple[OptionTypes, bool]:
         if choice not in table:
             return _registered(name).types(choice)
-        return typing.get_type_hints(table[choice]), choice in hand_on
+        hints = typing.get_type_hints(table[choice])
+        return {each.name: hints[each.name] for each in option_fields(table[choice])}, choice in hand_on
 
     def defaults(choice: str) -> dict[str, Any]:
         if choice not in table:
@@ -82,7 +84,7 @@ def _defaults(options: Any) -> dict[str, Any]:
         else inspect.Parameter.empty
         if each.default is dataclasses.MISSING
         else each.default
-        for each in dataclasses.fields(options)
+        for each in option_fields(options)
     }
 
 

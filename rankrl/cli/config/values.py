@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rankrl.cli.config.group import Group
+from rankrl.cli.config.removed import removal
 from rankrl.cli.config.schema import AppConfig, Choice
-from rankrl.cli.config.structured import option_fields
 from rankrl.cli.config.tables import TABLES, formats
 from rankrl.cli.config.tasks import TASKS
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
 from rankrl.options.decomposition import AUTO
+from rankrl.options.fields import option_fields
 
 
 def check_values(config: Mapping[str, Any]) -> None:
@@ -113,6 +114,9 @@ def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
             check_option(name, {} if isinstance(values[key], Mapping) else values[key], wanted)
         else:
             check_option(name, values[key], wanted)
+    for key in values.keys() - {each.name for each in option_fields(section)}:
+        name = f"{prefix}{key}"
+        raise ConfigError(removal(name) or f"the option {name!r} is unknown; docs/configuration.md lists all")
 
 
 def _check_section(name: str, value: Any, section: Any) -> None:

@@ -99,7 +99,7 @@ def train_policy(
                 loss = loss + options.restraint * (actions**2).mean()
             if not torch.isfinite(loss):
                 raise NonFiniteError(
-                    f"the loss of pretraining is {float(loss)} at step {step}; lower pretrain.learning_rate"
+                    f"the loss of pretraining is {float(loss)} at step {step}; lower learning_rate"
                 )
             optimizer.zero_grad()
             (loss / len(lessons)).backward()

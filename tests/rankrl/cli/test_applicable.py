@@ -77,11 +77,6 @@ IDLE = [
     ("search.cluster", ("search.cluster=ray",), r"cluster=ray .* set search\.workers"),
     ("search.worker_cpus", ("search.worker_cpus=2",), r"worker_cpus=2 .* set search\.workers"),
     ("search.worker_gpus", ("search.worker_gpus=1",), r"worker_gpus=1\.0 .* set search\.workers"),
-    (
-        "finetune.temperature",
-        ("finetune.distillation=0", "finetune.temperature=2"),
-        r"temperature=2\.0 .* finetune\.distillation above 0",
-    ),
     *(
         (
             option,
@@ -103,7 +98,6 @@ IDLE = [
             ("search.images", "search.images=50"),
             ("search.augmented", "search.augmented=true"),
             ("search.statistics", "search.statistics=refitted"),
-            ("search.batch_size", "search.batch_size=5"),
             ("search.workers", "search.workers=2"),
         )
     ),
@@ -155,7 +149,6 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("decomposition=cp", "decomposition.tensorised=false"),
         ("search.statistics=refitted", "search.refit_images=50"),
         ("search.workers=2", "search.cluster=ray", "search.worker_gpus=1"),
-        ("finetune.temperature=2",),
         ("task=evaluate", "budget.params=null"),
     ],
 )

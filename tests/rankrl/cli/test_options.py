@@ -158,14 +158,6 @@ def test_training_from_scratch_gives_each_optimizer_options_of_its_own(overrides
     options.check(settings("task=train", *overrides))
 
 
-def test_halvings_reach_both_recipes() -> None:
-    config = settings("train.halvings=1", "finetune.halvings=0")
-    assert options.training_recipe(config, None).halvings == 1
-    assert options.finetuning_recipe(config).halvings == 0
-    with pytest.raises(ConfigError, match="halvings must be a whole number >= 0, got -1"):
-        options.check(settings("train.halvings=-1"))
-
-
 def test_other_optimizers_need_a_rate() -> None:
     with pytest.raises(ConfigError, match=r"the learning rate of sgd is null.*optim\.lr=0\.01"):
         options.finetuning_recipe(settings("optim=sgd", "~finetune.rates.sgd"))
@@ -174,8 +166,7 @@ def test_other_optimizers_need_a_rate() -> None:
 def test_the_recipe_at_length_differs_from_the_short_one() -> None:
     short, full = (options.finetuning_recipe(settings(f"finetune={name}")) for name in ("short", "full"))
     assert options.finetuning_recipe(settings()) == short
-    assert (short.balance_cores, short.product_decay, short.ema_decay) == (False, 0.0, None)
-    assert full.balance_cores
+    assert (short.product_decay, short.ema_decay) == (0.0, None)
     assert full.product_decay > 0
     assert full.ema_decay is not None
     assert full.epochs > short.epochs

@@ -20,8 +20,6 @@ PRETRAIN = (
     "pretrain.params=[0.3,0.2,0.0001]",
     "pretrain.macs=[]",
     "pretrain.plans=5",
-    "pretrain.steps=5",
-    "pretrain.hidden=[6]",
     "search.images=100",
 )
 
@@ -48,7 +46,7 @@ def test_the_card_names_every_task_that_can_be_reached(whole: Path) -> None:
     }
     assert {task.dataset for task in card.tasks} == {"digits"}
     assert len({task.network for task in card.tasks}) == 1
-    assert card.hidden == (6,)
+    assert card.hidden == (32, 32)
     assert "torch" in card.versions
     metrics = read_json(whole / "metrics.json")
     assert len(metrics["tasks"]) == 4
@@ -126,9 +124,8 @@ def test_tasks_of_earlier_runs_are_added(whole: Path, tmp_path: Path) -> None:
         ("pretrain.params=[2.0]", "budget.params=2.0 is outside"),
         ("pretrain.params=[]", "both empty"),
         ("pretrain.formats=[]", "pretrain.formats is empty; name formats, as in [tucker], or null"),
-        ("pretrain.hidden=[]", "pretrain.hidden must hold numbers of units >= 1, one or more"),
-        ("pretrain.term=loss", "pretrain.term must be one of"),
-        ("pretrain.steps=0", "pretrain.steps must be at least 1"),
+        ("pretrain.jitter=-1", "pretrain.jitter must not be negative"),
+        ("pretrain.plans=0", "pretrain.plans must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: str, message: str) -> None:
@@ -136,8 +133,8 @@ def test_wrong_options_are_refused(tmp_path: Path, options: str, message: str) -
 
 
 def test_wrong_options_are_told_in_one_paragraph(tmp_path: Path, refused: Callable[..., str]) -> None:
-    message = refused(*made(tmp_path), "pretrain.noises=[0.0]")
-    assert "pretrain.noises must hold positive numbers" in message
+    message = refused(*made(tmp_path), "pretrain.jitter=-1")
+    assert "pretrain.jitter must not be negative" in message
     assert "trains no policy" in refused(*made(tmp_path), "task=search", "pretrain.plans=3")
 
 

@@ -105,7 +105,6 @@ def test_what_an_option_cannot_be_is_refused(arguments: tuple[str, ...], expecte
         (("selector.action=ranks",), "selector.action must be one of importance, rank or null"),
         (("reward=weighted", "reward.compression=much"), "reward.compression must be a number, got 'much'"),
         (("reward=amc", "reward.measure=latency"), "reward.measure must be one of params, macs"),
-        (("pruner.push_pull=[1]",), "pruner.push_pull must be a list of 2 whole numbers"),
         (("pruner.layers=conv1",), "pruner.layers must be a list"),
         (("pruner.scope=5", "pruner=magnitude"), "pruner.scope must be one of"),
         (("+optim.options.epsilon=small",), "optim.options.epsilon must be a number, got 'small'"),

@@ -230,6 +230,8 @@ def test_decay_of_the_product_is_weight_decay_on_what_the_cores_contract_to(
     oracle = copy.deepcopy(model)
     layers = factorised_layers(oracle)
     assert layers
+    for layer in layers.values():
+        layer.balance()
     train(model, digits, recipe, precision=FLOAT32)
     x = (digits.train.x.float() / 255 - digits.mean[0]) / digits.std[0]
     oracle.train()
@@ -318,7 +320,7 @@ def test_cores_are_sized_alike_before_the_first_step(digits: ImageData) -> None:
             [core * factor for core, factor in zip(layer.cores(), (100.0, 0.1, 0.1), strict=True)]
         )
     weight = layer.weight.clone()
-    recipe = TrainingRecipe(epochs=1, lr=1e-12, balance_cores=True, restore_best=False)
+    recipe = TrainingRecipe(epochs=1, lr=1e-12, product_decay=1e-12, restore_best=False)
     train(model, digits, recipe, precision=FLOAT32)
     sizes = [float(core.detach().square().mean()) for core in layer.cores()]
     assert max(sizes) / min(sizes) == pytest.approx(1, rel=1e-3)

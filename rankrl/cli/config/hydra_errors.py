@@ -1,0 +1,140 @@
+"""Hydra's and OmegaConf's errors in one paragraph, which names the nearest option."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rankrl.cli.config.choices import group_names
+from rankrl.cli.config.composition import composed_config, offered_choices
+from rankrl.cli.config.parsing import first_line, override_values, parsed_overrides, tried_overrides
+from rankrl.cli.config.removed import removal
+from rankrl.cli.config.tables import TABLES
+from rankrl.cli.config.values import check_value
+from rankrl.errors import did_you_mean
+
+
+def explained(error: BaseException, overrides: Sequence[Override]) -> str:
+    """Turn Hydra's or OmegaConf's message into one that names the nearest option."""
+    text = str(error)
+    if "primary config" in text:  # without it there are no options to be near to
+        return f"{first_line(error)} --config-name=NAME is a file NAME.yaml with `defaults: [config, ...]`"
+    missing = re.search(r"Missing mandatory value: .*?full_key: (\S+)", text, re.DOTALL)
+    if missing is not None:
+        option = missing.group(1)
+        group_of = option.partition(".")[0]
+        choice = "the command"
+        if group_of in TABLES:
+            choice = f"{group_of}={composed_config(_chosen(overrides))[group_of][TABLES[group_of].key]}"
+        return f"{choice} needs {option}=VALUE. `rankrl --help` lists all options."
+    group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    if group is not None:
+        name, value = group.groups()
+        known = offered_choices(name)
+        return f"{name}={value} is unknown; choose from {', '.join(known)}.{did_you_mean(value, known)}"
+    unknown = re.search(
+        r"Could not override '([^']+)'|Could not find '([^']+)'|Key '([^']+)' is not in", text
+    )
+    if unknown is not None:
+        name = next(part for part in unknown.groups() if part)
+        written = [o.key_or_group for o in overrides if o.key_or_group.endswith(name)]
+        name = written[0] if written else name
+        removed = removal(name)
+        if removed is not None:
+            return removed
+        known_options = _known_options(_chosen(overrides))
+        if name in known_options:  # a mapping, and it is its keys that are new
+            return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
+        mapping = name.rpartition(".")[0]
+        if mapping in known_options and not any(each.startswith(f"{mapping}.") for each in known_options):
+            return f"{mapping} gets new entries with a plus in front: +{name}=VALUE"
+        return (
+            f"the option {name!r} is unknown.{_nearest(name, known_options, _chosen(overrides))} "
+            "`rankrl --help` lists all options."
+        )
+    config: Any = OmegaConf.to_container(composed_config(_chosen(overrides)))
+    for override in overrides:
+        for value in override_values(override):
+            check_value(override.key_or_group, parsed_overrides([value])[0].value(), config)
+    where = re.search(r"full_key: (\S+)", text)
+    place = f"{where.group(1)}: " if where else ""
+    reason = f": {first_line(error.__cause__)}" if error.__cause__ is not None and not where else ""
+    message = f"{place}{first_line(error).rstrip('.')}{reason.rstrip('.')}"
+    return f"{message}. `rankrl --cfg job` shows the options and their values."
+
+
+def _nearest(name: str, options: Collection[str], chosen: Sequence[str]) -> str:
+    """Return " Did you mean ...?" for the nearest option: of the group, of its other choices, of all.
+
+    Args:
+        name: What was written.
+        options: All options with the choices of groups that were made.
+        chosen: These choices, as overrides.
+    """
+    group, _, option = name.partition(".")
+    near = _nearest_within(group, option, options)
+    if near is not None:
+        return f" Did you mean {near!r}?"
+    choice = next((each.partition("=")[2] for each in chosen if each.startswith(f"{group}=")), "")
+    if group in TABLES and choice in TABLES[group].known() and TABLES[group].types(choice)[1]:
+        return f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
+    others = _options_of_choices(group)
+    if name in others:
+        return f" It is one of {others[name]}."
+    near = _nearest_within(group, option, others)
+    if near is not None:
+        return f" Did you mean {near!r} ({others[near]})?"
+    return did_you_mean(name, [*options, *group_names()])
+
+
+def _nearest_within(group: str, option: str, options: Collection[str]) -> str | None:
+    within = [each.removeprefix(f"{group}.") for each in options if each.startswith(f"{group}.")]
+    near = difflib.get_close_matches(option, within, n=1)
+    return f"{group}.{near[0]}" if near else None
+
+
+def _chosen(overrides: Sequence[Override]) -> list[str]:
+    """Return those overrides that choose a group, with the first value of each sweep."""
+    return [line for line in next(tried_overrides(overrides)) if line.partition("=")[0] in group_names()]
+
+
+def _options_of_choices(group: str) -> dict[str, str]:
+    """Return all options that a group has with one choice or another, and the choice."""
+    found: dict[str, str] = {}
+    for choice in offered_choices(group):
+        for name in _dotted(_node(group, choice), f"{group}."):
+            found.setdefault(name, f"{group}={choice}")
+    return found
+
+
+def _node(group: str, choice: str) -> DictConfig:
+    """Return what the configuration holds for a choice of a group."""
+    registered = TABLES.get(group)
+    if registered is not None and choice in registered.known():  # composing takes a tenth of a second
+        return OmegaConf.create(registered.node(choice))
+    return typing.cast(DictConfig, composed_config([f"{group}={choice}"])[group])
+
+
+def _known_options(chosen: Sequence[str]) -> dict[str, None]:
+    """Return all options with these choices of groups, dotted."""
+    try:
+        return dict.fromkeys(_dotted(composed_config(chosen), ""))
+    except (HydraException, OmegaConfBaseException, ValueError):  # the choices are what is wrong
+        return dict.fromkeys(_dotted(composed_config(), ""))
+
+
+def _dotted(config: DictConfig, prefix: str) -> Iterator[str]:
+    for key in config:
+        name = f"{prefix}{key!s}"
+        yield name
+        value = config._get_node(key)
+        if isinstance(value, DictConfig) and not value._is_none() and not value._is_missing():
+            yield from _dotted(value, f"{name}.")

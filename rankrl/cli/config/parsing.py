@@ -1,0 +1,91 @@
+"""The command line's overrides, parsed, and the values that they sweep over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from rankrl.cli.config.composition import offered_choices
+from rankrl.cli.config.quoting import is_readable, quoting_advice
+from rankrl.errors import ConfigError
+
+# Values of one sweep that are tried before it starts; Hydra itself checks every job.
+_MOST_TRIED = 30
+_MOST_SWEPT = 10_000
+TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
+
+
+def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Return overrides, parsed.
+
+    Raises:
+        ConfigError: One cannot be parsed.
+    """
+    for override in overrides:
+        try:
+            readable = "\0" not in override.encode().decode()
+        except UnicodeError:
+            readable = False
+        if not readable:
+            raise ConfigError(f"{override!a} is no valid text; write it in UTF-8, without zero bytes")
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        broken = next((each for each in overrides if not is_readable(each)), "")
+        advice = "Options are written NAME=VALUE, without dashes"
+        if "=" in broken:
+            advice = (
+                f"Text with brackets, quotes or commas in it is quoted: {quoting_advice(broken)}, "
+                f"within a list or a mapping each text by itself. {advice}"
+            )
+        raise ConfigError(
+            f"the command line cannot be parsed at {broken!r}: {first_line(error)}. {advice}"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(TOO_DEEP) from error
+
+
+def first_values(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with the first value of every sweep: what the first job gets."""
+    return next(tried_overrides(parsed_overrides(overrides)))
+
+
+def tried_overrides(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """Yield the overrides with the first value of every sweep, then with each further value of each sweep."""
+    values = [override_values(override) for override in overrides]
+    first = [each[0] for each in values]
+    yield first
+    for index, each in enumerate(values):
+        for value in each[1:_MOST_TRIED]:
+            yield [*first[:index], value, *first[index + 1 :]]
+
+
+def override_values(override: Override) -> list[str]:
+    """Return the override once for every value that it sweeps over."""
+    line = override.input_line or ""
+    if not override.is_sweep_override():
+        return [line]
+    key = line.partition("=")[0]
+    found: Any = override.value()
+    if isinstance(found, Glob):
+        return [f"{key}={name}" for name in found.filter(offered_choices(override.key_or_group))] or [line]
+    if not override.is_discrete_sweep():  # an interval, which some sweepers understand
+        return [f"{key}={found.start}"] if isinstance(found, IntervalSweep) else [line]
+    try:
+        values = list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{line} has a sweep among the values of another; write all values out") from error
+    if len(values) > _MOST_SWEPT:
+        raise ConfigError(f"{line} sweeps over more than {_MOST_SWEPT} values; give fewer")
+    return [f"{key}={value}" for value in values]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
