@@ -38,8 +38,8 @@ class RecipeOptions:
             on these images: a checkpoint that was not trained here with the same ones held out.
     """
 
-    # Four halvings reach a sixteenth of a rate; the teacher's share is varied, not T; datasets say how they are
-    # augmented (dataset.padding, dataset.flip).
+    # Four halvings reach a sixteenth of a rate; the teacher's share is varied, not T; datasets say how images
+    # are augmented (dataset.padding, dataset.flip).
     PYTHON_ONLY: ClassVar[tuple[str, ...]] = ("halvings", "temperature", "augment")
 
     epochs: int = 10

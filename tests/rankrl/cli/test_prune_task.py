@@ -15,7 +15,7 @@ from rankrl.operations import kept_channels
 
 Command = Callable[..., None]
 Refused = Callable[..., str]
-MASKS = ("pruner.epochs=2",)
+MASKS = ("pruner.epochs=3",)
 PRUNED_THEN_TUCKER = (
     *("pruner=magnitude", "budget.macs=0.6", "prune.decompose_params=0.5"),
     *("selector=greedy", "decomposition=tucker"),
