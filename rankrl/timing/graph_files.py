@@ -26,12 +26,12 @@ class GraphFiles:
     """A network in an ONNX file as it is written; a `TimedFiles`.
 
     Attributes:
-        given: The network.
+        prepared: The network.
         feed: The batch that is timed.
         library: The fits of its nodes, which stand in the files.
     """
 
-    given: PreparedFile
+    prepared: PreparedFile
     feed: Feed
     library: FitLibrary
 
@@ -40,20 +40,20 @@ class GraphFiles:
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         """The nodes as modules, by name."""
-        usable = (site for site in self.given.sites if site.spec.refusal is None)
+        usable = (site for site in self.prepared.sites if site.spec.refusal is None)
         return {site.name: site.module(_padding(site)) for site in usable}
 
     @property
     def conditions(self) -> str:
         """The whole graph."""
-        return self.given.network.digest
+        return self.prepared.network.digest
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
         """Write the graph as it is, or under a plan with the fits of its search."""
         if plan is None:
-            self.given.network.as_in_file().save(path)
+            self.prepared.network.as_in_file().save(path)
             return
-        graph = structured_graph(self.given.network, self.given.sites, plan, self.library)
+        graph = structured_graph(self.prepared.network, self.prepared.sites, plan, self.library)
         write_graph(graph, path, [self.feed])
 
 

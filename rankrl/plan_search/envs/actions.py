@@ -49,7 +49,7 @@ class ActionMap(ABC):
 
     @abstractmethod
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return what each layer loses at the network's output under whole episodes.
+        """Return the losses of layers at the network's output under whole episodes.
 
         Args:
             actions: Shape (episodes, layers) in [-1, 1].
@@ -102,12 +102,12 @@ class ImportanceMap(ActionMap):
         return tuple(self.allocate(self._actions).tolist())
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return the roots under the allocations, but for what `allocate` still spends at its end."""
+        """Return the roots under the allocations, before `allocate` spends the rest of the budget."""
         weights = self.scale * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 
     def budget_left(self) -> float:
-        """Return the dense cost of the layers to come as a share: nothing is spent before the last action."""
+        """Return the later layers' share of the dense cost: nothing is spent before the last action."""
         dense = [float(site.cost(self.problem.measure)[-1]) for site in self.sites]
         return sum(dense[self._taken :]) / sum(dense)
 
@@ -115,13 +115,13 @@ class ImportanceMap(ActionMap):
 class RankMap(ActionMap):
     """The action spans the layer's candidates: -1 the smallest, 0 greedy's, 1 the dense layer; rounded.
 
-    With a budget the choice is clipped, in forward order, to what the layers still to come can reach.
+    With a budget the choice is clipped, in forward order, so that the layers to come can keep the budget.
 
     Args:
         problem: The search problem; it has at most one budget.
 
     Raises:
-        ConfigError: There are two budgets, or what a layer costs within one depends on the next layer.
+        ConfigError: There are two budgets, or the cost of a layer depends on the next layer.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -152,17 +152,17 @@ class RankMap(ActionMap):
         )
 
     def choices(self) -> Choices:
-        """Return the chosen candidates."""
+        """Return the candidates that the actions chose."""
         return tuple(self._chosen)
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return the roots of the losses of the candidates that the actions choose."""
         choices = np.zeros(actions.shape[:2], dtype=int)
-        for episode, chosen in zip(actions, choices, strict=True):
+        for episode, plan in zip(actions, choices, strict=True):
             left = self._available
             for layer, action in enumerate(episode):
-                chosen[layer] = self.choose(layer, float(action), left - self._least_after[layer])
-                left -= self._costs[layer][chosen[layer]]
+                plan[layer] = self.choose(layer, float(action), left - self._least_after[layer])
+                left -= self._costs[layer][plan[layer]]
         return _loss_roots(self.sites, choices)
 
     def budget_left(self) -> float:
@@ -189,7 +189,7 @@ def create_action_map(
     *,
     scale: float = IMPORTANCE_SCALE,
 ) -> ActionMap:
-    """Return the way from actions to ranks.
+    """Return the map from actions to candidates.
 
     Args:
         problem: The search problem.
@@ -205,14 +205,14 @@ def create_action_map(
 
 
 def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:
-    """Refuse what an action stands for where the search has no use for it.
+    """Refuse a meaning of actions that does not fit the search.
 
     Args:
         action: `importance`, `rank`, or None for `importance` with a budget and `rank` without.
         setting: The search, as far as it is known.
 
     Returns:
-        The action that is meant.
+        `importance` or `rank`.
 
     Raises:
         ConfigError: An option is unknown, or they contradict one another or the search.

@@ -1,7 +1,7 @@
-"""What a policy that serves every network sees of a layer: normalised descriptors, without its identity.
+"""Normalised descriptors of a layer, without its identity, for a policy that serves every network.
 
 All of them are known before any plan is scored: from shapes, from the candidates' fits, and from greedy's
-allocation. There are as many of them whatever the network, its number of layers, the format or the budget, so
+allocation. Their number does not depend on the network, its number of layers, the format or the budget, so
 that one policy can be trained on many tasks and carried over to others.
 """
 
@@ -54,7 +54,7 @@ OF_THE_TASK = (
     "params",
     "mean_error",
 )
-"""Names of the descriptors that are the same for all layers, but for those that stay dense."""
+"""Names of the descriptors that are the same for all layers, except for layers that stay dense."""
 
 DESCRIPTOR_NAMES = (
     *_OF_A_LAYER,
@@ -68,13 +68,13 @@ DESCRIPTOR_NAMES = (
 def layer_descriptors(problem: SearchProblem) -> np.ndarray:
     """Return the descriptors of every layer.
 
-    Of the layer: where it stands, in the network and among the layers of its module (its block); how its
-    channels change; its shares of cost, parameters, MACs and of what all layers lose under greedy's plan, as
-    logarithms beside an even share; what the network's output makes of its errors (importance); what greedy
-    keeps of it, and how steeply its loss falls and rises there, by cost; its error at equal steps of
-    log-cost.
-    Of the layers before and behind it some of the same. Of the task: format and rounding of greedy's
-    candidate, the fraction to keep by each measure (1 where there is no budget), and the network's size.
+    They describe the layer: its place in the network and among the layers of its module (its block); how its
+    channels change; its shares of cost, parameters, MACs and of the loss of all layers under greedy's plan,
+    as logarithms relative to an even share; how much its errors count at the network's output (importance);
+    the part of it that greedy keeps, and how steeply its loss falls and rises there, by cost; its error at
+    equal steps of log-cost. Some of the same describe the layers before and behind it. Others describe the
+    task: format and rounding of greedy's candidate, the fraction to keep by each measure (1 where there is no
+    budget), and the network's size.
 
     Args:
         problem: The search problem.
@@ -111,34 +111,38 @@ def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
         "widening": _unit(np.log([spec.out_channels / spec.in_channels for spec in specs])),
         "stride": np.array([1 - 1 / max(1, *spec.stride) if spec.stride else 0.0 for spec in specs]),
         "kernel": np.array([1 - 1 / spec.kernel_elements for spec in specs]),
-        "cost_share": _beside_even(np.array([cost[-1] for cost in costs])),
-        "params_share": _beside_even(np.array([float(spec.params) for spec in specs])),
-        "macs_share": _beside_even(np.array([float(spec.macs) for spec in specs])),
-        "importance": _beside_even(np.array([site.importance for site in sites])),
-        "loss_share": _beside_even(losses),
+        "cost_share": _relative_to_even(np.array([cost[-1] for cost in costs])),
+        "params_share": _relative_to_even(np.array([float(spec.params) for spec in specs])),
+        "macs_share": _relative_to_even(np.array([float(spec.macs) for spec in specs])),
+        "importance": _relative_to_even(np.array([site.importance for site in sites])),
+        "loss_share": _relative_to_even(losses),
         "loss_before": np.cumsum(lost) - lost,
         "preset_kept": np.array([c[j] / c[-1] for c, j in zip(costs, preset, strict=True)]),
         "preset_error": np.array([site.errors[j] for site, j in zip(sites, preset, strict=True)]),
         "preset_dense": np.array([float(j == s.dense) for s, j in zip(sites, preset, strict=True)]),
         "preset_least": np.array([float(c[j] == c.min()) for c, j in zip(costs, preset, strict=True)]),
-        "slope_up": _beside_mean(slopes[:, 0]),
-        "slope_down": _beside_mean(slopes[:, 1]),
+        "slope_up": _relative_to_mean(slopes[:, 0]),
+        "slope_down": _relative_to_mean(slopes[:, 1]),
         **{f"error_at_{point}": curves[:, point] for point in range(CURVE_POINTS)},
     }
 
 
 def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
     count = len(problem.sites)
-    chosen = [
+    operations = [
         site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
     ]
-    formats = [{each.format for each in operations if isinstance(each, Factorise)} for operations in chosen]
+    formats = [{one.format for one in of_layer if isinstance(one, Factorise)} for of_layer in operations]
     limits = () if problem.budget is None else problem.budget.limits
-    fractions = {each.measure: each.fraction for each in limits}
+    fractions = {limit.measure: limit.fraction for limit in limits}
     errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]
     return {
-        **{f"format_{name}": np.array([float(name in each) for each in formats]) for name in _KNOWN_FORMATS},
-        "rounded": np.array([float(any(isinstance(o, Quantise) for o in each)) for each in chosen]),
+        **{
+            f"format_{name}": np.array([float(name in names) for names in formats]) for name in _KNOWN_FORMATS
+        },
+        "rounded": np.array(
+            [float(any(isinstance(one, Quantise) for one in of_layer)) for of_layer in operations]
+        ),
         **{f"budget_{measure}": np.full(count, fractions.get(measure, 1.0)) for measure in MEASURES},
         "layers": np.full(count, np.log(count) / np.log(_MOST_LAYERS)),
         "params": np.full(count, np.log(max(1, problem.params)) / np.log(_MOST_PARAMETERS)),
@@ -149,7 +153,7 @@ def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
 def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, float]:
     """Return how much less the next dearer candidate loses by cost, and how much more the next cheaper one.
 
-    The best of all dearer ones, the least of all cheaper ones; 0 where there is none.
+    The best among all dearer ones, the least among all cheaper ones; 0 where there is none.
     """
     extra, gain = cost - cost[choice], site.losses[choice] - site.losses
     dearer, cheaper = extra > 0, extra < 0
@@ -177,14 +181,14 @@ def _place_in_block(names: list[str]) -> np.ndarray:
     return np.array(places)
 
 
-def _beside_even(values: np.ndarray) -> np.ndarray:
-    """Return the logarithms of shares of a sum beside an even share, in [0, 1]."""
+def _relative_to_even(values: np.ndarray) -> np.ndarray:
+    """Return the logarithms of shares of a sum relative to an even share, in [0, 1]."""
     total = float(values.sum())
     return _unit(np.log(np.maximum(values * len(values) / max(total, 1e-300), 1e-12)))
 
 
-def _beside_mean(values: np.ndarray) -> np.ndarray:
-    """Return the logarithms of positive values beside their mean over the layers that have one, in [0, 1]."""
+def _relative_to_mean(values: np.ndarray) -> np.ndarray:
+    """Return the logarithms of values relative to their mean over the positive ones, in [0, 1]."""
     there = values > 0
     if not there.any():
         return np.full(len(values), 0.5)

@@ -1,4 +1,4 @@
-"""What the agent sees of a layer: features in [0, 1]."""
+"""The features of a layer that an agent observes, in [0, 1]."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 from decomposition.candidates.candidates import CandidateSet
 from rankrl.errors import ConfigError
 from rankrl.options.agents import Feature
-from rankrl.plan_search.envs.descriptors import layer_descriptors
+from rankrl.plan_search.envs.descriptors import CURVE_POINTS, layer_descriptors
 from rankrl.plan_search.space.problem import SearchProblem
 
 DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
-"""The features that are as many whatever the network: a policy that sees no others serves all of them."""
-
-CURVE_POINTS = 6
+"""Features whose number does not depend on the network: a policy that sees no others serves all networks."""
 
 
 class ObservationEncoder:
@@ -29,13 +27,13 @@ class ObservationEncoder:
 
     Args:
         problem: The search problem.
-        features: Features beyond these: `macs` of the layer; its error `curve` over its size; `descriptors`,
-            all that is known of it and its neighbours for free (`layer_descriptors`); its `identity`, one of
-            n; `budget_left`; `last_reward`, that of the previous episode; `plan`, all actions so far.
+        features: Features beyond these: `macs` of the layer; its error `curve` over its size; `descriptors`
+            of it and its neighbours (`layer_descriptors`); its `identity`, one of n; `budget_left`;
+            `last_reward`, that of the previous episode; `plan`, all actions so far.
 
     Attributes:
         size: Numbers in an observation.
-        static: What no action changes of an observation, its first numbers; (layers, features).
+        static: The first numbers of every layer's observation, which no action changes; (layers, features).
 
     Raises:
         ConfigError: A feature is unknown.
@@ -60,8 +58,8 @@ class ObservationEncoder:
         Args:
             layer: Number of the layer; the number of layers stands for the end of the episode, which repeats
                 the last layer's static features.
-            actions: Actions of E episodes, shape (E, layers) in [-1, 1]; those of `layer` and
-                later are not looked at.
+            actions: Actions of E episodes, shape (E, layers) in [-1, 1]; those of `layer` and later layers
+                have no effect.
             budget_left: Share of the budget left, 0 to 1.
             last_reward: Reward of the previous episode; clipped to [0, 1].
 

@@ -18,7 +18,7 @@ PlanReward = Callable[[Choices], float]
 
 
 class StepInfo(TypedDict, total=False):
-    """What `reset` and `step` tell beside the observation.
+    """Information that `reset` and `step` return with the observation.
 
     Attributes:
         layer: Name of the layer that the next action is for; absent after the last one.
@@ -33,12 +33,11 @@ class StepInfo(TypedDict, total=False):
 class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     """One episode passes once over the compressible layers in forward order; one action chooses one rank.
 
-    Observation: features in [0, 1] of the layer at hand (`ObservationEncoder`). Action: one number in
-    [-1, 1]; what it stands for is decided by `action` (`envs.actions`); 0 everywhere is
-    greedy's plan. The reward is 0 until every layer has its action and then that of the plan; the episode has
-    terminated.
+    Observation: features in [0, 1] of the current layer (`ObservationEncoder`). Action: one number in
+    [-1, 1], whose meaning depends on `action` (`envs.actions`); 0 everywhere is greedy's plan. The reward is
+    0 until every layer has its action; the last step returns the plan's reward and ends the episode.
 
-    The environment itself is deterministic: equal actions bring equal observations and plans.
+    The environment itself is deterministic: equal actions give equal observations and plans.
 
     Args:
         problem: The layers, their candidates and the budget that every plan keeps.
@@ -89,7 +88,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         return self._observation(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take the action of the layer at hand.
+        """Take the action of the current layer.
 
         Args:
             action: A number in [-1, 1], shape (1,); clipped to that range.

@@ -19,7 +19,7 @@ from rankrl.options.scores import ScoringOptions, Term
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.refitting_network import RefittingNetwork
 from rankrl.plan_search.scores.remembering import RememberingEvaluator
-from rankrl.plan_search.scores.scoring_network import CACHE_BYTES, ScoringNetwork
+from rankrl.plan_search.scores.scoring_network import ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 # Small batches keep the feature maps in the processor's cache; a GPU wants large ones.
@@ -34,15 +34,13 @@ def batch_size(device: str) -> int:
 
 @dataclass(frozen=True)
 class EvaluatorOptions(ScoringOptions):
-    """How plans are scored, with the seed and the memory for it.
+    """How plans are scored, with the seed for it.
 
     Attributes:
         seed: Seed of the augmented copy.
-        cache_bytes: Memory for reconstructed weights.
     """
 
     seed: int = 0
-    cache_bytes: int = CACHE_BYTES
 
     @classmethod
     def of(cls, options: ScoringOptions, seed: int) -> EvaluatorOptions:
@@ -144,8 +142,7 @@ class PlanEvaluator(RememberingEvaluator):
                 raise ConfigError("scoring refitted plans needs training images; pass calibration")
             return RefittingNetwork(model, library, sites, self.precision, data.calibration)
         example, _ = next(data.batches(_FOLDING_EXAMPLES))
-        memory = self.options.cache_bytes
-        return ScoringNetwork(model, library, sites, self.precision, example, cache_bytes=memory)
+        return ScoringNetwork(model, library, sites, self.precision, example)
 
     @property
     def fingerprint(self) -> str:

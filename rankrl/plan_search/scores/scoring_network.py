@@ -76,7 +76,6 @@ class ScoringNetwork:
         sites: The candidates of its layers.
         precision: Device and precision to run in.
         example: Model inputs to try the network on, such as normalised images (N, C, H, W), float32.
-        cache_bytes: Memory for reconstructed weights, roughly.
     """
 
     def __init__(
@@ -86,13 +85,10 @@ class ScoringNetwork:
         sites: Sequence[CandidateSet],
         precision: Precision,
         example: Inputs,
-        *,
-        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.library = library
         self.sites = tuple(sites)
         self.precision = precision
-        self.cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, int], _Weight] = OrderedDict()
         self._cached = 0
         self.model, self._layers = self._copy(model)
@@ -183,7 +179,7 @@ class ScoringNetwork:
             self.sites[site].name, self.sites[site].candidates[choice]
         )
         self._cached += entry.nbytes
-        while self._cached > self.cache_bytes and len(self._cache) > 1:
+        while self._cached > CACHE_BYTES and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].nbytes
         return entry
 

@@ -1,1 +1,1 @@
-"""What is searched over: layers, candidates, costs and budgets."""
+"""The space of a search: layers, candidates, costs and budgets."""

@@ -1,4 +1,4 @@
-"""The search problem: which layers there are, what each candidate costs, and what may be kept."""
+"""The search problem: layers, costs of their candidates, and budgets."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _PRESET_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All that a selector needs to know of a network; it never sees the network itself.
+    """All that a selector needs to know of a network, which it never sees itself.
 
-    A selector knows a site's candidates by their index; what they stand for matters only to the plan that is
-    made at the end.
+    A selector knows a site's candidates by their index; their operations matter only to the plan that is made
+    at the end.
 
     Attributes:
         specs: Every layer of the network in forward order, compressible or not (`inspect_layers`).
@@ -52,11 +52,11 @@ class SearchProblem:
         input_shape: Shape of one network input without the batch axis, or what else is known of the inputs.
         params: Parameters of the dense network.
         macs: Multiply-accumulates of the dense network for one input.
-        budget: What every plan must keep within, or None when the reward alone weighs size.
+        budget: The limit of every plan, or None when the reward alone weighs size.
         library: The fits behind the candidates, for selectors that look into them; None when there are none.
         divergences: Measures the divergence of every site's candidates on so many batches of held-out images
             (`MeasuresDivergences`); None where that cannot be done.
-        preparation: What was rewritten in the network before, for its plans.
+        preparation: Rewrites of the network before the search, recorded in its plans.
     """
 
     specs: tuple[LayerSpec, ...]
@@ -96,9 +96,9 @@ class SearchProblem:
 
         Args:
             model: The dense network.
-            sites: The candidates of its compressible layers (`FitLibrary.all_candidates`). Where several
-                generators proposed them, only those are kept that no other beats in error and in what the
-                budget counts (parameters without one).
+            sites: The candidates of its compressible layers (`FitLibrary.all_candidates`). The problem keeps
+                those that no other beats both in error and in what the budget counts (parameters without
+                a budget).
             input_shape: Shape of one input without the batch axis, or a batch of inputs.
             params: Fraction of the parameters that may be kept, in (0, 1], or None.
             macs: Fraction of the multiply-accumulates that may be kept, in (0, 1], or None.
@@ -143,7 +143,7 @@ class SearchProblem:
         library: FitLibrary | None = None,
         preparation: tuple[Rewrite, ...] = (),
     ) -> SearchProblem:
-        """Describe the search over a network of which layers and costs are known.
+        """Describe the search over a network by its layers and costs.
 
         Args:
             specs: Every layer of the network in forward order.
@@ -153,7 +153,7 @@ class SearchProblem:
             fractions: Fractions that may be kept, by measure; `latency` is the last.
             latencies: As for `from_model`.
             library: As for `from_model`.
-            preparation: What was rewritten in the network before, for its plans.
+            preparation: Rewrites of the network before the search, recorded in its plans.
 
         Raises:
             ConfigError: As `from_model`.
@@ -173,10 +173,10 @@ class SearchProblem:
             if fraction is None:
                 continue
             if measure == "latency" and latencies is not None:
-                further = latencies.budget(fraction, sites)
+                limit = latencies.budget(fraction, sites)
             else:
-                further = Budget.of_total(totals[measure], sites, measure, fraction)
-            budget = replace(further, also=budget)
+                limit = Budget.of_total(totals[measure], sites, measure, fraction)
+            budget = replace(limit, also=budget)
         measures = ("params",) if budget is None else budget.measures
         return cls(
             tuple(specs),
@@ -191,16 +191,16 @@ class SearchProblem:
 
     @property
     def setting(self) -> SearchSetting:
-        """What a selector's options may contradict."""
+        """The parts of the problem that a selector's options may contradict."""
         return SearchSetting(
             () if self.budget is None else self.budget.measures,
             any(site.narrows or site.removal is not None for site in self.sites),
-            self.budget is not None and any(each.borders for each in self.budget.limits),
+            self.budget is not None and any(limit.borders for limit in self.budget.limits),
         )
 
     @property
     def measure(self) -> Measure:
-        """What the budget counts, the first one of two; `params` when there is none."""
+        """The measure of the budget, the first of two; `params` without one."""
         return "params" if self.budget is None else cast(Measure, self.budget.measure)
 
     @cached_property
@@ -215,11 +215,11 @@ class SearchProblem:
         It covers layers, candidates, errors (which stand for weights and calibration data) and the budget.
         """
         limits = () if self.budget is None else self.budget.limits
-        budget = [value for each in limits for value in (each.fraction, each.measure)]
+        budget = [value for limit in limits for value in (limit.fraction, limit.measure)]
         sites = [
             (
                 site.layer_names,
-                [one.content() for one in site.candidates],
+                [candidate.content() for candidate in site.candidates],
                 [site.params, site.macs, site.losses],
                 site.cost("latency") if site.timed else None,
                 [site.saved(measure) for measure in ("params", self.measure) if site.narrows],
@@ -231,7 +231,7 @@ class SearchProblem:
 
     @cached_property
     def preset(self) -> np.ndarray:
-        """Greedy's choices, shape (sites,): where a search starts.
+        """Greedy's choices, shape (sites,), which a search starts from.
 
         The Lagrangian allocation over the data-aware errors for the budget, or for half of the parameters
         when there is no budget.
@@ -244,7 +244,7 @@ class SearchProblem:
         return allocate(self.sites, Budget(fraction, "params", self.params, fixed))
 
     def plan(self, choices: Iterable[int], chosen_by: str) -> CompressionPlan:
-        """Return the plan that takes candidate `choices[j]` of `sites[j]`."""
+        """Return the plan with candidate `choices[j]` of `sites[j]`."""
         return plan_from_choices(
             self.sites,
             choices,
@@ -256,7 +256,7 @@ class SearchProblem:
         )
 
     def cost(self, choices: Sequence[int]) -> Cost:
-        """Return the cost of the whole network; its time where all candidates were timed, as they add up."""
+        """Return the cost of the whole network, with its time as a sum where all candidates were timed."""
         params, macs = self.params, self.macs
         size, time = FLOAT_BYTES * self.params, None
         if self.measure == "latency" and self.budget is not None:

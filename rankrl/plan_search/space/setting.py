@@ -1,4 +1,4 @@
-"""What is known of a search before anything is trained, calibrated or fitted."""
+"""The part of a search that is known before anything is trained, calibrated or fitted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """What a selector's options may contradict, known from the options of the search alone.
+    """The part of a search that a selector's options may contradict, known from its options alone.
 
     Attributes:
         measures: What the budgets count, such as `params`; empty without a budget.
         narrows: Whether channels between layers, or whole blocks, may be removed.
-        borders: Whether a budget in time counts what changes between integers and floating point cost.
+        borders: Whether a budget in time counts the changes between integers and floating point.
         in_workers: Whether plans are scored in other processes.
     """
 

@@ -47,7 +47,6 @@ DERIVED = {
     "pruner": "pruner.name",
     "timing": "export.*",
     "evaluator": "search.*",
-    "cache_bytes": "no option",
     "root": "RANKRL_DATA in the environment",
     "label_smoothing": "train.label_smoothing; a teacher's answers are soft",
     "folder": "no option",
