@@ -72,7 +72,7 @@ def node_of(
 
 
 def put_in_place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> None:
-    """Put nodes in a row in the place of others; the output of the last becomes what that of the others was.
+    """Put nodes in a row in the place of others; the output of the last takes the place of theirs.
 
     Args:
         graph: The graph; changed in place.

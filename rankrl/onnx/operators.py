@@ -1,4 +1,4 @@
-"""Operators are known by their domain and their name: another domain's `Conv` need not be ONNX's own."""
+"""Operators, identified by domain and name: the `Conv` of another domain need not be ONNX's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants that a file stores by their numbers other than zero, as the dense tensors that they stand for."""
+"""Sparse constants of a file, turned into dense tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST_BYTES = 2**31 - 1
 def store_densely(model: onnx.ModelProto) -> None:
     """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike.
 
-    onnx_ir has no sparse ones, so this is done before a model becomes one of its.
+    onnx_ir knows no sparse constants, so this precedes the conversion of a model to it.
 
     Args:
         model: Changed in place. Names stay.
 
     Raises:
-        ExportError: A constant is too large when it is dense, with what else there is.
+        ExportError: A dense constant is too large for one file with the rest of the model.
     """
 
     def densely(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:

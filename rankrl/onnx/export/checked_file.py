@@ -1,4 +1,4 @@
-"""ONNX files that are right before they are there."""
+"""Writing ONNX files that are checked before they appear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network takes in PyTorch, as its ONNX file takes it: arrays by the names of the file's inputs."""
+"""A PyTorch network's inputs as its ONNX file takes them: arrays by the names of the file's inputs."""
 
 from __future__ import annotations
 

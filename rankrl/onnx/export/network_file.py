@@ -1,7 +1,7 @@
-"""From a compressed network to its ONNX file, integers included.
+"""Writing a compressed network to an ONNX file, integers included.
 
 The network without rounding is exported and compared with PyTorch to rounding errors; onnxruntime's quantiser
-then makes integers of what the plan says.
+then turns into integers what the plan says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the ONNX file compute what the PyTorch model computes?"""
+"""Comparing ONNX files with their PyTorch models."""
 
 from __future__ import annotations
 

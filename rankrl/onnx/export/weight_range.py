@@ -1,8 +1,8 @@
-"""In how many bits weights compute on processors whose 8-bit sums overflow.
+"""Weights in 7 bits for processors whose 8-bit sums overflow.
 
 x86 processors without VNNI add two products of 8 bits in 16 (VPMADDUBSW), where 2 * 255 * 127 does not fit
-and is cut off: the file runs, as fast as ever, and its numbers are wrong. There weights take 7 of their 8
-bits (onnxruntime's `reduce_range`), with which no sum overflows.
+and is cut off: the file runs as fast as ever, and its numbers are wrong. With weights of 7 bits
+(onnxruntime's `reduce_range`) no sum overflows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which axes probably count the inputs of a batch: what a file and the arrays given for it suggest."""
+"""Suggesting the axes that count the inputs of a batch, from a file and the arrays for it."""
 
 from __future__ import annotations
 

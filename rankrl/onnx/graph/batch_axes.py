@@ -1,4 +1,4 @@
-"""Which axis of every input and output counts the inputs of a batch; batches cut and joined along it."""
+"""The axes that count the inputs of a batch; batches are cut and joined along them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Finding which axes count the inputs of a batch, and which sizes it may have, by trying what is suggested.
+"""Finding the axes that count the inputs of a batch, and the sizes that it may have, by running the file.
 
-Of the axes that a file and its inputs suggest (`axis_suggestions`) the first are taken with which the file
-runs with one input and with two, an output grows as the batch does, and inputs do not change each other's
-outputs, as steps of a sequence do.
+The first suggestion (`axis_suggestions`) is taken with which the file runs on one input and on two, an output
+grows with the batch, and inputs do not change each other's outputs as the steps of a sequence do.
 """
 
 from __future__ import annotations

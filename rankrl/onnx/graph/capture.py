@@ -1,4 +1,4 @@
-"""What reaches the nodes of a graph: their inputs, seen in onnxruntime batch by batch."""
+"""The inputs of the nodes of a graph, captured in onnxruntime batch by batch."""
 
 from __future__ import annotations
 

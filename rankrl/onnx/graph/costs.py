@@ -1,4 +1,4 @@
-"""What a network in an ONNX file costs as a whole."""
+"""Parameters, multiply-accumulates and bytes of a whole network in an ONNX file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a compressed graph to a file, integers included, and the proof that it computes what it should."""
+"""Writing a compressed graph to a file, integers included, and verifying what it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes of domains other than ONNX's own: what they compute is not ours to know, what they hold is."""
+"""Nodes of domains other than ONNX's own: what they compute is unknown, their weights are counted."""
 
 from __future__ import annotations
 

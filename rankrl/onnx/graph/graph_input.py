@@ -1,4 +1,4 @@
-"""What a network in an ONNX file takes."""
+"""An input of a network in an ONNX file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GraphInput:
-    """What a network takes.
+    """An input of a network.
 
     Attributes:
         name: Name of the input.

@@ -1,8 +1,8 @@
 """Files in half precision: fitted in float32, handed back in the precision that each value had.
 
-What is compressed is the same graph in float32, behind inputs of the file's own types. Every value keeps its
-name, so a changed graph finds its way back: what has a known name gets its old type, what is new that of the
-values which it is computed from.
+The same graph is compressed in float32, behind inputs of the file's own types. Every value keeps its name, so
+that a changed graph can be narrowed again: known names get their old types, new values those of what
+they are computed from.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEAN, _VARIANCE = 3, 4
 
 @dataclass(frozen=True)
 class HalfValues:
-    """What of a graph was in half precision.
+    """The values of a graph that are in half precision in its file.
 
     Attributes:
         types: The types of values in half precision, by name.
@@ -54,7 +54,7 @@ class HalfValues:
 
 
 def half_values(model: ir.Model) -> HalfValues:
-    """Find what of a model is in half precision.
+    """Find the values of a model that are in half precision.
 
     Args:
         model: The model, without functions of its own.

@@ -109,8 +109,8 @@ def split_inputs(
 
     Args:
         inputs: One array for each input by name, all of the same length on the axis that counts the inputs;
-            one array for a network with one input; or batches of such, whose further sizes may differ. A list
-            of batches in the place of one is a sequence, the steps of a recording say, which no split parts.
+            one array for a network with one input; or batches of such, whose other sizes may differ. A list
+            of batches in the place of one is a sequence, such as the steps of a recording; it is never split.
         network: The network that is to take them.
         batch_axes: The axis that counts the inputs of a batch, by the names of inputs, None for an input that
             goes with every batch as it is; what is left out is found (`find_batch_axes`).

@@ -1,4 +1,4 @@
-"""Which nodes of a network onnxruntime can compute in 8-bit integers."""
+"""Finding the nodes of a network that onnxruntime cannot compute in 8-bit integers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) -> list[str]:
     """Return the names of nodes that cannot compute in integers, so that all others can together.
 
-    The quantiser takes every convolution and product, but what it writes onnxruntime sometimes refuses to
-    load or to run: its own rewriting of some graphs around integer nodes is not valid. Such nodes are found
-    by trying all at once, then halves of those that fail.
+    The quantiser takes every convolution and product, but onnxruntime refuses to load or to run some of the
+    files that it writes, because its own rewriting around integer nodes is not always valid. Such nodes are
+    found by trying all at once, then halves of those that fail.
 
     Args:
         network: The network.

@@ -1,8 +1,8 @@
 """Products with a one-hot code as look-ups: the same numbers without comparing, casting and multiplying.
 
 Exporters write an embedding of integers as a comparison of every index with every class, and a matrix
-product of what that gives. All that such a product finds is a row of its weight. What follows it element by
-element, a bias or an activation of many nodes, is a function of that row alone and goes into the table.
+product of the result. Such a product picks a row of its weight. What follows element by element, a bias or an
+activation of many nodes, is a function of that row alone and goes into the table.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class PreparedFile:
 
     @cached_property
     def foreign(self) -> str | None:
-        """Which nodes hold weights but are no operators of ONNX, and what to do about it."""
+        """A warning of nodes that hold weights but are no operators of ONNX; None without any."""
         nodes = {node.name: node for node in self.network.graph_model().graph}
         names = [site.name for site in self.sites if is_foreign(nodes.get(site.name))]
         if not names:
@@ -156,7 +156,7 @@ class PreparedFile:
 
     @property
     def rewritten(self) -> dict[str, str]:
-        """What became of nodes before anything was compressed, by their names."""
+        """How nodes were rewritten before anything was compressed, by their names."""
         changes = {site.name: "a look-up" for site in self.looked_up}
         return changes | {name: f"{each.positions} positions at once" for name, each in self.several.items()}
 

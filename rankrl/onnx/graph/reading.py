@@ -1,4 +1,4 @@
-"""Reading a network from an ONNX file: what is refused, and what is set right before it is looked at."""
+"""Reading a network from an ONNX file: checks, repairs and refusals."""
 
 from __future__ import annotations
 

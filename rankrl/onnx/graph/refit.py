@@ -134,9 +134,9 @@ def refitted_graph(
 ) -> CompressedGraph:
     """Return the graph under a plan, its nodes fitted one after the other.
 
-    Each is fitted so that on the inputs which it then receives it gives what the original gives on its own
-    (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
-    anew, too, and make up for errors of those before.
+    Each is fitted to give on the inputs that it receives in the compressed graph what the original gives on
+    its own (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
+    anew, too, and make up for the errors of those before them.
 
     Args:
         network: The network.

@@ -1,4 +1,4 @@
-"""How strongly a network's outputs react to a node's output, by forward passes alone.
+"""The sensitivity of a network's outputs to a node's output, measured by forward passes alone.
 
 G = E[J' J], summed over positions (`decomposition.calibration`), says what an error in a node's output costs
 at the network's outputs. Without gradients it is measured by perturbing: with random signs s_p, one for each

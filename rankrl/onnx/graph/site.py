@@ -36,10 +36,10 @@ class Site:
         absorber: What can take up a change of the mean output, or None.
         weight_name: Name of the constant that holds the weight, which may be turned on its way to the node.
         bias_name: Name of the value that holds the bias; empty without one.
-        twins: Further nodes with the same weight, which become what this one does; their costs are in `spec`.
+        twins: Other nodes with the same weight, which become what this one does; their costs are in `spec`.
         spread: Kernel of a transposed convolution, over which it spreads every input position; empty for
-            others. To fits it is what it multiplies: a 1x1 convolution from its input channels to output
-            channels times kernel positions, whose outputs it adds up where they overlap. `spec`, `weight` and
+            others. Such a node is fitted as a 1x1 convolution from its input channels to output channels
+            times kernel positions, whose outputs are added up where they overlap. `spec`, `weight` and
             `module` are those of that convolution, without the bias, which stays where it is.
     """
 

@@ -1,4 +1,4 @@
-"""Which nodes of a graph multiply with a constant weight, and what keeps others as they are."""
+"""Finding the nodes of a graph that multiply with a constant weight, and why some have to stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every runtime can do: open an ONNX file, and run batches through it."""
+"""The interface of runtimes: opening ONNX files and running batches through them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = np.ndarray[Any, Any] | Mapping[str, np.ndarray[Any, Any]]
 
 
 class Session(ABC):
-    """An ONNX file, opened in a runtime; what it says of its input is the first one's.
+    """An ONNX file, opened in a runtime; of several inputs it describes the first.
 
     Args:
         input_name: The input's name in the file.
