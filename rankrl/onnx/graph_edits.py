@@ -24,7 +24,7 @@ def values_in(graph: ir.Graph) -> Iterator[ir.Value]:
 def names_in(graph: ir.Graph) -> set[str]:
     """Return the names of all nodes and values of a graph and its bodies."""
     taken = {str(node.name) for node in graph.all_nodes()}
-    return taken | {str(value.name) for each in (graph, *graph.subgraphs()) for value in values_in(each)}
+    return taken | {str(value.name) for part in (graph, *graph.subgraphs()) for value in values_in(part)}
 
 
 def new_name(name: str, taken: set[str]) -> str:
@@ -115,21 +115,21 @@ def free_ends(model: ir.Model) -> None:
 
 def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
     """Return the values of a graph that depend on some of its values, and those."""
-    reached = {each for each in values if not each.is_initializer()}
+    reached = {value for value in values if not value.is_initializer()}
     for node in graph:  # in topological order
-        if any(each in reached for each in used_by(node, graph)):
+        if any(value in reached for value in used_by(node, graph)):
             reached.update(node.outputs)
     return reached
 
 
 def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     """Return the values of the main graph that a node or its bodies take."""
-    values = [each for each in node.inputs if each is not None]
+    values = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         bodies = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []
         bodies += attribute.as_graphs() if attribute.type == ir.AttributeType.GRAPHS else []
         for inner in (inner for body in bodies for inner in body.all_nodes()):
-            values += [each for each in inner.inputs if each is not None and each.graph is graph]
+            values += [value for value in inner.inputs if value is not None and value.graph is graph]
     return values
 
 

@@ -68,6 +68,6 @@ def dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
 def _with_bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield the graph and the bodies of its control flow."""
     yield graph
-    for attribute in (each for node in graph.node for each in node.attribute):
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
         for body in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
             yield from _with_bodies(body)

@@ -32,14 +32,14 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
     The episodes of a task are in `state/tasks`; a run that was killed goes on with the next task.
     """
     networks = _networks(config)
-    added = [each for run in config.pretrain.add for each in _added(Path(run))]
+    added = [task for run in config.pretrain.add for task in _added(Path(run))]
     data = options.dataset(config)
     kept = folder.state / EPISODES_FOLDER
     episodes = [
-        each
+        task
         for one in networks
         for network in _fitted(one, data, folder)
-        for each in play_tasks(
+        for task in play_tasks(
             network,
             options.scoring(config, data, network.model),
             config.pretrain,
@@ -48,8 +48,8 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
             warn=folder.warn,
         )
     ]
-    played = {each.task.decision for each in episodes}
-    episodes += [each for each in added if each.task.decision not in played]
+    played = {task.task.decision for task in episodes}
+    episodes += [task for task in added if task.task.decision not in played]
     if not episodes:
         raise ConfigError(
             "pretrain: no task is left, none of the budgets can be reached; raise pretrain.params or "

@@ -222,7 +222,7 @@ def _channels(graph: ir.Graph) -> Iterable[_Channels]:
         else:
             for value in (*operands, *node.outputs):
                 known(value).fixed = True
-    return list({id(each): each for each in of.values()}.values())
+    return list({id(channels): channels for channels in of.values()}.values())
 
 
 def _plain_weight(node: ir.Node) -> tuple[int, ...] | None:
@@ -232,7 +232,7 @@ def _plain_weight(node: ir.Node) -> tuple[int, ...] | None:
     x, *operands = node.inputs
     values = [value.const_value for value in operands if value is not None and is_constant(value)]
     known = [tensor for tensor in values if tensor is not None and tensor.dtype == ir.DataType.FLOAT]
-    if x is None or is_constant(x) or len(known) < sum(each is not None for each in operands):
+    if x is None or is_constant(x) or len(known) < sum(operand is not None for operand in operands):
         return None
     dims = tuple(known[0].shape.numpy())
     return dims if len(dims) == 4 else None

@@ -23,13 +23,15 @@ def input_names(model: nn.Module, inputs: Inputs) -> list[str]:
     if isinstance(inputs, dict):
         return list(inputs)
     parameters = inspect.signature(model.forward).parameters.values()
-    names = [each.name for each in parameters if each.kind is not each.VAR_POSITIONAL][: len(inputs)]
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL][
+        : len(inputs)
+    ]
     return names if len(names) == len(inputs) else [f"{ONLY_INPUT}_{j}" for j in range(len(inputs))]
 
 
 def feed_of(model: nn.Module, inputs: Inputs) -> Batch:
     """Return a batch as a float32 file takes it: one array, or arrays by name where there are several."""
-    arrays = [_array(each) for each in tensors_of(inputs)]
+    arrays = [_array(tensor) for tensor in tensors_of(inputs)]
     if isinstance(inputs, torch.Tensor):
         return arrays[0]
     return dict(zip(input_names(model, inputs), arrays, strict=True))

@@ -97,9 +97,9 @@ def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
         statistics = [stored(value) for value in constants]
         old_bias = np.zeros(1) if bias is None else stored(bias)
         alone = len(x.uses()) == 1 and not x.is_graph_output()
-        if not alone or kernel is None or old_bias is None or any(each is None for each in statistics):
+        if not alone or kernel is None or old_bias is None or any(array is None for array in statistics):
             continue
-        gamma, beta, mean, variance = (each.astype(np.float64) for each in statistics if each is not None)
+        gamma, beta, mean, variance = (array.astype(np.float64) for array in statistics if array is not None)
         scale = gamma / np.sqrt(variance + batchnorm.attributes.get_float("epsilon", 1e-5))
         folded = {
             "scale": scale.reshape(-1, *[1] * (len(kernel) + 1)),
@@ -137,7 +137,7 @@ def name_batch_axis(graph: ir.Graph) -> None:
             return axis
         return None if axis.value is None else occurrence.sub(BATCH_AXIS, axis.value)
 
-    for value in (value for each in (graph, *graph.subgraphs()) for value in values_in(each)):
+    for value in (value for part in (graph, *graph.subgraphs()) for value in values_in(part)):
         if value.shape is not None:
             value.shape = ir.Shape(map(renamed, value.shape))
 
@@ -152,7 +152,7 @@ def name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
     if {value.name for value in (*graph.inputs, *graph.initializers.values())} & set(names):
         return
     taken = names_in(graph) | set(names)
-    for value in (value for each in (graph, *graph.subgraphs()) for value in values_in(each)):
+    for value in (value for part in (graph, *graph.subgraphs()) for value in values_in(part)):
         if value.name in names and value not in graph.outputs:
             value.name = new_name(str(value.name), taken)
     for value, name in zip(graph.outputs, names, strict=True):
@@ -213,6 +213,6 @@ def _remove_notes(model: ir.Model) -> None:
     """Remove stack traces and tracing notes: they hold source paths and can outweigh a small model."""
     passes.ClearMetadataAndDocStringPass()(model)
     noted: list[ir.Model | ir.Value] = [model, *values_in(model.graph)]
-    for each in noted:
-        each.metadata_props.clear()
-        each.doc_string = None
+    for holder in noted:
+        holder.metadata_props.clear()
+        holder.doc_string = None

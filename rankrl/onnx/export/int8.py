@@ -81,7 +81,7 @@ def quantise_onnx(
     copy = QuantiserCopy(model)
     nodes = None if computing is None else [str(node.name) for node in computing]
     fixed = session.fixed_batch
-    feeds = [each if isinstance(each, Mapping) else {session.input_name: each} for each in inputs]
+    feeds = [batch if isinstance(batch, Mapping) else {session.input_name: batch} for batch in inputs]
     batches = [feed for feed in feeds if fixed is None or fixed == len(feed[session.input_name])]
     if not batches:
         needed = "" if fixed is None else f" of {fixed}, the batch size of the file,"
@@ -94,7 +94,7 @@ def quantise_onnx(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
             )
-    named = [{copy.values[name]: each for name, each in feed.items()} for feed in batches]
+    named = [{copy.values[name]: array for name, array in feed.items()} for feed in batches]
     quantised = _quantised(model, path, named, nodes, copy.apart, reduces(reduce_range))
     if nodes is not None:
         _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
@@ -142,7 +142,7 @@ class _Reader(CalibrationDataReader):
 
     def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
         feed = next(self._feeds, None)
-        return None if feed is None else {name: np.asarray(each, order="C") for name, each in feed.items()}
+        return None if feed is None else {name: np.asarray(array, order="C") for name, array in feed.items()}
 
 
 def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:

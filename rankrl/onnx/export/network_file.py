@@ -139,8 +139,10 @@ def _rounded(tensor: ir.TensorProtocol, width: int, axis: int) -> tuple[ir.Tenso
     largest = 2 ** (width - 1) - 1
     rows = np.abs(values.reshape(len(values), -1)).max(1)
     ends = np.array([-largest, largest], dtype=np.int8)
-    pairs = [compute_scale_zp(-each, each, *ends, symmetric=True) for each in rows]
-    scale = np.array([each for _, each in pairs], dtype=np.float32).reshape(-1)
+    pairs = [
+        compute_scale_zp(-largest_weight, largest_weight, *ends, symmetric=True) for largest_weight in rows
+    ]
+    scale = np.array([step for _, step in pairs], dtype=np.float32).reshape(-1)
     scale[rows == 0] = 1.0
     zero = np.zeros(len(values), dtype=np.int8)
     integers = quantize_onnx_initializer(ir.to_proto(tensor), kind.value, zero, scale, axis=axis)

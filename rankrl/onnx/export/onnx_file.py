@@ -166,7 +166,7 @@ def _sample_batch(
     if sample is None and not holds_tensors(input_shape):
         return example_batch(model, shape, least)
     batch = as_inputs(input_shape if sample is None else sample)
-    sizes, needed = (_sizes(input_shape_of(each)) for each in (batch, shape))
+    sizes, needed = (_sizes(input_shape_of(batch_or_shape)) for batch_or_shape in (batch, shape))
     if sizes != needed or count_inputs(batch) == 0:
         raise ExportError(
             f"sample has the {described(batch)}; without its first axis, of at least 1, it must have the "
@@ -177,4 +177,4 @@ def _sample_batch(
 
 
 def _sizes(shape: InputShape) -> list[tuple[int, ...]]:
-    return [each.shape for each in shape.tensors] if isinstance(shape, InputSpec) else [shape]
+    return [spec.shape for spec in shape.tensors] if isinstance(shape, InputSpec) else [shape]

@@ -70,9 +70,9 @@ class QuantiserCopy:
         graph = model.graph
         self._join(graph)
         taken = names_in(graph) | set(self._names.values())
-        for each in (*graph, *dict.fromkeys(values_in(graph))):
-            if each.name:
-                each.name = self._given_back(each.name, taken)
+        for named in (*graph, *dict.fromkeys(values_in(graph))):
+            if named.name:
+                named.name = self._given_back(named.name, taken)
         graph.sort()
 
     def _join(self, graph: ir.Graph) -> None:

@@ -39,7 +39,7 @@ class _Chain:
     """Slices, and the padding behind them, that one convolution may replace.
 
     Attributes:
-        nodes: They in order, of which each alone reads the one before.
+        nodes: The nodes in order; each is the only reader of the one before.
         strides: Step along rows and columns.
         before: Channels of zeros in front of those that are read.
         after: Channels of zeros behind them.
@@ -149,8 +149,8 @@ def _strides(node: ir.Node) -> dict[int, int] | None:
     """Return the step along each axis of a slice from the axis' first position to its last."""
     if not is_standard(node, "Slice") or len(node.inputs) != 5:
         return None
-    values = [_numbers(each) for each in node.inputs[1:]]
-    if any(each is None for each in values):
+    values = [_numbers(value) for value in node.inputs[1:]]
+    if any(numbers is None for numbers in values):
         return None
     whole = np.iinfo(np.int32).max
     strides = {}

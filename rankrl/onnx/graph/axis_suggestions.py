@@ -25,8 +25,8 @@ def axes_in_file(inputs: Sequence[GraphInput]) -> BatchAxes:
 
 def declared_batch(inputs: Sequence[GraphInput], axes: Axes) -> int | None:
     """Return the batch size that a file declares."""
-    counted = [(each, axis) for each in inputs if (axis := axes[each.name]) is not None]
-    return next((size for each, axis in counted if (size := each.shape[axis]) is not None), None)
+    counted = [(entry, axis) for entry in inputs if (axis := axes[entry.name]) is not None]
+    return next((size for entry, axis in counted if (size := entry.shape[axis]) is not None), None)
 
 
 def suggested_axes(
@@ -41,13 +41,13 @@ def suggested_axes(
         stated: The axes that the user states, which hold.
         sizes: Shapes of a batch of inputs by their names; empty where there is none.
     """
-    left = [each for each in inputs if each.name not in stated and each.shape]
-    known = next(((each, axis) for each in inputs if (axis := stated.get(each.name)) is not None), None)
-    free = [(each, axis) for each in left for axis in _free(each)]
-    begins = [(each, axis) for each, axis in free if axis == 0 or _HINT in each.names[axis].lower()]
-    begins += [(each, 1) for each, axis in begins if axis == 0 and 1 in _free(each)]
-    weighty = [each for each in left if len(each.shape) > 1 and _free(each)]
-    if weighty and all(len(each.shape) == 1 and axis == 0 for each, axis in begins):
+    left = [entry for entry in inputs if entry.name not in stated and entry.shape]
+    known = next(((entry, axis) for entry in inputs if (axis := stated.get(entry.name)) is not None), None)
+    free = [(entry, axis) for entry in left for axis in _free(entry)]
+    begins = [(entry, axis) for entry, axis in free if axis == 0 or _HINT in entry.names[axis].lower()]
+    begins += [(entry, 1) for entry, axis in begins if axis == 0 and 1 in _free(entry)]
+    weighty = [entry for entry in left if len(entry.shape) > 1 and _free(entry)]
+    if weighty and all(len(entry.shape) == 1 and axis == 0 for entry, axis in begins):
         begins = []  # lengths and masks do not say what the arrays beside them count
     if known is not None:
         begins = [known]
@@ -55,20 +55,20 @@ def suggested_axes(
         begins = [(_deviating(weighty or left, sizes), 0)]
 
     def order(begin: tuple[GraphInput, int]) -> tuple[bool, int, bool, int]:
-        each, axis = begin
-        others = _following(inputs, stated, sizes, each, axis)
+        entry, axis = begin
+        others = _following(inputs, stated, sizes, entry, axis)
         without = sum(1 for other in left if _free(other) and others[other.name] is None)
         return (
-            _HINT not in each.names[axis].lower(),
+            _HINT not in entry.names[axis].lower(),
             without,
             axis != 0,
-            -int(np.prod(sizes.get(each.name, ()))),
+            -int(np.prod(sizes.get(entry.name, ()))),
         )
 
     if not begins:
-        yield {each.name: stated.get(each.name) for each in inputs}
-    for each, axis in sorted(begins, key=order):
-        yield _following(inputs, stated, sizes, each, axis)
+        yield {entry.name: stated.get(entry.name) for entry in inputs}
+    for entry, axis in sorted(begins, key=order):
+        yield _following(inputs, stated, sizes, entry, axis)
 
 
 def _following(
@@ -77,48 +77,50 @@ def _following(
     """Return the axes of all inputs that follow from the axis of one."""
     axes: dict[str, int | None] = {}
     count = sizes[begin.name][axis] if begin.name in sizes else None
-    for each in inputs:
-        if each.name in stated:
-            axes[each.name] = stated[each.name]
-        elif each is begin:
-            axes[each.name] = axis
+    for entry in inputs:
+        if entry.name in stated:
+            axes[entry.name] = stated[entry.name]
+        elif entry is begin:
+            axes[entry.name] = axis
         else:
-            axes[each.name] = _alike(each, sizes.get(each.name), begin, axis, count)
+            axes[entry.name] = _alike(entry, sizes.get(entry.name), begin, axis, count)
     return axes
 
 
 def _alike(
-    each: GraphInput, shape: Shape | None, begin: GraphInput, axis: int, count: int | None
+    entry: GraphInput, shape: Shape | None, begin: GraphInput, axis: int, count: int | None
 ) -> int | None:
     """Return the axis of an input that counts what an axis of another one does."""
-    if not each.shape:
+    if not entry.shape:
         return None
-    free, declared, name = _free(each), begin.shape[axis], begin.names[axis]
+    free, declared, name = _free(entry), begin.shape[axis], begin.names[axis]
     for same in free:
-        if name and each.names[same] == name:
+        if name and entry.names[same] == name:
             return same
-    fits = range(len(each.shape)) if shape is None else [k for k, size in enumerate(shape) if size == count]
-    other = len(each.shape) == 1 if declared is not None else bool(name and each.names[0])
+    fits = range(len(entry.shape)) if shape is None else [k for k, size in enumerate(shape) if size == count]
+    other = len(entry.shape) == 1 if declared is not None else bool(name and entry.names[0])
     if 0 in free and (0 in fits or not other):
         return 0  # of another length only where the file suggests that it counts something else
     if shape is not None and any(k in free for k in fits):
         return next(k for k in fits if k in free)
     if shape is not None and count is not None:  # a file of one batch size, given arrays of many inputs
-        longer = [k for k, size in enumerate(each.shape) if size not in (None, shape[k])]
+        longer = [k for k, size in enumerate(entry.shape) if size not in (None, shape[k])]
         if len(longer) == 1 and longer[0] in fits:
             return longer[0]
     if declared is None or free:
         return None
-    return next((k for k, size in enumerate(each.shape) if size == declared), None)
+    return next((k for k, size in enumerate(entry.shape) if size == declared), None)
 
 
-def _free(each: GraphInput) -> list[int]:
-    return [axis for axis, size in enumerate(each.shape) if size is None]
+def _free(entry: GraphInput) -> list[int]:
+    return [axis for axis, size in enumerate(entry.shape) if size is None]
 
 
 def _deviating(inputs: Sequence[GraphInput], sizes: Mapping[str, Shape]) -> GraphInput:
     """Return the first input that has another length than the file declares, or the first of all."""
     longer = [
-        each for each in inputs if each.name in sizes and each.shape[0] not in (None, sizes[each.name][0])
+        entry
+        for entry in inputs
+        if entry.name in sizes and entry.shape[0] not in (None, sizes[entry.name][0])
     ]
     return (longer or list(inputs))[0]

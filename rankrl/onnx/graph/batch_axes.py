@@ -77,7 +77,7 @@ class BatchAxes:
     def joined(self, feeds: Sequence[Feed]) -> dict[str, Array]:
         """Return batches of one `kind` as one."""
         return {
-            name: feeds[0][name] if axis is None else np.concatenate([each[name] for each in feeds], axis)
+            name: feeds[0][name] if axis is None else np.concatenate([feed[name] for feed in feeds], axis)
             for name, axis in self.inputs.items()
         }
 

@@ -62,7 +62,7 @@ def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None
                 f"are. State the axes (dataset.batch_axes, batch_axes= in Python): {nothing} if they are the "
                 "steps of a sequence, so that every batch is one input and run as it is; or those above"
             )
-    for trial in sorted(trials, key=lambda each: not each.grows):
+    for trial in sorted(trials, key=lambda trial: not trial.grows):
         if trial.result is not None:
             return trial.result
     first = trials[0]
@@ -121,7 +121,7 @@ class _Trial:
         for size in sizes:
             outputs = self._run(range(size))
             if outputs is not None:
-                return self._with_outputs([_counting(np.shape(each), size) for each in outputs], size)
+                return self._with_outputs([_counting(np.shape(output), size) for output in outputs], size)
         return None
 
     def _with_outputs(self, outputs: Sequence[int | None], fixed: int | None) -> BatchAxes:
@@ -163,10 +163,10 @@ def _influence(alone: Array, pair: Array, axis: int | None) -> float:
     """
     if axis is None or alone.dtype.kind != "f" or not alone.any():
         return 0.0
-    expected, both = (np.moveaxis(each, axis, 0).astype(np.float64) for each in (alone, pair))
+    expected, both = (np.moveaxis(output, axis, 0).astype(np.float64) for output in (alone, pair))
     if expected.shape[1:] != both.shape[1:]:
         return 0.0
-    differences = [np.linalg.norm(each - expected) for each in (both[len(expected) :], both[1::2])]
+    differences = [np.linalg.norm(output - expected) for output in (both[len(expected) :], both[1::2])]
     return float(min(differences) / np.linalg.norm(expected))
 
 
@@ -197,7 +197,7 @@ def check_sizes(feed: Feed, axes: BatchAxes, network: OnnxNetwork) -> None:
 
 def _checked(stated: Axes, network: OnnxNetwork) -> dict[str, int | None]:
     """Return stated axes counted from the front."""
-    inputs = {each.name: each for each in network.inputs}
+    inputs = {entry.name: entry for entry in network.inputs}
     axes: dict[str, int | None] = {}
     for name, axis in stated.items():
         if name not in inputs:

@@ -125,9 +125,9 @@ def _as_a_whole(
 ) -> Iterator[tuple[str, Array, Array]]:
     """Yield the outputs of both graphs, by name."""
     del nodes
-    sessions = [GraphSession(each, source) for each in (model, contracted)]
+    sessions = [GraphSession(graph, source) for graph in (model, contracted)]
     for feed in batches:
-        yield from zip(sessions[0].output_names, *(each.run(feed) for each in sessions), strict=True)
+        yield from zip(sessions[0].output_names, *(session.run(feed) for session in sessions), strict=True)
 
 
 def _node_by_node(

@@ -20,10 +20,10 @@ def foreign_weight(node: ir.Node) -> Array | None:
     """
     if is_standard(node):
         return None
-    tensors = [ir.convenience.get_const_tensor(each) for each in node.inputs if each is not None]
-    arrays = [each.numpy() for each in tensors if each is not None and each.dtype.is_floating_point()]
-    weights = [each for each in arrays if np.sum(np.array(each.shape) > 1) > 1]
-    return max(weights, key=lambda each: each.size, default=None)
+    tensors = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]
+    arrays = [tensor.numpy() for tensor in tensors if tensor is not None and tensor.dtype.is_floating_point()]
+    weights = [array for array in arrays if np.sum(np.array(array.shape) > 1) > 1]
+    return max(weights, key=lambda array: array.size, default=None)
 
 
 def is_foreign(node: ir.Node | None) -> bool:

@@ -68,9 +68,9 @@ def half_values(model: ir.Model) -> HalfValues:
         for value in node.outputs:  # of foreign operators nothing is inferred
             if guess is not None and not value.dtype:
                 value.type = ir.TensorType(guess)
-        for each in node.attributes.values():
-            if is_standard(node) and each.name in _TYPES and each.value in HALF:
-                attributes[str(node.outputs[0].name), each.name] = each.as_int()
+        for attribute in node.attributes.values():
+            if is_standard(node) and attribute.name in _TYPES and attribute.value in HALF:
+                attributes[str(node.outputs[0].name), attribute.name] = attribute.as_int()
     types = {str(value.name): _type(value) for graph in model.graphs() for value in values_in(graph)}
     half = {name: kind for name, kind in types.items() if kind in HALF}
     return HalfValues(half, frozenset(types), attributes)
@@ -90,11 +90,11 @@ def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
         if value.name in half.types and value.type is not None and value not in wide.graph.inputs:
             value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in wide.graph.all_nodes():
-        for each in list(node.attributes.values()):
-            if each.type == ir.AttributeType.TENSOR:
-                node.attributes.add(ir.AttrTensor(each.name, _widened(each.as_tensor())))
-            elif (node.outputs[0].name, each.name) in half.attributes:
-                node.attributes.add(ir.AttrInt64(each.name, ir.DataType.FLOAT))
+        for attribute in list(node.attributes.values()):
+            if attribute.type == ir.AttributeType.TENSOR:
+                node.attributes.add(ir.AttrTensor(attribute.name, _widened(attribute.as_tensor())))
+            elif (node.outputs[0].name, attribute.name) in half.attributes:
+                node.attributes.add(ir.AttrInt64(attribute.name, ir.DataType.FLOAT))
     for entry in reversed(wide.graph.inputs):
         if entry.name in half.types:
             uses = list(entry.uses())
@@ -131,13 +131,13 @@ def in_half(model: ir.Model, half: HalfValues, source: str) -> ir.Model:
                 value.type = ir.TensorType(kind)
     for node in narrow.graph.all_nodes():
         name = str(node.outputs[0].name)
-        for each in list(node.attributes.values()):
-            if each.type == ir.AttributeType.TENSOR:
+        for attribute in list(node.attributes.values()):
+            if attribute.type == ir.AttributeType.TENSOR:
                 if name in types and node.op_type in ("Constant", "ConstantOfShape"):
-                    tensor = _narrowed(each.as_tensor(), types[name], source)
-                    node.attributes.add(ir.AttrTensor(each.name, tensor))
-            elif (name, each.name) in half.attributes:
-                node.attributes.add(ir.AttrInt64(each.name, half.attributes[name, each.name]))
+                    tensor = _narrowed(attribute.as_tensor(), types[name], source)
+                    node.attributes.add(ir.AttrTensor(attribute.name, tensor))
+            elif (name, attribute.name) in half.attributes:
+                node.attributes.add(ir.AttrInt64(attribute.name, half.attributes[name, attribute.name]))
     return narrow
 
 

@@ -85,14 +85,14 @@ def read_inputs(
         ) from error
     if len(arrays) == 1 and len(network.inputs) == 1:
         return {network.inputs[0].name: next(iter(arrays.values()))}
-    missing = [each.name for each in network.inputs if each.name not in arrays]
+    missing = [entry.name for entry in network.inputs if entry.name not in arrays]
     if missing:
         held = ", ".join(repr(name or "an array without a name") for name in arrays)
         raise OnnxGraphError(
             f"{path} holds {held}, but no {missing[0]!r}; {network.source} takes {_listed(network.inputs)}: "
             "give one array for each by its name"
         )
-    return {each.name: arrays[each.name] for each in network.inputs}
+    return {entry.name: arrays[entry.name] for entry in network.inputs}
 
 
 def split_inputs(
@@ -134,8 +134,8 @@ def split_inputs(
     if isinstance(inputs, np.ndarray):
         inputs = {_only(network).name: inputs}
     entries = [inputs] if isinstance(inputs, Mapping) else list(inputs)
-    sequences = [[checked(step, network) for step in _steps(each)] for each in entries]
-    feeds = [feed for each in sequences for feed in each]
+    sequences = [[checked(step, network) for step in _steps(steps)] for steps in entries]
+    feeds = [feed for sequence in sequences for feed in sequence]
     if not feeds:
         raise OnnxGraphError("there are no inputs; give a few hundred that are like those it will be used on")
     axes = find_batch_axes(network, feeds[0], batch_axes)
@@ -143,12 +143,12 @@ def split_inputs(
         check_sizes(feed, axes, network)
     size = axes.fixed or batch
     generator = np.random.default_rng(seed)
-    in_steps = any(len(each) > 1 for each in sequences)
+    in_steps = any(len(sequence) > 1 for sequence in sequences)
     counted = any(axis is not None for axis in axes.inputs.values())
     if counted and not in_steps and len({axes.kind(feed) for feed in feeds}) == 1:
         whole = axes.joined(feeds)
         shares = _shares(axes.size(whole), axes.fixed or 1, heldout, scored, network, generator)
-        return SplitInputs(axes, *(list(_batches(axes.rows(whole, each), axes, size)) for each in shares))
+        return SplitInputs(axes, *(list(_batches(axes.rows(whole, index), axes, size)) for index in shares))
     parts = [
         [
             part
@@ -168,7 +168,7 @@ def _steps(batch: Any) -> Sequence[Any]:
     sequence = (
         isinstance(batch, list | tuple)
         and batch
-        and all(isinstance(each, Mapping | np.ndarray) for each in batch)
+        and all(isinstance(step, Mapping | np.ndarray) for step in batch)
     )
     return batch if sequence else [batch]
 
@@ -201,14 +201,14 @@ def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:
         raise OnnxGraphError(
             f"a batch of inputs is a {type(feed).__name__}; give mappings of input names to arrays"
         )
-    names = [each.name for each in network.inputs]
+    names = [entry.name for entry in network.inputs]
     wrong = [name for name in feed if name not in names] + [name for name in names if name not in feed]
     if wrong:
         raise OnnxGraphError(
             f"the inputs given are {', '.join(map(repr, feed)) or 'none'}, but {network.source} takes "
             f"{_listed(network.inputs)}; give one array for each by its name"
         )
-    return {each.name: _fitting(np.asarray(feed[each.name]), each, network) for each in network.inputs}
+    return {entry.name: _fitting(np.asarray(feed[entry.name]), entry, network) for entry in network.inputs}
 
 
 def _fitting(value: Array, entry: GraphInput, network: OnnxNetwork) -> Array:

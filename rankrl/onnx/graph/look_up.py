@@ -124,16 +124,16 @@ def _function_of_row(graph: ir.Graph, product: ir.Value, width: int, axes: int) 
     """
     sources: dict[ir.Value, set[ir.Value]] = {product: set()}  # of each, the ones that it is computed from
     for node in graph:
-        others = [each for each in node.inputs if each is not None and each not in sources]
-        inside = {each for each in node.inputs if each is not None and each in sources}
+        others = [value for value in node.inputs if value is not None and value not in sources]
+        inside = {value for value in node.inputs if value is not None and value in sources}
         if (
             inside
             and is_standard(node, *_ELEMENTWISE)
-            and all(_along_row(each, width, axes) for each in others)
+            and all(_along_row(value, width, axes) for value in others)
         ):
-            sources[node.outputs[0]] = inside.union(*(sources[each] for each in inside))
+            sources[node.outputs[0]] = inside.union(*(sources[value] for value in inside))
     for value, within in reversed(sources.items()):
-        if all(_only_within(each, within | {value}) for each in within):
+        if all(_only_within(inner, within | {value}) for inner in within):
             return value
     return product
 

@@ -60,8 +60,8 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], ways: Po
     for site in sites:
         if site.name in ways:
             constants: dict[str, ir.Value] = {}
-            for each in site.nodes:
-                _replace(model.graph, each, site, ways[site.name], constants)
+            for node_site in site.nodes:
+                _replace(model.graph, node_site, site, ways[site.name], constants)
     return network.rewritten(without_unused(model))
 
 
@@ -75,9 +75,9 @@ def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[Sev
     """
     axes = network.axes.inputs
     fixed = all(
-        size is not None or axis == axes[each.name]
-        for each in network.inputs
-        for axis, size in enumerate(each.shape)
+        size is not None or axis == axes[entry.name]
+        for entry in network.inputs
+        for axis, size in enumerate(entry.shape)
     )
     spec = site.spec
     if not fixed or site.op_type != "Conv" or spec.refusal is not None or len(spec.kernel_size) > 2:
@@ -87,13 +87,15 @@ def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[Sev
         SeveralPositions(axis, count)
         for axis, count in product(range(len(spec.kernel_size)), counts)
         if spec.kernel_size[axis] > 1  # a lane whose kernel shares no input with another's saves nothing
-        and all(each.dilation[axis] == 1 and _sizes(each)[axis] >= count for each in site.nodes)
+        and all(
+            node_site.dilation[axis] == 1 and _sizes(node_site)[axis] >= count for node_site in site.nodes
+        )
     ]
 
 
 def to_metadata(ways: PositionsByNode) -> dict[str, dict[str, int]]:
     """Return what became of convolutions as values that JSON holds."""
-    return {name: asdict(each) for name, each in ways.items()}
+    return {name: asdict(way) for name, way in ways.items()}
 
 
 def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, SeveralPositions]:
@@ -109,12 +111,12 @@ def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -
         )
     by_name = {site.name: site for site in sites}
     ways: dict[str, SeveralPositions] = {}
-    for name, each in values.items():
-        site, way = by_name.get(name), _from_json(each)
+    for name, entry in values.items():
+        site, way = by_name.get(name), _from_json(entry)
         if site is None or way is None or way not in possible_positions(network, site, _lanes(site, way)):
             raise PlanError(
                 f"the plan's metadata say of {network.source} that {name!r} computes several positions at "
-                f"once, {each!r}, which it cannot; remove {METADATA!r} from them, or use the file that the "
+                f"once, {entry!r}, which it cannot; remove {METADATA!r} from them, or use the file that the "
                 "plan was made for"
             )
         ways[name] = way
@@ -122,8 +124,9 @@ def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -
 
 
 def _from_json(value: object) -> SeveralPositions | None:
-    known = isinstance(value, Mapping) and set(value) == {"axis", "positions"}
-    if not isinstance(value, Mapping) or not known or any(type(each) is not int for each in value.values()):
+    if not isinstance(value, Mapping) or set(value) != {"axis", "positions"}:
+        return None
+    if any(type(number) is not int for number in value.values()):
         return None
     return SeveralPositions(**value)
 
@@ -150,7 +153,7 @@ def _replace(
         way: How it computes.
         constants: Those of nodes before that share the weight, to which its own are added.
     """
-    node = next(each for each in graph if each.name == node_site.name)
+    node = next(node for node in graph if node.name == node_site.name)
     x = node.inputs[0]
     assert x is not None
     axis, count, spec = way.axis, way.positions, node_site.spec

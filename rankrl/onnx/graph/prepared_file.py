@@ -158,7 +158,7 @@ class PreparedFile:
     def rewritten(self) -> dict[str, str]:
         """How nodes were rewritten before anything was compressed, by their names."""
         changes = {site.name: "a look-up" for site in self.looked_up}
-        return changes | {name: f"{each.positions} positions at once" for name, each in self.several.items()}
+        return changes | {name: f"{way.positions} positions at once" for name, way in self.several.items()}
 
     @cached_property
     def original_totals(self) -> dict[str, int]:
@@ -188,5 +188,5 @@ class PreparedFile:
         if axes.fixed is not None:
             return first
         every = (*split.calibration, *split.scored, *split.heldout)
-        whole = axes.joined([each for each in every if axes.kind(each) == axes.kind(first)])
+        whole = axes.joined([feed for feed in every if axes.kind(feed) == axes.kind(first)])
         return axes.rows(whole, np.arange(batch) % axes.size(whole))

@@ -67,7 +67,7 @@ def integer_weight(node: ir.Node) -> Array | None:
         return np.broadcast_to(np.int8(0), sizes)
     operands = _OPERANDS[node.op_type][: 2 if "MatMul" in node.op_type else 1]
     values = [node.inputs[index] for index in operands if index < len(node.inputs)]
-    return next((each for each in map(constant, values) if each is not None), None)
+    return next((weight for weight in map(constant, values) if weight is not None), None)
 
 
 def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | None:
@@ -87,7 +87,7 @@ def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | No
     producer = value.producer()
     if producer is None or not is_standard(producer, *MOVING, *followed) or producer.graph is None:
         return None
-    if any(each is not None and constant(each, followed) is None for each in producer.inputs):
+    if any(operand is not None and constant(operand, followed) is None for operand in producer.inputs):
         return None
     graph = ir.convenience.extract(producer.graph, [], [value])
     graph.opset_imports[""] = max(_OPSET, graph.opset_imports.get("", 0))

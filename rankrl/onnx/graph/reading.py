@@ -62,7 +62,7 @@ def _read(path: Path) -> onnx.ModelProto:
         raise OnnxGraphError(
             f"{path} is no ONNX file, or one that is cut off ({error}); fetch or export it again"
         ) from error
-    if not proto.graph.node or not any(each.domain in STANDARD for each in proto.opset_import):
+    if not proto.graph.node or not any(opset.domain in STANDARD for opset in proto.opset_import):
         raise OnnxGraphError(
             f"{path} is no ONNX file, or one that is cut off (no graph in it); fetch or export it again"
         )

@@ -74,7 +74,7 @@ class CompressedGraph:
                 else:
                     self.stored |= dict.fromkeys(weights, operation.weight_bits)
         if self.contracted is not None:
-            dense = [each.to_dense() if isinstance(each, FactorisedLayer) else each for each in layers]
+            dense = [layer.to_dense() if isinstance(layer, FactorisedLayer) else layer for layer in layers]
             replace_node(self.contracted, site, dense, shift)
 
 
@@ -198,7 +198,7 @@ def _of_twin(layer: nn.Module, twin: Site, plan: Sequence[object]) -> nn.Module:
     dense = twin.module(MARKED)
     bias = getattr(layer, "bias", None)
     if isinstance(layer, FactorisedLayer):
-        operation = next(each for each in plan if isinstance(each, Factorise))
+        operation = next(operation for operation in plan if isinstance(operation, Factorise))
         like = operation.structure(dense, twin.spec)
         assert isinstance(like, FactorisedLayer)
         like.load([core.detach() for core in layer.cores()], bias, layer.error)
@@ -241,14 +241,14 @@ def _refitted(
     patches: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
     for start, size, feed in zip(starts, sizes, batches, strict=True):
-        captured = [each.run(feed) for each in (before, after)]
+        captured = [session.run(feed) for session in (before, after)]
         share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(names))
         for node, layer in zip(site.nodes, layers, strict=True):
-            values = [each[node.input_name] for each in captured]
+            values = [values_of[node.input_name] for values_of in captured]
             drawn, label = drawn_patches(node, layer, values, share, generator, size)
             patches.append(drawn)
             labels.append(label + start)
-    dense_patches, arriving = (torch.cat(each) for each in zip(*patches, strict=True))
+    dense_patches, arriving = (torch.cat(parts) for parts in zip(*patches, strict=True))
     joined = torch.cat(labels)
     if total == 1:  # it says nothing of other inputs
         joined = torch.arange(len(arriving))

@@ -75,8 +75,8 @@ def _replace_one(
     constants: dict[str, ir.Value],
 ) -> None:
     """Put a layer in the place of one node; `constants` are those of nodes before that share the weight."""
-    node = next(each for each in graph if each.name == site.name)
-    stages = [each for each in layer.modules() if is_decomposable_module(each)]
+    node = next(node for node in graph if node.name == site.name)
+    stages = [module for module in layer.modules() if is_decomposable_module(module)]
     x, old = node.inputs[0], node.outputs[0]
     assert x is not None
     if shift is not None and site.absorber in ("add", "batch_norm"):
@@ -123,13 +123,13 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
         model: The graph; changed in place.
         site: The node, without a refusal.
     """
-    nodes = {each.name: each for each in model.graph}
+    nodes = {node.name: node for node in model.graph}
     node = nodes[site.name]
     held = constant(node.inputs[1])
     assert held is not None
     weight = new_constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))
-    for each in site.nodes:
-        nodes[each.name].replace_input_with(1, weight)
+    for twin in site.nodes:
+        nodes[twin.name].replace_input_with(1, weight)
     if site.spread:
         return OpenConstants(str(weight.name))
     rows_first = "transB" in node.attributes and node.attributes["transB"].as_int() == 1
@@ -139,7 +139,7 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     if site.absorber == "bias":
         assert site.bias is not None
         known, sign = site.bias, 1
-        users = [(nodes[each.name], 2) for each in site.nodes]
+        users = [(nodes[twin.name], 2) for twin in site.nodes]
     else:
         behind, index, sign = _absorbing(node.outputs[0], site)
         array = constant(behind.inputs[index])
@@ -205,7 +205,7 @@ def _stage_node(
     if bias is not None:
         inputs.append(known("bias", bias.detach()))
     elif spreading is not None:
-        inputs += [each for each in spreading.inputs[2:] if each is not None]
+        inputs += [value for value in spreading.inputs[2:] if value is not None]
     node = ir.node(op_type, inputs, attributes, name=name)
     node.outputs[0].name = free_name(graph, f"{name}_output")
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)

@@ -74,7 +74,7 @@ def collect_sensitivities(
         count = min(_MOST, max(_FEWEST, passes // (site.channels * len(site.nodes))))
         some = _first(batches, count, network.axes)
         measured = [_measured(network, model, node, some, scales, generator) for node in site.nodes]
-        matrices = [each for each in measured if each is not None]
+        matrices = [matrix for matrix in measured if matrix is not None]
         if matrices:
             positions = torch.eye(math.prod(site.spread), dtype=torch.float64)  # whatever lands on one counts
             sensitivities[site.name] = torch.kron(torch.stack(matrices).sum(0), positions)
@@ -108,13 +108,13 @@ def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
     """
     start = ir.convenience.create_value_mapping(model.graph)[value]
     reached = depending(model.graph, [start])
-    outputs = [str(each.name) for each in model.graph.outputs if each in reached]
+    outputs = [str(output.name) for output in model.graph.outputs if output in reached]
     if not outputs:
         return None
     variable = depending(model.graph, model.graph.inputs)
     taken: dict[str, None] = {}
-    for each in reached - {start}:
-        producer = each.producer()
+    for computed in reached - {start}:
+        producer = computed.producer()
         for used in used_by(producer, model.graph) if producer is not None else ():
             if used not in reached and used in variable:
                 taken[str(used.name)] = None

@@ -51,9 +51,9 @@ def _joined(first: Site, others: Sequence[Site]) -> Site:
     specs = [site.spec for site in (first, *others)]
     spec = replace(
         first.spec,
-        input_sizes=tuple(size for each in specs for size in each.input_sizes),
-        output_sizes=tuple(size for each in specs for size in each.output_sizes),
-        macs=sum(each.macs for each in specs),
+        input_sizes=tuple(size for spec in specs for size in spec.input_sizes),
+        output_sizes=tuple(size for spec in specs for size in spec.output_sizes),
+        macs=sum(spec.macs for spec in specs),
     )
     # Nothing but their own bias takes up a change behind all of them.
     absorber: Absorber | None = "bias" if first.absorber == "bias" else None

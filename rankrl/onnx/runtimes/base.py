@@ -49,11 +49,11 @@ class Session(ABC):
             ExportError: The batch does not fit the model's inputs.
         """
         feed = dict(batch) if isinstance(batch, Mapping) else {self.input_name: batch}
-        feed = {name: np.asarray(each, order="C") for name, each in feed.items()}
+        feed = {name: np.asarray(array, order="C") for name, array in feed.items()}
         try:
             return self.outputs(feed)
         except Exception as error:  # the error classes of runtimes have no common base of their own
-            arrays = ", ".join(f"{each.dtype} of shape {each.shape}" for each in feed.values())
+            arrays = ", ".join(f"{array.dtype} of shape {array.shape}" for array in feed.values())
             raise ExportError(
                 f"the ONNX model takes {self.input_type} of shape {self.input_shape} and fails on "
                 f"{arrays}: {error}"
