@@ -8,6 +8,7 @@ from typing import Any
 
 from rankrl.report.stages import (
     format_accuracy,
+    format_bytes,
     format_count,
     format_large,
     format_latency,
@@ -73,14 +74,10 @@ def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
         ("Parameters", "params", first.params, last.params, format_count),
         ("MACs", "macs", first.macs, last.macs, format_large),
         ("Time", "latency", first.latency_ms, last.latency_ms, format_latency),
-        ("Bytes of the file", "file_bytes", *sizes, _bytes),
+        ("Bytes of the file", "file_bytes", *sizes, format_bytes),
     ):
         if before and after is not None:
             fewer = ratio(metrics, key, before, after)
             kept = after / before if not fewer else 1 / fewer
             bars.append(Remaining(name, kept, format_share(kept), f"{write(after)} of {write(before)}"))
     return bars
-
-
-def _bytes(count: float | None) -> str:
-    return f"{format_large(count)}B"

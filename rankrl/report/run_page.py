@@ -24,6 +24,7 @@ from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
     UNKNOWN,
     format_accuracy,
+    format_bytes,
     format_count,
     format_large,
     format_latency,
@@ -256,7 +257,7 @@ def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:
         values["Test accuracy measured from the file"] = format_accuracy(accuracy)
     size = number(metrics, "onnx", "file_bytes")
     if size is not None:
-        values["File size"] = f"{format_large(size)}B"
+        values["File size"] = format_bytes(size)
     for name, prefix in (("Latency of the original", "baseline_latency"), ("Latency of the file", "latency")):
         median = number(metrics, "onnx", f"{prefix}_ms")
         if median is not None:

@@ -136,6 +136,11 @@ def format_large(count: float | None) -> str:
     return f"{count:.0f}"
 
 
+def format_bytes(count: float | None) -> str:
+    """Write bytes in thousands, millions or billions, to four digits."""
+    return UNKNOWN if count is None else f"{format_large(count)}B"
+
+
 def format_latency(milliseconds: float | None) -> str:
     """Write milliseconds to three digits."""
     return UNKNOWN if milliseconds is None else f"{milliseconds:#.3g}".rstrip(".") + f"{_SPACE}ms"

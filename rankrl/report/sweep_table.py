@@ -16,6 +16,7 @@ from rankrl.report.stages import (
     UNKNOWN,
     Stage,
     format_accuracy,
+    format_bytes,
     format_count,
     format_large,
     format_latency,
@@ -85,10 +86,6 @@ def _unchanged(run: GatheredRun) -> str | None:
     return UNCHANGED if run.latency_change == UNCHANGED else None
 
 
-def _write_bytes(count: float | None) -> str:
-    return UNKNOWN if count is None else f"{format_large(count)}B"
-
-
 COLUMNS = (
     Column("method", "Method", lambda run: run.method.replace("_", " ")),
     Column("budget", "Budget", lambda run: run.budget, optional=True),
@@ -105,7 +102,7 @@ COLUMNS = (
     Column("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
     Column("latency_ms", "Latency", _final("latency_ms"), format_latency),
     Column("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio, words=_unchanged),
-    Column("file_bytes", "File", lambda run: number(run.metrics, "onnx", "file_bytes"), _write_bytes),
+    Column("file_bytes", "File", lambda run: number(run.metrics, "onnx", "file_bytes"), format_bytes),
     Column("best_in", "Best in", lambda run: ", ".join(run.best_in)),
     Column("folder", "Folder", lambda run: str(run.folder)),
 )
