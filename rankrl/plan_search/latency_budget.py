@@ -254,7 +254,7 @@ class LatencyBudget:
     def _key(self, table: LatencyTable, *others: object) -> str:
         """Return the key of what follows from a table, the candidates and all budgets."""
         _, sites = self._measured_sites
-        candidates = [([each.content() for each in site.candidates], site.losses) for site in sites]
+        candidates = [([candidate.content() for candidate in site.candidates], site.losses) for site in sites]
         return digest(table, candidates, self.counted, self._timer.conditions, others)
 
     @cached_property

@@ -253,10 +253,10 @@ def check_writable(folder: Path, option: str) -> None:
     """
     made: list[Path] = []
     try:
-        for each in (*reversed(folder.parents), folder):
-            if not each.exists():
-                each.mkdir(exist_ok=True)
-                made.append(each)
+        for place in (*reversed(folder.parents), folder):
+            if not place.exists():
+                place.mkdir(exist_ok=True)
+                made.append(place)
         probe = folder / f".probe-{os.getpid()}"
         probe.write_bytes(b"writable")
         probe.unlink()
@@ -267,9 +267,9 @@ def check_writable(folder: Path, option: str) -> None:
             f"{option}=FOLDER"
         ) from error
     finally:
-        for each in reversed(made):
+        for place in reversed(made):
             with suppress(OSError):
-                each.rmdir()
+                place.rmdir()
 
 
 def cache_folder() -> Path:

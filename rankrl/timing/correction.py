@@ -43,7 +43,7 @@ class Trial:
     ) -> Trial:
         """Return the trial of a plan, a candidate for each site; their costs may come from another table."""
         indices = [
-            next(j for j, each in enumerate(site.candidates) if each.content() == candidate.content())
+            next(j for j, other in enumerate(site.candidates) if other.content() == candidate.content())
             for site, candidate in zip(sites, candidates, strict=True)
         ]
         parts = np.zeros(_KINDS + 2)
@@ -78,8 +78,8 @@ def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Tria
 def _factors(table: LatencyTable, trials: Sequence[Trial], around: np.ndarray, prior: float) -> np.ndarray:
     from scipy.optimize import nnls  # takes a third of a second
 
-    rows = np.array([each.parts for each in trials]).reshape(-1, len(around)) * around
-    rows = rows / (np.array([each.time for each in trials]) * table.total)[:, None]
+    rows = np.array([trial.parts for trial in trials]).reshape(-1, len(around)) * around
+    rows = rows / (np.array([trial.time for trial in trials]) * table.total)[:, None]
     matrix = np.concatenate([rows, prior * np.eye(len(around))])
     targets = np.concatenate([np.ones(len(rows)), np.full(len(around), prior)])
     factors: np.ndarray = around * np.maximum(nnls(matrix, targets)[0], 1e-3)

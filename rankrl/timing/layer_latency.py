@@ -58,36 +58,36 @@ class SiteTimes:
             in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
             conditions: Recorded in the table.
         """
-        dense = sum(each[-1] for each in self.times.values())
+        dense = sum(times[-1] for times in self.times.values())
         factor = min(1.0, _LARGEST_SHARE * whole / dense)
         rest, integer_factor = whole - factor * dense, 1.0
         if in_integers is not None:
             quantised = sum(
                 self.times[site.name][index]
                 for site in sites
-                for index, each in enumerate(site.candidates)
-                if each.only_integers
+                for index, candidate in enumerate(site.candidates)
+                if candidate.only_integers
             )
             # Layers without integers take in that network what they take in the other one.
             floats = factor * sum(
                 self.times[site.name][-1]
                 for site in sites
-                if not any(each.only_integers for each in site.candidates)
+                if not any(candidate.only_integers for candidate in site.candidates)
             )
             left = in_integers - floats
             if quantised > 0:
                 integer_factor = max(left - rest, _LEAST_SHARE * left) / quantised if left > 0 else factor
         factors = {
-            site.name: [integer_factor if each.integer else factor for each in site.candidates]
+            site.name: [integer_factor if candidate.integer else factor for candidate in site.candidates]
             for site in sites
         }
         scaled = {
-            name: tuple(time * each for time, each in zip(self.times[name], own, strict=True))
+            name: tuple(time * scale for time, scale in zip(self.times[name], own, strict=True))
             for name, own in factors.items()
         }
         narrower = {
             name: tuple(
-                tuple(time * each for time in row) for row, each in zip(rows, factors[name], strict=True)
+                tuple(time * scale for time in row) for row, scale in zip(rows, factors[name], strict=True)
             )
             for name, rows in self.narrowed.items()
         }
@@ -117,7 +117,7 @@ def time_sites(
     times: dict[str, tuple[float, ...]] = {}
     narrowed: dict[str, _Rows] = {}
     borders: dict[str, float] = {}
-    integers = any(each.integer for site in sites for each in site.candidates)
+    integers = any(candidate.integer for site in sites for candidate in site.candidates)
     for group in alike.values():
         together = _together(group)
         module = modules[together.name]
@@ -125,17 +125,17 @@ def time_sites(
             raise TypeError(f"layer {together.name!r} is a {type(module).__name__}")
         border = timer.border(together.spec) if integers else 0.0
         measured, rows = _site_times(timer, module, together)
-        known = {_identity(each): index for index, each in enumerate(together.candidates)}
+        known = {_identity(candidate): index for index, candidate in enumerate(together.candidates)}
         additions: dict[bool, float] = {}
         if any(map(_adds, group)):
-            additions = {each: timer.addition(together.spec, each) for each in {False, integers}}
+            additions = {integer: timer.addition(together.spec, integer) for integer in {False, integers}}
         for site in group:
-            mine = [known.get(_identity(each)) for each in site.candidates]
+            mine = [known.get(_identity(candidate)) for candidate in site.candidates]
             # The output of a block's last layer is added to the block's input.
             added = additions if _adds(site) else {}
             times[site.name] = tuple(
-                _NOTHING if index is None else measured[index] + added.get(each.integer, 0.0)
-                for index, each in zip(mine, site.candidates, strict=True)
+                _NOTHING if index is None else measured[index] + added.get(candidate.integer, 0.0)
+                for index, candidate in zip(mine, site.candidates, strict=True)
             )
             borders[site.name] = border
             if site.narrows:
@@ -148,14 +148,14 @@ def time_sites(
 
 def _together(sites: Sequence[CandidateSet]) -> CandidateSet:
     """Return the candidates of layers of one geometry in one set, without repetitions."""
-    staying = (each for site in sites for each in site.candidates[:-1] if each.removed is None)
-    distinct = {_identity(each): each for each in staying}
+    staying = (candidate for site in sites for candidate in site.candidates[:-1] if candidate.removed is None)
+    distinct = {_identity(candidate): candidate for candidate in staying}
     return replace(sites[0], candidates=(*distinct.values(), sites[0].candidates[-1]))
 
 
 def _identity(candidate: Candidate) -> str:
     """Return what a candidate's time depends on in a layer: the number of channels it reads, not which."""
-    return repr((candidate.inputs, [each.to_dict() for each in candidate.operations]))
+    return repr((candidate.inputs, [operation.to_dict() for operation in candidate.operations]))
 
 
 def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSet) -> _SiteTimes:
@@ -165,8 +165,9 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
     side.
     """
     groups: dict[int, list[int]] = {}
-    for index, each in enumerate(site.candidates):
-        groups.setdefault(site.spec.in_channels if each.inputs is None else each.inputs, []).append(index)
+    for index, candidate in enumerate(site.candidates):
+        inputs = site.spec.in_channels if candidate.inputs is None else candidate.inputs
+        groups.setdefault(inputs, []).append(index)
 
     def measured(indices: list[int], inputs: int, outputs: int) -> np.ndarray:
         layer = replace(Geometry.of(module), in_channels=inputs, out_channels=outputs).dense()
@@ -176,7 +177,7 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
     times = np.zeros(len(site))
     for inputs, indices in groups.items():
         times[indices] = measured(indices, inputs, site.spec.out_channels)
-    numbers = [each.rows for each in site.candidates[site.dense].narrower if each is not None]
+    numbers = [fewer.rows for fewer in site.candidates[site.dense].narrower if fewer is not None]
     narrowed = np.repeat(times[:, None], len(numbers), axis=1)
     for column, outputs in enumerate(numbers):
         for inputs, indices in groups.items():
@@ -188,14 +189,14 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
 
 def _adds(site: CandidateSet) -> bool:
     """Tell whether a block adds the site's output to its input: then all is lost when the site leaves."""
-    return any(each.removed is not None and each.error > 0 for each in site.candidates)
+    return any(candidate.removed is not None and candidate.error > 0 for candidate in site.candidates)
 
 
 def _factorised(candidate: Candidate) -> bool:
-    return any(isinstance(each, Factorise) for each in candidate.operations)
+    return any(isinstance(operation, Factorise) for operation in candidate.operations)
 
 
 def geometry(site: CandidateSet) -> str:
     """Return all that a layer's latencies depend on apart from its operations."""
     nameless = replace(site.spec, name="", index=0, batch_norm=None)
-    return repr((nameless, [each and each.rows for each in site.candidates[site.dense].narrower]))
+    return repr((nameless, [fewer and fewer.rows for fewer in site.candidates[site.dense].narrower]))

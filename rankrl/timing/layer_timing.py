@@ -68,7 +68,9 @@ class LayerTimer:
         for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
             shape, after = self._shapes(spec, size, result)
             for integer in (False, True):  # apart: the quantiser would round an input for all that share it
-                mine = [j for j, each in enumerate(operations) if any(o.integer for o in each) == integer]
+                mine = [
+                    j for j, of_layer in enumerate(operations) if any(o.integer for o in of_layer) == integer
+                ]
                 if not mine:
                     continue
                 layers = [_structure(dense, spec, operations[j]) for j in mine]
@@ -85,7 +87,7 @@ class LayerTimer:
         """
         sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
         shapes = (self._shapes(spec, size, result) for size, result in sizes)
-        times = [self._between(list(map(copied, layers)), *each, integer=False) for each in shapes]
+        times = [self._between(list(map(copied, layers)), *ends, integer=False) for ends in shapes]
         return np.maximum(np.sum(times, axis=0), 1e-4)
 
     def _between(
@@ -99,9 +101,9 @@ class LayerTimer:
             after: Shape of their output.
             integer: Whether their neighbours compute in integers.
         """
-        ends = [_neighbour(each, integer) for each in (shape, after)]
-        stacks = [copied(_stack([ends[0], each, ends[1]])) for each in layers]
-        around = sum(self._pair(each, integer, integer) for each in (shape, after)) / 2
+        ends = [_neighbour(size, integer) for size in (shape, after)]
+        stacks = [copied(_stack([ends[0], layer, ends[1]])) for layer in layers]
+        around = sum(self._pair(size, integer, integer) for size in (shape, after)) / 2
         parts = range(0, len(stacks), _MOST_TOGETHER)
         return np.concatenate(
             [self._time(stacks[start : start + _MOST_TOGETHER], shape) - around for start in parts]
@@ -187,7 +189,7 @@ class LayerTimer:
 
 
 def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:
-    return nn.Sequential(*(each for each in layers if each is not None))
+    return nn.Sequential(*(layer for layer in layers if layer is not None))
 
 
 class _SideBySide(nn.Module):

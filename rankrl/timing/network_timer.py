@@ -100,7 +100,10 @@ class NetworkTimer:
             self.files.channel_block,
             self.files.conditions,
             list(self._specs),
-            [(site.name, geometry(site), [each.content() for each in site.candidates]) for site in sites],
+            [
+                (site.name, geometry(site), [candidate.content() for candidate in site.candidates])
+                for site in sites
+            ],
         )
         cache = Cache(options.folder)
         return LatencyTable.from_dict(cache.value("layers", key, lambda: self.measured(sites).to_dict()))
@@ -112,7 +115,7 @@ class NetworkTimer:
         with progress_bar("time layers", total=len(sites)) as bar:
             times = time_sites(timer, files.modules, sites, lambda _: bar.advance())
         whole, in_integers = self._milliseconds(self._dense), None
-        if any(each.integer for site in sites for each in site.candidates):
+        if any(candidate.integer for site in sites for candidate in site.candidates):
             in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
         return times.table(sites, whole, in_integers, measuring_conditions(options.batch, options.threads))
 
@@ -125,7 +128,7 @@ class NetworkTimer:
     def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
         """Return the plan under which all layers that can compute in integers, and nothing else changes."""
         choices = [
-            next((j for j, each in enumerate(site.candidates) if each.only_integers), site.dense)
+            next((j for j, candidate in enumerate(site.candidates) if candidate.only_integers), site.dense)
             for site in sites
         ]
         return plan_from_choices(sites, choices, self._specs, self._input_shape, "all in integers")

@@ -58,7 +58,7 @@ def faster_positions(
     conditions = measuring_conditions(network.axes.size(feed), options.threads)
     key = digest(conditions, network.digest, ways)
     ways_kept = Cache(options.folder).value("positions", key, measured)
-    return {name: SeveralPositions(**each) for name, each in ways_kept.items()}
+    return {name: SeveralPositions(**content) for name, content in ways_kept.items()}
 
 
 def _measured(
@@ -110,7 +110,7 @@ def _fastest(
                 graph.save(files[-1])
             turns = [(DEFAULT_RUNTIME, file) for file in files]
             timed = time_in_turns(turns, batch=batch, threads=options.threads, runs=_RUNS, inputs=x)
-        times += [each.median_ms for each in timed.latencies]
+        times += [latency.median_ms for latency in timed.latencies]
     best = int(times.argmin())
     if best == 0 or is_unchanged(times[0] / times[best]):
         return None

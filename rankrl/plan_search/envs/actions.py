@@ -231,7 +231,7 @@ def check_action(action: ActionKind | None, *, setting: SearchSetting) -> Action
     if len(setting.measures) > 1:
         raise ConfigError(
             "selector.action=rank keeps one budget, and "
-            f"{' and '.join(f'budget.{each}' for each in setting.measures)} are set; use "
+            f"{' and '.join(f'budget.{measure}' for measure in setting.measures)} are set; use "
             "selector.action=importance"
         )
     if setting.measures and setting.narrows:

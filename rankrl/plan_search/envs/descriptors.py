@@ -100,7 +100,7 @@ def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
     specs, count = [site.spec for site in sites], len(sites)
     costs = [site.cost(problem.measure).astype(float) for site in sites]
     losses = np.array([site.losses[choice] for site, choice in zip(sites, preset, strict=True)])
-    slopes = np.array([_slopes(*each) for each in zip(sites, costs, preset, strict=True)])
+    slopes = np.array([_slopes(*layer) for layer in zip(sites, costs, preset, strict=True)])
     curves = np.array([_curve(site, cost) for site, cost in zip(sites, costs, strict=True)])
     lost = losses / max(float(losses.sum()), 1e-300)
     return {
