@@ -46,7 +46,7 @@ from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.run import run_search
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
 from rankrl.plan_search.scores.history import EpisodeRow
-from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.axes import percent_axis
 from rankrl.report.comparison import Spread, milestones
@@ -114,7 +114,9 @@ def search(
 ) -> tuple[EpisodeRow, ...]:
     """Search, or read the search that is in the folder; return its rows."""
     evaluator.restore({})  # what one has scored must not help the next
-    selector = create_selector(chosen.selector, problem, seed=seed, episodes=episodes, **chosen.options)
+    known = {"policy": None} if "policy" in selector_options(chosen.selector) else {}  # but for a named one
+    options = {**known, **chosen.options}
+    selector = create_selector(chosen.selector, problem, seed=seed, episodes=episodes, **options)
     return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True).rows
 
 

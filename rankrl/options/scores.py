@@ -16,30 +16,20 @@ class ScoringOptions:
     """How plans are scored.
 
     Attributes:
-        term: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense
-            network choose the same class; `soft_agreement`, the mean overlap sum_k min(p_k, q_k) of their
-            class probabilities, which moves with every change of the weights.
         augmented: Score one fixed augmented copy of the held-out images: a network that has seen them in its
             training has not seen them like this.
-        statistics: `corrected` moves biases and batch-norm means analytically; `refitted` solves every layer
-            for what reaches it, as applying the plan does, which is what a plan becomes and takes several
-            times as long (`decomposition.candidates.quick_refit`).
-        refit_images: Training images that `refitted` solves on.
+        refit_images: Training images that `statistics` of `refitted` solve every layer on.
         batch_size: Images in a batch; None for what suits the device.
     """
 
     # Each device has a size of batches that suits it, and scores do not depend on it.
     PYTHON_ONLY = ("batch_size",)
 
-    term: Term = "accuracy"
     augmented: bool = True
-    statistics: Statistics = "corrected"
     refit_images: int = 512
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("search.term", self.term, Term)
-        check_choice("search.statistics", self.statistics, Statistics)
         for name in ("refit_images", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

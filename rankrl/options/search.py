@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
-from rankrl.options.scores import ScoringOptions, check_choice
+from rankrl.options.scores import ScoringOptions, Statistics, Term, check_choice
 
 Cluster = Literal["local", "ray"]
+REFITTED_FINALISTS = 5
+"""Plans that are applied and scored again where a search's scores do not see the refit."""
+
+
+@dataclass(frozen=True)
+class ChosenScores:
+    """What plans are scored by, and how many are scored again when they are applied.
+
+    Attributes:
+        term: As `SearchOptions.term`.
+        statistics: As `SearchOptions.statistics`.
+        finalists: As `SearchOptions.finalists`.
+    """
+
+    term: Term
+    statistics: Statistics
+    finalists: int
 
 
 @dataclass(frozen=True)
@@ -22,9 +39,18 @@ class SearchOptions(ScoringOptions):
         seconds: Stop after so many seconds, or None.
         patience: Stop after so many episodes without a better plan, or None.
         images: Images held out of the training set that each plan is scored on.
-        finalists: How many of the best plans are applied, refit and all, and scored again, beside the first
+        term: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense
+            network choose the same class; `soft_agreement`, the mean overlap sum_k min(p_k, q_k) of their
+            class probabilities, which moves with every change of the weights. None for `soft_agreement` with
+            statistics of `refitted` and for a network in a file, else `accuracy`.
+        statistics: `corrected` moves biases and batch-norm means analytically; `refitted` solves every layer
+            for what reaches it, as applying the plan does, which is what a plan becomes and takes several
+            times as long (`decomposition.candidates.quick_refit`). None for `refitted` where plans are ranks
+            and roundings of a data set's network, else `corrected`.
+        finalists: How many of the best plans are applied, refit and all, and scored again, beside greedy's
             plan; the best of them is chosen. 1 takes the plan with the best reward. With budget.latency they
-            are the best plans that keep the time when they are exported and timed.
+            are the best plans that keep the time when they are exported and timed. None for 1 with
+            statistics of `refitted`, else 5.
         workers: Processes that fit layers and score plans; None works in this one. They share out the layers,
             then the plans of a step (selector.plans_per_step) or the images of a plan.
         cluster: Where they are: `local`, or `ray` (extra `ray`) for a Ray cluster.
@@ -32,11 +58,13 @@ class SearchOptions(ScoringOptions):
         worker_gpus: GPUs of each worker on a Ray cluster, on which it scores plans; 0.5 lets two share one.
     """
 
-    episodes: int = 100
+    episodes: int = 50
     seconds: float | None = None
     patience: int | None = None
     images: int = 2000
-    finalists: int = 1
+    term: Term | None = None
+    statistics: Statistics | None = None
+    finalists: int | None = None
     workers: int | None = None
     cluster: Cluster = "local"
     worker_cpus: int = 1
@@ -47,9 +75,29 @@ class SearchOptions(ScoringOptions):
         super().__post_init__()
         check_workers(self.workers, self.cluster, self.worker_cpus, self.worker_gpus)
         check_limits(self.episodes, self.seconds, self.patience)
+        for name, choices in (("term", Term), ("statistics", Statistics)):
+            if getattr(self, name) is not None:
+                check_choice(f"search.{name}", getattr(self, name), choices)
         for name in ("images", "finalists"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"search.{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"search.{name} must be at least 1, got {value}")
+
+    def scores(self, *, refits: bool = False) -> ChosenScores:
+        """Return what plans are scored by; what is None becomes what the tables recommend.
+
+        Args:
+            refits: Whether plans can be scored as they are refitted: they are ranks and roundings of a data
+                set's network.
+        """
+        statistics: Statistics = self.statistics or ("refitted" if refits else "corrected")
+        seen = statistics == "refitted"
+        term: Term = self.term or ("soft_agreement" if seen else "accuracy")
+        return ChosenScores(term, statistics, self.finalists or (1 if seen else REFITTED_FINALISTS))
+
+    def resolved(self, *, refits: bool) -> SearchOptions:
+        """Return the options with `scores` in place of None."""
+        return replace(self, **asdict(self.scores(refits=refits)))
 
 
 def check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:

@@ -11,6 +11,7 @@ from rankrl.options.agents import (
     AgentOptions,
     check_importance_scale,
 )
+from rankrl.options.decomposition import AUTO
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class BayesOptions:
     Attributes:
         policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
             comes with rankrl and learnt from refitted plans; `action` and `importance_scale` are the file's.
-            None knows nothing beforehand.
+            `auto` is `pretrained_refitted` where plans are ranks and roundings within a budget, else None,
+            which knows nothing beforehand.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         importance_scale: Log-importance of action 1.
@@ -138,7 +140,7 @@ class BayesOptions:
         plans_per_step: Plans proposed at once, for parallel scoring.
     """
 
-    policy: str | None = None
+    policy: str | None = AUTO
     action: ActionKind | None = None
     importance_scale: float = IMPORTANCE_SCALE
     warmup_episodes: int = 15

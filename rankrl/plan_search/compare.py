@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -13,6 +13,8 @@ from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.options.decomposition import AUTO
+from rankrl.plan_search.agents.options import PRETRAINED_REFITTED, resolved_policy
 from rankrl.plan_search.agents.policy_file import read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.run import SearchResult
@@ -68,7 +70,10 @@ def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) ->
 
 
 def search_all(
-    session: SearchSession, entered: Sequence[ComparedSearch], folder: Path
+    session: SearchSession,
+    entered: Sequence[ComparedSearch],
+    folder: Path,
+    warn: Callable[[str], None] = log.warning,
 ) -> dict[ComparedSearch, SearchResult]:
     """Run every search; finished searches are read, an interrupted one is continued.
 
@@ -76,19 +81,26 @@ def search_all(
         session: What all of them share.
         entered: The searches.
         folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
+        warn: Called where a search goes without the policy that it would begin with.
 
     Raises:
-        ConfigError: A selector's options are wrong, it lacks a package, or its policy was trained on this
-            very task; nothing was searched yet.
+        ConfigError: A selector's options are wrong, it lacks a package, or the policy that its entry names
+            was trained on this very task; nothing was searched yet.
         RunStoppedError: The user stopped a search.
     """
-    for compared in entered:
-        _check_held_out(session, compared)
+    held_out = [_held_out(session, compared) for compared in entered]
+    for each in sorted({each.entry.text for each, old in zip(held_out, entered, strict=True) if each != old}):
+        warn(
+            f"compare: {each}, since the policy {PRETRAINED_REFITTED} was trained on this very task: what it "
+            "carries over shows on another network, format or budget"
+        )
+    searches = list(dict.fromkeys(held_out))
+    for compared in searches:
         if compared.seed is not None:  # the others are quick to fail and slow to make
             _check_options(session, compared)
     results = {}
-    for number, compared in enumerate(entered, 1):
-        log.info("compare: %s (%d of %d)", compared.folder_name, number, len(entered))
+    for number, compared in enumerate(searches, 1):
+        log.info("compare: %s (%d of %d)", compared.folder_name, number, len(searches))
         own = folder / compared.folder_name
         # What one selector has scored must not help, or be counted for, the next.
         session.evaluator.restore({})
@@ -173,12 +185,25 @@ def tested(
     return rows
 
 
-def _check_held_out(session: SearchSession, compared: ComparedSearch) -> None:
-    """Refuse to compare a pretrained policy where it knows the answer."""
-    policy = compared.entry.options.get("policy")
-    if policy is not None:
-        task = task_of(session.problem, model="the network", dataset="this dataset")
-        read_policy(policy).card.check_held_out(task)
+def _held_out(session: SearchSession, compared: ComparedSearch) -> ComparedSearch:
+    """Return a search that begins without the default policy where that knows the answer.
+
+    Raises:
+        ConfigError: The entry names a policy that does.
+    """
+    entry = compared.entry
+    named = entry.options.get("policy")
+    policy = resolved_policy(named, entry.options.get("action"), session.problem.setting)
+    if policy is None:
+        return compared
+    card = read_policy(policy).card
+    task = task_of(session.problem, model="the network", dataset="this dataset")
+    if named != AUTO:
+        card.check_held_out(task)
+    if card.known(task) is None:
+        return compared
+    text = f"{entry.text}{',' if ':' in entry.text else ':'}policy=null"
+    return replace(compared, entry=replace(entry, text=text, options={**entry.options, "policy": None}))
 
 
 def _check_options(session: SearchSession, compared: ComparedSearch) -> None:

@@ -21,17 +21,18 @@ log = logging.getLogger(__name__)
 
 
 def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
-    """Return the `count` plans with the best rewards, and the plan that the search began with.
+    """Return the `count` plans with the best rewards, and the preset, greedy's plan.
 
-    That one is greedy's where the selector learns, so that a search never ends with a worse plan than it
-    began with.
+    A search then never ends with a worse plan than greedy's. Where the selector has no preset, its first plan
+    takes the place of it.
 
     Args:
         result: The search.
-        count: Number of finalists, the first plan not counted.
+        count: Number of finalists, the preset not counted.
     """
     rows = best_rows(result.rows, count)
-    return rows if result.rows[0] in rows else [*rows, result.rows[0]]
+    preset = next((row for row in result.rows if row.phase == "preset"), result.rows[0])
+    return rows if preset in rows else [*rows, preset]
 
 
 def best_finalist(

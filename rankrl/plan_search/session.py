@@ -216,7 +216,7 @@ class SearchSession:
             ConfigError: The selector or an option is unknown, or an option is out of range.
             NonFiniteError: A score or reward is NaN or infinite.
         """
-        options = self.goal.search
+        options, count = self.goal.search, self.goal.search.scores().finalists
         chosen = create_selector(
             selector, self.problem, seed=seed, episodes=options.episodes, **selector_options
         )
@@ -252,17 +252,17 @@ class SearchSession:
             return result
         missed = None
         if self.latency is not None:
-            timed = self.latency.timed_plans(self.problem, result, options.finalists, folder=folder)
+            timed = self.latency.timed_plans(self.problem, result, count, folder=folder)
             rows, missed = timed.rows, timed.missed
             if missed is not None:
                 log.warning(missed)
         else:
-            rows = [result.best] if options.finalists == 1 else finalists(result, options.finalists)
+            rows = [result.best] if count == 1 else finalists(result, count)
         return with_row(self.problem, result, self._best_refit(result, rows), missed)
 
     def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
         """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""
-        if self.goal.search.finalists == 1:
+        if len(rows) == 1:
             return rows[0]
         if self._network_score is None:
             self._network_score = self.scoring.of_networks()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import rich.style  # noqa: F401 (it draws from `random` when it is imported, which scikit-learn does)
 import torch
 from torch import nn
 

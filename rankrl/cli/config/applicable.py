@@ -106,6 +106,12 @@ def _section(name: str, reason: str, *tasks: str) -> Rule:
     )
 
 
+def _never_refits(config: Config) -> bool:
+    layers, statistics = config["decomposition"], config["search"]["statistics"]
+    narrows = bool(layers["channels"] or layers["blocks"])
+    return narrows if statistics is None else bool(statistics != "refitted")
+
+
 def _is_onnx(config: Config) -> bool:
     return config["model"].get("architecture") == "onnx"
 
@@ -245,7 +251,7 @@ RULES = (
     ),
     Rule(
         "search.refit_images",
-        lambda config: config["search"]["statistics"] != "refitted",
+        _never_refits,
         "plans are refitted with search.statistics=refitted alone",
         "leave it out, or set search.statistics=refitted",
     ),

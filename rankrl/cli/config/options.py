@@ -15,6 +15,7 @@ from rankrl.errors import ConfigError
 from rankrl.models import default_lr
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, get_runtime
+from rankrl.options.search import SearchOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
 from rankrl.plan_search.goal import SearchGoal
@@ -83,7 +84,14 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
 def search_goal(config: AppConfig) -> SearchGoal:
     """Return budget, reward and limits of a search."""
     timing = dataclasses.replace(config.export, folder=cache_folder() / "latencies")
-    return SearchGoal(config.budget, config.search, timing, *_named(config.reward))
+    return SearchGoal(config.budget, search_options(config), timing, *_named(config.reward))
+
+
+def search_options(config: AppConfig) -> SearchOptions:
+    """Return how long plans are searched and what they are scored by: the refit where that can be."""
+    in_file = config.model.get("architecture") == "onnx"
+    narrows = bool(config.decomposition.channels) or config.decomposition.blocks
+    return config.search.resolved(refits=not (in_file or narrows))
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
@@ -99,7 +107,8 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
 
 def scoring(config: AppConfig, data: ImageData, dense: nn.Module) -> ImageScoring:
     """Return what plans are scored by."""
-    return ImageScoring(dense, data, EvaluatorOptions.of(config.search, config.seed), config.search.images)
+    search = search_options(config)
+    return ImageScoring(dense, data, EvaluatorOptions.of(search, config.seed), search.images)
 
 
 def pruning(config: AppConfig) -> PruningOptions:

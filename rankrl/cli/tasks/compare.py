@@ -35,7 +35,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     dense = steps.dense_network(config, data, folder)
     images = steps.calibration(config, data, dense)
     with steps.search_session(config, data, dense, images) as session:
-        results = search_all(session, entered, folder.searches)
+        results = search_all(session, entered, folder.searches, folder.warn)
     with_preprocessing(winner(results).plan, data).save(folder.plan)
     final = FinalTest(data, dense, session.applied, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)

@@ -6,14 +6,39 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rankrl.errors import ConfigError
-from rankrl.options.agents import AgentOptions
+from rankrl.options.agents import ActionKind, AgentOptions
+from rankrl.options.decomposition import AUTO
 
 if TYPE_CHECKING:
     from rankrl.plan_search.agents.policy_file import PolicyFile
+    from rankrl.plan_search.space.setting import SearchSetting
 
-__all__ = ["AgentOptions", "options_with_policy"]
+__all__ = ["AgentOptions", "options_with_policy", "resolved_policy"]
+
+PRETRAINED_REFITTED = "pretrained_refitted"
+"""What `selector.policy` calls the policy that comes with rankrl."""
 
 _FIXED = ("features", "hidden", "importance_scale")
+
+
+def resolved_policy(policy: str | None, action: ActionKind | None, setting: SearchSetting) -> str | None:
+    """Return the policy that a search begins with.
+
+    The policy that comes with rankrl learnt how much a layer's loss counts in an allocation of ranks within a
+    budget; it says nothing of channels, of blocks, or where no budget is shared out.
+
+    Args:
+        policy: A file, a name, None for no policy, or `AUTO`.
+        action: What an action stands for, or None for what suits the search.
+        setting: What is known of the search.
+
+    Returns:
+        A file, a name, or None for no policy.
+    """
+    if policy != AUTO:
+        return policy
+    fits = bool(setting.measures) and not setting.narrows and action != "rank"
+    return PRETRAINED_REFITTED if fits else None
 
 
 def options_with_policy(options: AgentOptions, policy: PolicyFile) -> AgentOptions:

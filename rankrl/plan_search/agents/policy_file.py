@@ -21,13 +21,11 @@ from torch import Tensor, nn
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.files import write_atomically
+from rankrl.plan_search.agents.options import PRETRAINED_REFITTED
 from rankrl.plan_search.envs.actions import ActionKind
 from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.plan_search.envs.features import DESCRIBING, Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import SearchProblem
-
-PRETRAINED_REFITTED = "pretrained_refitted"
-"""What `selector.policy` calls the policy that comes with rankrl."""
 
 _VERSION = 1
 _METADATA = "rankrl"
@@ -92,18 +90,22 @@ class PolicyCard:
                 f"{', '.join(self.features)}: the others depend on the network"
             )
 
+    def known(self, task: PolicyTask) -> PolicyTask | None:
+        """Return the task with this network, formats and budgets that the policy was trained on, or None."""
+        return next((known for known in self.tasks if known.decision == task.decision), None)
+
     def check_held_out(self, task: PolicyTask) -> None:
         """Refuse to report what the policy is worth on a task that it was trained on.
 
         Raises:
             ConfigError: It was trained on this network with these formats and budgets.
         """
-        for known in self.tasks:
-            if known.decision == task.decision:
-                raise ConfigError(
-                    f"the policy was trained on this very task ({known}); what it carries over shows on "
-                    "another network, format or budget"
-                )
+        known = self.known(task)
+        if known is not None:
+            raise ConfigError(
+                f"the policy was trained on this very task ({known}); what it carries over shows on "
+                "another network, format or budget"
+            )
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PolicyCard:

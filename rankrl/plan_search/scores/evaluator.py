@@ -15,7 +15,8 @@ from decomposition.candidates.library import FitLibrary
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.options.scores import ScoringOptions, Term
+from rankrl.options.scores import ScoringOptions, Statistics, Term, check_choice
+from rankrl.options.search import SearchOptions
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.refitting_network import RefittingNetwork
 from rankrl.plan_search.scores.remembering import RememberingEvaluator
@@ -37,17 +38,26 @@ class EvaluatorOptions(ScoringOptions):
     """How plans are scored, with the seed for it.
 
     Attributes:
+        term: As `SearchOptions.term`.
+        statistics: As `SearchOptions.statistics`.
         seed: Seed of the augmented copy.
     """
 
+    term: Term = "accuracy"
+    statistics: Statistics = "corrected"
     seed: int = 0
 
     @classmethod
-    def of(cls, options: ScoringOptions, seed: int) -> EvaluatorOptions:
-        """Return the options with the seed of the augmented copy."""
-        return cls(
-            **{field.name: getattr(options, field.name) for field in fields(ScoringOptions)}, seed=seed
-        )
+    def of(cls, options: SearchOptions, seed: int) -> EvaluatorOptions:
+        """Return the options of a search with the seed of the augmented copy."""
+        scores = options.scores()
+        images = {field.name: getattr(options, field.name) for field in fields(ScoringOptions)}
+        return cls(**images, term=scores.term, statistics=scores.statistics, seed=seed)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("search.term", self.term, Term)
+        check_choice("search.statistics", self.statistics, Statistics)
 
 
 @dataclass(frozen=True)

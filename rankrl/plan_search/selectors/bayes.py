@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from rankrl.options.decomposition import AUTO
 from rankrl.options.selectors import BayesOptions
-from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
+from rankrl.plan_search.agents.options import AgentOptions, options_with_policy, resolved_policy
 from rankrl.plan_search.agents.policy_file import PolicyFile, read_policy
 from rankrl.plan_search.envs.actions import (
     ActionKind,
@@ -28,6 +30,8 @@ from rankrl.plan_search.selectors.reward_model import RewardModel
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
 
+log = logging.getLogger(__name__)
+
 # How often a plan is sought anew when it has been proposed before.
 _ATTEMPTS = 8
 # How many of the best candidates are changed again.
@@ -42,9 +46,10 @@ class BayesSelector(Selector):
     the most promising ones again, and proposes the one with the highest upper confidence bound of its reward
     (Srinivas et al., ICML 2010).
 
-    A pretrained policy says beforehand how much each layer's loss counts: the process then learns only what
-    this leaves unexplained. The first plan is the policy's own, the second greedy's, and the warm-up is
-    around the first.
+    A pretrained policy, by default the one that comes with rankrl where plans are ranks and roundings within
+    a budget (`resolved_policy`), says beforehand how much each layer's loss counts: the process then learns
+    only what this leaves unexplained. The first plan is the policy's own, the second greedy's, and the
+    warm-up is around the first.
 
     Args:
         problem: What to choose for.
@@ -65,7 +70,9 @@ class BayesSelector(Selector):
         self.candidates, self.refinements, self.optimism = own.candidates, own.refinements, own.optimism
         self.plans_per_step = own.plans_per_step
         action, importance_scale = own.action, own.importance_scale
-        known = None if own.policy is None else self._policy(own.policy, action, importance_scale)
+        policy = resolved_policy(own.policy, action, problem.setting)
+        log.info("bayes begins with %s", "greedy's plan" if policy is None else f"the policy {policy}")
+        known = None if policy is None else self._policy(policy, action, importance_scale)
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
@@ -88,13 +95,14 @@ class BayesSelector(Selector):
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse options out of their ranges."""
         super().check_ranges(options)
-        if options["policy"] is not None:
+        if options["policy"] not in (None, AUTO):
             cls._policy(*(options[name] for name in ("policy", "action", "importance_scale")))
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse an action that the search has no use for."""
-        check_action(options["action"] if options["policy"] is None else "importance", setting=setting)
+        policy = resolved_policy(options["policy"], options["action"], setting)
+        check_action(options["action"] if policy is None else "importance", setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Choose plans; none that was proposed before if another can be found."""

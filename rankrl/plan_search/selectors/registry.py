@@ -89,7 +89,7 @@ def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting
 
 
 def create_selector(
-    name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 100, **options: Any
+    name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 50, **options: Any
 ) -> Selector:
     """Make a selector.
 

@@ -49,6 +49,8 @@ DERIVED = {
     "evaluator": "search.*",
     "root": "RANKRL_DATA in the environment",
     "label_smoothing": "train.label_smoothing; a teacher's answers are soft",
+    "term": "search.term: null stands for what suits the scores",
+    "statistics": "search.statistics: null stands for what the network and its plans allow",
     "folder": "no option",
     "cache": "no option",
     "decay_vectors": "no option",

@@ -24,6 +24,31 @@ def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
     assert options.search_goal(settings("reward=amc")).counted["params"] is None
 
 
+IN_FILE = ("model=onnx", "model.path=a.onnx", "dataset.path=b.npz", "selector=bayes")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ("refitted", "soft_agreement", 1)),
+        (("budget.latency=0.5",), ("refitted", "soft_agreement", 1)),
+        (("search.term=accuracy", "search.finalists=3"), ("refitted", "accuracy", 3)),
+        (("search.statistics=corrected",), ("corrected", "accuracy", 5)),
+        (("decomposition.channels=[0.5]",), ("corrected", "accuracy", 5)),
+        (("decomposition.blocks=true", "budget.macs=0.5"), ("corrected", "accuracy", 5)),
+        (IN_FILE, ("corrected", "soft_agreement", 5)),
+    ],
+)
+def test_scores_see_the_refit_where_they_can_and_finalists_are_refitted_elsewhere(
+    overrides: tuple[str, ...], expected: tuple[str, str, int]
+) -> None:
+    config = settings(*overrides)
+    search = options.search_goal(config).search
+    assert (search.statistics, search.term, search.finalists) == expected
+    assert search.episodes == 50
+    assert (config.selector["name"], config.selector["policy"]) == ("bayes", "auto")
+
+
 @pytest.mark.parametrize("name", ["params", "macs", "bytes", "latency"])
 @pytest.mark.parametrize("value", ["0", "1.5", "-0.2"])
 def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
-import stable_baselines3  # noqa: F401 - its first import draws from `random`
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError

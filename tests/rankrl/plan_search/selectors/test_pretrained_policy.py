@@ -14,18 +14,14 @@ import torch
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.plan_search.agents import ALGORITHMS
-from rankrl.plan_search.agents.policy_file import (
-    PRETRAINED_REFITTED,
-    PolicyCard,
-    PolicyFile,
-    PolicyTask,
-    read_policy,
-)
+from rankrl.plan_search.agents.options import PRETRAINED_REFITTED, resolved_policy
+from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, read_policy
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.plan_search.envs.features import DESCRIBING, ObservationEncoder
 from rankrl.plan_search.selectors import Selector, check_selector, create_selector
 from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.setting import SearchSetting
 
 FAST_AGENT = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
 FAST_BAYES = {"warmup_episodes": 4, "candidates": 8}
@@ -205,3 +201,36 @@ def test_the_policy_that_comes_with_rankrl_proposes_a_plan_for_any_network(small
     (first,) = make("ddpg", small_problem, Path(PRETRAINED_REFITTED)).propose()
     assert first.phase == "pretrained"
     assert small_problem.keeps_budget(first.choices)
+
+
+@pytest.mark.parametrize(
+    ("policy", "action", "setting", "expected"),
+    [
+        ("auto", None, SearchSetting(("params",)), PRETRAINED_REFITTED),
+        ("auto", "importance", SearchSetting(("latency", "bytes"), borders=True), PRETRAINED_REFITTED),
+        ("auto", None, SearchSetting(()), None),
+        ("auto", "rank", SearchSetting(("params",)), None),
+        ("auto", None, SearchSetting(("params",), narrows=True), None),
+        (None, None, SearchSetting(("params",)), None),
+        ("mine.safetensors", None, SearchSetting(()), "mine.safetensors"),
+    ],
+)
+def test_the_default_policy_is_for_ranks_and_roundings_within_a_budget(
+    policy, action, setting, expected
+) -> None:
+    assert resolved_policy(policy, action, setting) == expected
+
+
+def test_a_search_begins_with_the_policy_unless_told_otherwise(small_problem, small_network, caplog) -> None:
+    caplog.set_level("INFO")
+    first, named, without = (
+        create_selector("bayes", small_problem, **options).propose()
+        for options in ({}, {"policy": PRETRAINED_REFITTED}, {"policy": None})
+    )
+    assert first == named
+    assert [each.phase for each in (*first, *without)] == ["pretrained", "preset"]
+    free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
+    for problem, options in ((free, {}), (small_problem, {"action": "rank"})):
+        assert create_selector("bayes", problem, **options).propose()[0].phase == "preset"
+    assert "begins with the policy pretrained_refitted" in caplog.text
+    assert "begins with greedy's plan" in caplog.text
