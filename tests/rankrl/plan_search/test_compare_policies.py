@@ -1,4 +1,4 @@
-"""A comparison goes without the default policy where that was trained on the very task; a named one is refused."""
+"""A comparison goes without the default policy where that knows the task; a named one is refused."""
 
 from __future__ import annotations
 
