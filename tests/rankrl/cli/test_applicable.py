@@ -71,7 +71,7 @@ IDLE = [
     ),
     (
         "search.refit_images",
-        ("search.refit_images=50",),
+        ("search.refit_images=50", "search.statistics=corrected"),
         r"refit_images=50 .* set search\.statistics=refitted",
     ),
     ("search.cluster", ("search.cluster=ray",), r"cluster=ray .* set search\.workers"),
@@ -147,6 +147,7 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("decomposition=auto", "decomposition.formats=[cp,tucker]"),
         ("decomposition=tensor_train", "decomposition.tensorised=true"),
         ("decomposition=cp", "decomposition.tensorised=false"),
+        ("search.refit_images=50",),
         ("search.statistics=refitted", "search.refit_images=50"),
         ("search.workers=2", "search.cluster=ray", "search.worker_gpus=1"),
         ("task=evaluate", "budget.params=null"),
@@ -165,3 +166,9 @@ def test_the_command_line_is_looked_at() -> None:
 def test_each_job_of_a_sweep_is_looked_at() -> None:
     with pytest.raises(ConfigError, match=r"decomposition\.tensorised=true has no effect"):
         check_overrides(["-m", "decomposition=tensor_ring,tucker", "decomposition.tensorised=true"])
+
+
+def test_plans_that_lose_blocks_are_not_refitted_unless_that_is_asked_for() -> None:
+    arguments = ("search.refit_images=50", "decomposition.blocks=true", "budget.macs=0.5")
+    with pytest.raises(ConfigError, match=r"refit_images=50 .* set search\.statistics=refitted"):
+        check(arguments)
