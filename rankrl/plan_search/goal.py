@@ -19,7 +19,7 @@ DEFAULT_KEPT_PARAMS = 0.4
 
 @dataclass(frozen=True)
 class SearchGoal:
-    """What all searches of a session have in common.
+    """The common goal of all searches of a session.
 
     Attributes:
         budget: What plans keep at most.
@@ -44,7 +44,7 @@ class SearchGoal:
         return not self.budget.fractions and reward_source(self.reward).needs_budget
 
     def setting(self, candidates: CandidateOptions) -> SearchSetting:
-        """Return what is known of the search before there is a problem."""
+        """Return the part of the search that its options decide."""
         return SearchSetting(
             ("params",) if self.needs_budget else tuple(self.budget.fractions),
             bool(candidates.channels) or candidates.blocks,
@@ -54,5 +54,5 @@ class SearchGoal:
 
     @property
     def counted(self) -> dict[str, float | None]:
-        """Fractions to keep of what is counted; a reward that ignores size gets a default budget."""
+        """Fractions of counted costs to keep; a reward that ignores size gets a default budget."""
         return {**self.budget.counted, **({"params": DEFAULT_KEPT_PARAMS} if self.needs_budget else {})}

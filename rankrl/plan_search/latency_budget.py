@@ -55,7 +55,7 @@ class TimedPlans:
 
     Attributes:
         rows: Their rows, best first; if none keeps it, that of the fastest among the best plans.
-        missed: What to tell a reader if none keeps it, else None.
+        missed: A message to the reader if none keeps it, else None.
     """
 
     rows: list[EpisodeRow]
@@ -208,7 +208,7 @@ class LatencyBudget:
         return [Trial(tuple(parts), time) for parts, time in kept]
 
     def _once(self, plan: CompressionPlan) -> float:
-        """Return what `measured` said of a plan the first time: a second timing differs by chance alone."""
+        """Return the first time that `measured` gave for a plan: a second one differs by chance alone."""
         if plan.layers not in self._timed:
             self._timed[plan.layers] = self.measured(plan)
         return self._timed[plan.layers]
@@ -252,7 +252,7 @@ class LatencyBudget:
         )
 
     def _key(self, table: LatencyTable, *others: object) -> str:
-        """Return the key of what follows from a table, the candidates and all budgets."""
+        """Return the key of results that follow from a table, the candidates and all budgets."""
         _, sites = self._measured_sites
         candidates = [([candidate.content() for candidate in site.candidates], site.losses) for site in sites]
         return digest(table, candidates, self.counted, self._timer.conditions, others)

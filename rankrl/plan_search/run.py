@@ -46,7 +46,7 @@ class SearchResult:
         seconds: Wall time of the whole search, interruptions left out.
         stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
             `interrupt`, or the `selector`, which had nothing more to try.
-        missed: What to tell a reader if the plan misses the budget in time, else None.
+        missed: A message to the reader if the plan misses the budget in time, else None.
     """
 
     plan: CompressionPlan

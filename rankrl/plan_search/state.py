@@ -89,6 +89,6 @@ class SearchState:
             )
 
     def differing(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return the names of what differs between the state's search and the one of `identity`."""
+        """Return the names of values in which the state's search differs from the one of `identity`."""
         now = json.loads(json.dumps(dict(identity)))
         return [key for key in sorted({*now, *self.identity}) if now.get(key) != self.identity.get(key)]

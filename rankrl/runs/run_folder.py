@@ -51,7 +51,7 @@ class RunNotes:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run keeps its results; `metrics.json` is written last, so a folder with it is complete.
+    """The folder of a run's results; `metrics.json` is written last, so a folder with it is complete.
 
     Attributes:
         path: The folder.
@@ -242,7 +242,7 @@ class RunFolder:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Refuse a folder that cannot be made or written; what was made to find out is removed again.
+    """Refuse a folder that cannot be made or written; folders made for this check are removed again.
 
     Args:
         folder: The folder, which need not exist.

@@ -213,7 +213,7 @@ def _lives(process: int) -> bool:
 
 
 def _close_in_child() -> None:
-    """Close what a forked process got from its parent, or the lock would outlive the parent."""
+    """Close the files that a forked process shares with its parent, or the lock would outlive the parent."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Time: how files, layers and networks are timed, and what is fast on this processor."""
+"""Timing of files, layers and networks, and the ranks that are fast on this processor."""
 
 from __future__ import annotations
 

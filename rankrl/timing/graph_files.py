@@ -90,7 +90,7 @@ def compared_with_original(
 
 
 def _padding(site: Site) -> tuple[int, ...]:
-    """Return the padding, the same on both sides, with which a layer costs what the node does."""
+    """Return the padding, the same on both sides, with which a layer costs as much as the node."""
     if site.spec.kind == "linear":
         return ()
     return tuple(

@@ -144,7 +144,7 @@ def compare_latency(
     runtime: str = DEFAULT_RUNTIME,
     inputs: Batch | None = None,
 ) -> LatencyComparison:
-    """Time two ONNX models in turns (A B, B A, A B, ...), so that what disturbs the machine disturbs both.
+    """Time two ONNX models in turns (A B, B A, A B, ...), so that disturbances affect both.
 
     Args:
         baseline: ONNX file of the original model.

@@ -154,7 +154,7 @@ def _together(sites: Sequence[CandidateSet]) -> CandidateSet:
 
 
 def _identity(candidate: Candidate) -> str:
-    """Return what a candidate's time depends on in a layer: the number of channels it reads, not which."""
+    """Return all that a candidate's time depends on; of the channels it reads that is their number alone."""
     return repr((candidate.inputs, [operation.to_dict() for operation in candidate.operations]))
 
 

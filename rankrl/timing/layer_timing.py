@@ -210,7 +210,7 @@ class _SideBySide(nn.Module):
 
 
 class _Residual(nn.Module):
-    """A layer whose activated output is added to what it reads."""
+    """A layer whose activated output is added to its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

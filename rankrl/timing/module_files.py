@@ -52,7 +52,7 @@ class ModuleFiles:
 
     @property
     def conditions(self) -> object:
-        """The preprocessing; what a module computes between its layers makes no difference."""
+        """The preprocessing; computations of the module between its layers make no difference."""
         return self.preprocessing
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:

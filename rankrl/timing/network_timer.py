@@ -36,7 +36,7 @@ class TimedFiles(Protocol):
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """The dense layers by name, as modules that cost what the layers do."""
+        """The dense layers by name, as modules of the same cost."""
 
     @property
     def feed(self) -> Batch:
@@ -44,7 +44,7 @@ class TimedFiles(Protocol):
 
     @property
     def conditions(self) -> object:
-        """What times depend on apart from the options and the layers, as part of a key (`digest`)."""
+        """All that times depend on apart from the options and the layers, as part of a key (`digest`)."""
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
         """Write the network under a plan, or as it is; weights do not matter, so nothing is refitted.
@@ -73,7 +73,7 @@ class NetworkTimer:
 
     @property
     def conditions(self) -> object:
-        """What times depend on apart from the options and the layers."""
+        """All that times depend on apart from the options and the layers."""
         return self.files.conditions
 
     def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
@@ -109,7 +109,7 @@ class NetworkTimer:
         return LatencyTable.from_dict(cache.value("layers", key, lambda: self.measured(sites).to_dict()))
 
     def measured(self, sites: Sequence[CandidateSet]) -> LatencyTable:
-        """Measure what `layers` returns."""
+        """Measure the table that `layers` returns."""
         options, files = self.options, self.files
         timer = LayerTimer(**options.timing, channel_block=files.channel_block)
         with progress_bar("time layers", total=len(sites)) as bar:

@@ -77,7 +77,7 @@ def _ticks(clock: Clock) -> Callable[[], int]:
 
 
 def measuring_conditions(batch: int, threads: int) -> str:
-    """Return what measured times depend on apart from the layers, for the reader and for keys."""
+    """Return all that times depend on apart from the layers, for the reader and for keys."""
     return (
         f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
         f"{clock_for(threads)} time"

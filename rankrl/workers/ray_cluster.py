@@ -201,7 +201,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an actor is.
+    """The place of an actor.
 
     Attributes:
         host: The node's name.
@@ -215,7 +215,7 @@ class _Place:
 
 
 class _Actor:
-    """What runs in a Ray actor."""
+    """The scorers of a Ray actor."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -1,1 +1,1 @@
-"""Scores: what a plan is worth, measured on held-out inputs."""
+"""Scores of plans, measured on held-out inputs."""

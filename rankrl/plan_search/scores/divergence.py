@@ -1,4 +1,4 @@
-"""How far the network's answers move when one layer alone is compressed, measured instead of derived."""
+"""Divergence of the network's answers when one layer alone is compressed, measured instead of derived."""
 
 from __future__ import annotations
 

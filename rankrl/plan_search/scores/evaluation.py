@@ -1,4 +1,4 @@
-"""Evaluations of plans, and what a search needs of what makes them."""
+"""Evaluations of plans, and the contract of evaluators."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Evaluation:
 
 
 class Evaluator(Protocol):
-    """What a search needs of a scorer of plans, in this process or in many."""
+    """Scores the plans of a search, in this process or in many."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what scores depend on apart from the plan."""
+        """Hash of everything but the plan that scores depend on."""
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans in order."""

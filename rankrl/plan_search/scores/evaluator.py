@@ -35,7 +35,7 @@ def batch_size(device: str) -> int:
 
 @dataclass(frozen=True)
 class EvaluatorOptions(ScoringOptions):
-    """How plans are scored, with the seed for it.
+    """The options of scoring, with a seed.
 
     Attributes:
         term: As `SearchOptions.term`.
@@ -62,7 +62,7 @@ class EvaluatorOptions(ScoringOptions):
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """The images that plans are scored on, with what a network needs to read them.
+    """The images that plans are scored on, and their form as a network's inputs.
 
     Attributes:
         images: Held-out images; test images are refused by type and at run time.

@@ -92,7 +92,7 @@ def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dic
 
 
 def write_candidates(problem: SearchProblem, path: Path) -> None:
-    """Write what the choices of `episodes.csv` stand for: the candidates of every site, in order.
+    """Write the candidates of every site, in order, which the choices of `episodes.csv` refer to.
 
     Raises:
         StorageError: The file cannot be written.

@@ -75,7 +75,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _PlanScorer:
-    """Builds what computes class scores in a worker."""
+    """Builds the function that computes class scores in a worker."""
 
     model: nn.Module
     library: FixedFits
@@ -104,7 +104,7 @@ class _PlanScorer:
 
 @dataclass(frozen=True)
 class _FunctionScorer:
-    """Builds what calls the user's function in a worker."""
+    """Builds the function that calls the user's score in a worker."""
 
     model: nn.Module
     library: FixedFits
@@ -126,7 +126,7 @@ _Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
 
 
 class _Parallel(ABC, Generic[_Local]):
-    """What both evaluators share: the pool, and the evaluator that decides.
+    """The common part of both evaluators: the pool, and the evaluator that decides.
 
     Attributes:
         problem: The search problem.
@@ -148,7 +148,7 @@ class _Parallel(ABC, Generic[_Local]):
 
     @property
     def fingerprint(self) -> str:
-        """That of the evaluator in one process: a search may go on with another number of workers."""
+        """The fingerprint in one process: the number of workers may change during a search."""
         return self._local.fingerprint
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
@@ -165,7 +165,7 @@ class _Parallel(ABC, Generic[_Local]):
 
     @abstractmethod
     def _values(self, plans: Sequence[Choices]) -> Mapping[Choices, tuple[Any, float]]:
-        """Return what workers compute of different plans, and their seconds, by plan."""
+        """Return the values of different plans that workers compute, and their seconds, by plan."""
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
         """Take over the evaluations of the plans scored so far."""
@@ -226,7 +226,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
 
     @property
     def fingerprint(self) -> str:
-        """That of the evaluator in one process, unless workers compute on GPUs and that one does not."""
+        """The fingerprint of the evaluator in one process, marked where workers alone compute on GPUs."""
         own = self._local.fingerprint
         return f"{own}-cuda" if self._on_gpus and self._local.precision.device.type != "cuda" else own
 

@@ -25,7 +25,7 @@ class RememberingEvaluator(ABC):
 
     @abstractmethod
     def value(self, choices: Choices) -> Any:
-        """Return the score of the network under a plan, or what `scores` reads it from."""
+        """Return the score of the network under a plan, or the output that `scores` reads it from."""
 
     def scores(self, choices: Choices, value: Any) -> tuple[float, float]:
         """Return the score and the accuracy of a plan; a score that is a single number stands for both.

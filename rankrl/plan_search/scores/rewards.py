@@ -1,4 +1,4 @@
-"""Rewards: one number from what is known of a scored plan. Rewards are functions registered by name."""
+"""Rewards: functions, registered by name, from the evaluation of a plan to one number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reward:
     Attributes:
         name: Its registered name.
         options: The options it was made with.
-        function: From what is known of a plan to its reward.
+        function: From the evaluation of a plan to its reward.
     """
 
     name: str

@@ -51,11 +51,11 @@ def score_identity(score: Callable[..., Any]) -> str:
 
 
 class _Reader:
-    """Hashes what a score is.
+    """Hashes a score.
 
     Attributes:
         content: The hash of what was read.
-        opaque: Names of the types of what cannot be read.
+        opaque: Names of the types of values that cannot be read.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _resolved(name: str, scope: Mapping[str, Any]) -> Any:
-    """Return what a name stands for; attributes are looked up in modules alone."""
+    """Return the value of a name; attributes are looked up in modules alone."""
     first, *rest = name.split(".")
     value = scope.get(first)
     for attribute in rest:

@@ -137,7 +137,7 @@ class ScoringNetwork:
         return network, layers
 
     def _fold(self, model: nn.Module, example: Inputs) -> bool:
-        """Fold every batch norm into its layer, unless that changes what the network computes."""
+        """Fold every batch norm into its layer, unless that changes the network's outputs."""
         if all(layer.norm is None for layer in self._layers.values()):
             return False
         network, layers = self._copy(model)
@@ -214,7 +214,7 @@ def class_scores(
 
 
 def _equal(before: object, after: object) -> bool:
-    """Tell whether two outputs of a network, tensors or nestings of them, are equal but for rounding."""
+    """Tell whether two outputs of a network, tensors or nestings of them, are equal up to rounding."""
     pairs = zip(tensors_in(before), tensors_in(after), strict=True)
     return all(torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE) for x, y in pairs)
 

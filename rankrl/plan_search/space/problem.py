@@ -41,7 +41,7 @@ _PRESET_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All that a selector needs to know of a network, which it never sees itself.
+    """The network as a selector knows it: layers, candidates, costs and budgets.
 
     A selector knows a site's candidates by their index; their operations matter only to the plan that is made
     at the end.
@@ -210,7 +210,7 @@ class SearchProblem:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of everything that decides what a selector would do, 16 hexadecimal digits.
+        """Hash of everything that a selector's choices depend on, 16 hexadecimal digits.
 
         It covers layers, candidates, errors (which stand for weights and calibration data) and the budget.
         """
