@@ -9,17 +9,10 @@ import onnx_ir as ir
 from decomposition import CompressionPlan
 from decomposition.operations.base import dense_cost
 from decomposition.plan.layer_plan import without_growth
-from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph.quantised import packed, parameters_of
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.operators import dequantises, is_standard
-
-
-def input_shape(network: OnnxNetwork, feed: Feed) -> tuple[int, ...]:
-    """Return the shape of the first input for one input of the network, as plans record it."""
-    first = network.inputs[0].name
-    shape, axis = feed[first].shape, network.axes.inputs[first]
-    return (shape if axis is None else shape[:axis] + shape[axis + 1 :]) or (1,)
 
 
 def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from decomposition.network.layers import skipping
 from rankrl.onnx.graph.axis_suggestions import Axes
-from rankrl.onnx.graph.costs import input_shape, network_costs
+from rankrl.onnx.graph.costs import network_costs
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
 from rankrl.onnx.graph.image_files import ImagePreprocessing
@@ -179,7 +179,9 @@ class PreparedFile:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the first input for one input of the network, as plans record it."""
-        return input_shape(self.network, self.split.calibration[0])
+        first = self.network.inputs[0].name
+        shape, axis = self.split.calibration[0][first].shape, self.network.axes.inputs[first]
+        return (shape if axis is None else shape[:axis] + shape[axis + 1 :]) or (1,)
 
     def feed(self, batch: int) -> Feed:
         """Return a batch of real inputs of a size, or of the file's own where that is fixed."""
