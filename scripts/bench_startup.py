@@ -40,7 +40,7 @@ COMPLETED = {"COMP_LINE": "rankrl selector=ba", "COMP_POINT": "18"}
 MISTAKES: tuple[tuple[str, ...], ...] = (
     ("serch.episodes=3",),
     ("selector=ddgp",),
-    ("selector=bayes", "selector.optimizm=1"),
+    ("selector=bayes", "selector.candidats=1"),
     ("search.episodes=few",),
     ("search.episodes=0",),
     ("search.seconds=0",),

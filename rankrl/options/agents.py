@@ -12,6 +12,8 @@ Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "la
 
 IMPORTANCE_SCALE = 2.0
 """Log-importance of action 1: a layer then counts e^2 = 7.4 times what it does at action 0."""
+FINAL_SCALE = 0.05
+"""What noise on actions, and changes of them, decay to geometrically, in units of the action."""
 
 
 @dataclass(frozen=True)
@@ -22,22 +24,18 @@ class AgentOptions:
 
     Attributes:
         policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
-            comes with rankrl and learnt from refitted plans. The first plan is then its own; `features`,
-            `hidden` and `importance_scale` are the file's. None starts from greedy's plan.
+            comes with rankrl and learnt from refitted plans. The first plan is then its own; `features`
+            and `hidden` are the file's. None starts from greedy's plan.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         features: What the policy sees beyond the layer's own descriptors and the previous action
             (`ObservationEncoder`).
-        importance_scale: Log-importance of action 1, with `importance`.
         hidden: Units of the hidden layers of actor and critics.
         learning_rate: Learning rate of actor and critics (Adam).
         batch_size: Transitions in an update.
-        buffer_episodes: Episodes in the replay buffer; None keeps all.
-        tau: Share of the networks that their targets take over in each update, in (0, 1].
         warmup_episodes: Episodes that explore around the preset before the policy acts.
         warmup_noise: Standard deviation of the noise around the preset.
-        noise: Standard deviation of the noise on the policy's actions after the warm-up.
-        final_noise: The same at the last episode; it decays geometrically between.
+        noise: Standard deviation of the noise on the policy's actions after the warm-up; it decays.
         updates_per_episode: Gradient steps after every episode; None for as many as it has layers.
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
@@ -45,16 +43,12 @@ class AgentOptions:
     policy: str | None = None
     action: ActionKind | None = None
     features: tuple[Feature, ...] = ("macs", "curve")
-    importance_scale: float = IMPORTANCE_SCALE
     hidden: tuple[int, ...] = (64, 64)
     learning_rate: float = 1e-3
     batch_size: int = 64
-    buffer_episodes: int | None = None
-    tau: float = 0.01
     warmup_episodes: int = 15
     warmup_noise: float = 0.15
     noise: float = 0.3
-    final_noise: float = 0.05
     updates_per_episode: int | None = None
     plans_per_step: int = 1
 
@@ -64,7 +58,6 @@ class AgentOptions:
             "warmup_episodes": 0,
             "warmup_noise": 0.0,
             "noise": 0.0,
-            "final_noise": 0.0,
             "plans_per_step": 1,
         }
         for name, bound in least.items():
@@ -72,20 +65,11 @@ class AgentOptions:
                 raise ConfigError(f"selector.{name} must be at least {bound}, got {getattr(self, name)}")
         if not self.learning_rate > 0:
             raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
-        if not 0 < self.tau <= 1:
-            raise ConfigError(f"selector.tau must lie in (0, 1], got {self.tau}")
-        if (self.noise > 0) != (self.final_noise > 0) or self.final_noise > self.noise:
-            raise ConfigError(
-                "selector.noise decays to selector.final_noise: both positive and not growing, or both 0; "
-                f"got {self.noise} and {self.final_noise}"
-            )
         if any(units < 1 for units in self.hidden):
             raise ConfigError(f"selector.hidden must hold numbers of units >= 1, got {list(self.hidden)}")
-        check_importance_scale(self.importance_scale)
-        for name in ("buffer_episodes", "updates_per_episode"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"selector.{name} must be at least 1 or null, got {value}")
+        updates = self.updates_per_episode
+        if updates is not None and updates < 1:
+            raise ConfigError(f"selector.updates_per_episode must be at least 1 or null, got {updates}")
 
     def noise_at(self, episode: int, episodes: int) -> float:
         """Return the standard deviation of the policy's noise.
@@ -98,7 +82,7 @@ class AgentOptions:
             return 0.0
         first, last = self.warmup_episodes, max(episodes - 1, self.warmup_episodes + 1)
         progress = min(1.0, max(0.0, (episode - first) / (last - first)))
-        return self.noise * (self.final_noise / self.noise) ** progress
+        return self.noise * (min(FINAL_SCALE, self.noise) / self.noise) ** progress
 
 
 def check_importance_scale(scale: float) -> None:
@@ -108,4 +92,4 @@ def check_importance_scale(scale: float) -> None:
         ConfigError: It is not.
     """
     if not scale > 0:
-        raise ConfigError(f"selector.importance_scale must be positive, got {scale}")
+        raise ConfigError(f"importance_scale must be positive, got {scale}")

@@ -43,6 +43,19 @@ _OF_MASKS = {
     "parametrisation": f"it is log_alpha; {_GATES}",
     "penalty_function": f"it is sigmoid; {_GATES}",
 }
+_OF_SELECTORS = {
+    "buffer_episodes": "all episodes",
+    "tau": "0.01",
+    "final_noise": "0.05",
+    "final_step": "0.05",
+    "importance_scale": "2",
+    "refinements": "2",
+    "optimism": "0.5",
+    "share": "0.3",
+    "startup_trials": "10",
+    "multivariate": "false",
+    "batches": "2",
+}
 _NO_CORES = "dense networks have no cores and no teacher; the section finetune has it"
 
 REMOVED: Mapping[str, str] = {
@@ -54,6 +67,7 @@ REMOVED: Mapping[str, str] = {
     "train.restore_best": "the last epoch is kept, or with train.ema_decay the average",
     "finetune.label_smoothing": f"it is 0, as the teacher's answers are soft; {_RECIPE}",
     **{f"{each}.{name}": text for each in ("train", "finetune") for name, text in _OF_TRAININGS.items()},
+    **{f"selector.{name}": f"it is {text}" for name, text in _OF_SELECTORS.items()},
     **{f"pretrain.{name}": f"it is {text}" for name, text in _OF_PRETRAINING.items()},
     **{f"pruner.{name}": text for name, text in _OF_MASKS.items()},
 }

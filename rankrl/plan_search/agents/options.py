@@ -18,7 +18,7 @@ __all__ = ["AgentOptions", "options_with_policy", "resolved_policy"]
 PRETRAINED_REFITTED = "pretrained_refitted"
 """What `selector.policy` calls the policy that comes with rankrl."""
 
-_FIXED = ("features", "hidden", "importance_scale")
+_FIXED = ("features", "hidden")
 
 
 def resolved_policy(policy: str | None, action: ActionKind | None, setting: SearchSetting) -> str | None:

@@ -14,6 +14,7 @@ from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
 from rankrl.errors import ConfigError
+from rankrl.options.agents import IMPORTANCE_SCALE
 from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
 from rankrl.plan_search.agents.policy_file import read_policy
 from rankrl.plan_search.agents.randomness import RandomState, one_thread
@@ -32,6 +33,9 @@ from rankrl.plan_search.space.problem import SearchProblem
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"ddpg": DDPG, "td3": TD3, "sac": SAC}
 """DDPG (Lillicrap et al., ICLR 2016), TD3 (Fujimoto et al., ICML 2018), SAC (Haarnoja et al., ICML 2018)."""
+
+# Share of the networks that their targets take over in each update.
+_TAU = 0.01
 
 
 class PolicyAgent:
@@ -65,22 +69,22 @@ class PolicyAgent:
         if policy is not None:
             options = options_with_policy(options, policy)
         self.problem, self.options = problem, options
+        self._scale = IMPORTANCE_SCALE if policy is None else policy.card.importance_scale
         self.env = RankSelectionEnv(
             problem,
             action=options.action,
             features=options.features,
-            importance_scale=options.importance_scale,
+            importance_scale=self._scale,
         )
-        held = episodes if options.buffer_episodes is None else options.buffer_episodes
         self._random = RandomState.seeded(seed)
         with self._random.in_use():
             self.model = ALGORITHMS[algorithm](
                 "MlpPolicy",
                 self.env,
                 learning_rate=options.learning_rate,
-                buffer_size=held * self.env.layers,
+                buffer_size=episodes * self.env.layers,
                 batch_size=options.batch_size,
-                tau=options.tau,
+                tau=_TAU,
                 gamma=1.0,
                 n_steps=self.env.layers,
                 policy_kwargs={"net_arch": list(options.hidden)},
@@ -169,7 +173,7 @@ class PolicyAgent:
             return self.env.encoder(layer, actions, last_reward=self._last_reward)
         left = []
         for episode in actions:
-            played = create_action_map(self.problem, self.options.action, scale=self.options.importance_scale)
+            played = create_action_map(self.problem, self.options.action, scale=self._scale)
             for taken in range(layer):
                 played.take(taken, float(episode[taken]))
             left.append(played.budget_left())

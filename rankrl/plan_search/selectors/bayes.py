@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from rankrl.options.agents import FINAL_SCALE, IMPORTANCE_SCALE
 from rankrl.options.decomposition import AUTO
 from rankrl.options.selectors import BayesOptions
 from rankrl.plan_search.agents.options import AgentOptions, options_with_policy, resolved_policy
@@ -36,6 +37,11 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 8
 # How many of the best candidates are changed again.
 _PARENTS = 8
+_REFINEMENTS = 2
+# Standard deviation of the noise around greedy's, or the policy's, plan in the warm-up.
+_WARMUP_NOISE = 0.15
+# Standard deviations that are added to the expected reward.
+_OPTIMISM = 0.5
 
 
 @register_selector
@@ -65,14 +71,12 @@ class BayesSelector(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         own = self.own_options(**options)
-        self.warmup_episodes, self.warmup_noise = own.warmup_episodes, own.warmup_noise
-        self.step, self.final_step = own.step, own.final_step
-        self.candidates, self.refinements, self.optimism = own.candidates, own.refinements, own.optimism
-        self.plans_per_step = own.plans_per_step
-        action, importance_scale = own.action, own.importance_scale
+        self.warmup_episodes, self.step = own.warmup_episodes, own.step
+        self.candidates, self.plans_per_step = own.candidates, own.plans_per_step
+        action, importance_scale = own.action, IMPORTANCE_SCALE
         policy = resolved_policy(own.policy, action, problem.setting)
         log.info("bayes begins with %s", "greedy's plan" if policy is None else f"the policy {policy}")
-        known = None if policy is None else self._policy(policy, action, importance_scale)
+        known = None if policy is None else self._policy(policy, action)
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
@@ -96,7 +100,7 @@ class BayesSelector(Selector):
         """Refuse options out of their ranges."""
         super().check_ranges(options)
         if options["policy"] not in (None, AUTO):
-            cls._policy(*(options[name] for name in ("policy", "action", "importance_scale")))
+            cls._policy(options["policy"], options["action"])
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
@@ -156,10 +160,10 @@ class BayesSelector(Selector):
         restore_generator(self._generator, state.values["generator"])
 
     @staticmethod
-    def _policy(policy: str, action: ActionKind | None, importance_scale: float) -> PolicyFile:
+    def _policy(policy: str, action: ActionKind | None) -> PolicyFile:
         """Read a policy; refuse options that contradict it."""
         found = read_policy(policy)
-        given = AgentOptions(policy=policy, action=action, importance_scale=importance_scale)
+        given = AgentOptions(policy=policy, action=action)
         options_with_policy(given, found)
         return found
 
@@ -170,14 +174,14 @@ class BayesSelector(Selector):
         if self._played == int(self._pretrained):
             return np.zeros_like(self._centre), "preset"
         if self._played < self.warmup_episodes or not len(self._model):
-            noise = self.warmup_noise * self._generator.standard_normal(len(self._centre))
+            noise = _WARMUP_NOISE * self._generator.standard_normal(len(self._centre))
             return (self._centre + noise).clip(-1, 1), "warm-up"
         span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
         progress = min(1.0, (self._played - self.warmup_episodes) / span)
-        scale = self.step * (self.final_step / self.step) ** progress
+        scale = self.step * (min(FINAL_SCALE, self.step) / self.step) ** progress
         candidates = self._changed(np.tile(self._best, (self.candidates, 1)), scale)
         bounds = self._bounds(candidates)
-        for _ in range(self.refinements):
+        for _ in range(_REFINEMENTS):
             parents = candidates[np.argsort(-bounds, kind="stable")[:_PARENTS]]
             copies = parents[np.arange(len(candidates)) % len(parents)]
             candidates = np.concatenate([parents, self._changed(copies, scale)])
@@ -195,4 +199,4 @@ class BayesSelector(Selector):
         roots = self._map.loss_roots(candidates)
         mean, deviation = self._model.predict(roots)
         known = [row.tobytes() in self._known for row in roots]
-        return np.where(known, -np.inf, mean + self.optimism * deviation)
+        return np.where(known, -np.inf, mean + _OPTIMISM * deviation)

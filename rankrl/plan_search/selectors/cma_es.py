@@ -42,7 +42,7 @@ class CMAESSelector(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         own = CMAESOptions(**options)
-        self._map = ImportanceMap(problem, scale=own.importance_scale)
+        self._map = ImportanceMap(problem)
         layers = len(problem.sites)
         if layers < 2:
             raise ConfigError("selector=cmaes needs at least two layers to choose for; use selector=local")

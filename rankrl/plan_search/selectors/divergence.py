@@ -7,7 +7,6 @@ from typing import Any
 
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.options.selectors import DivergenceOptions
 from rankrl.plan_search.envs.actions import check_action
 from rankrl.plan_search.scores.divergence import with_divergences
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
@@ -19,6 +18,9 @@ _ELSEWHERE = (
     "selector 'divergence' measures on images in this process: it goes neither with search.workers nor with "
     "a score of your own; leave search.workers null, or use selector=greedy"
 )
+
+# Batches of held-out images that divergences are measured on.
+_BATCHES = 2
 
 
 @register_selector
@@ -33,17 +35,14 @@ class DivergenceSelector(Selector):
         problem: What to choose for; it needs a budget, and its `divergences`.
         seed: Not used.
         episodes: Not used.
-        **options: Those of `DivergenceOptions`.
     """
 
     name = "divergence"
     description = "the least sum of divergences measured layer by layer (Lagrangian allocation)"
-    own_options = DivergenceOptions
     seeded = False
 
-    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.batches = DivergenceOptions(**options).batches
         self._done = False
 
     @classmethod
@@ -62,7 +61,7 @@ class DivergenceSelector(Selector):
             raise ConfigError("selector 'divergence' spends a budget and there is none; set budget.params")
         if measured is None:
             raise ConfigError(_ELSEWHERE)
-        pairs = zip(self.problem.sites, measured(self.batches), strict=True)
+        pairs = zip(self.problem.sites, measured(_BATCHES), strict=True)
         choices = allocate([with_divergences(site, values) for site, values in pairs], budget)
         return [Proposal(tuple(choices.tolist()), "one-shot")]
 

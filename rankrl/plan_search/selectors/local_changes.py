@@ -21,6 +21,9 @@ from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
 
+# Probability of each layer to be changed.
+_SHARE = 0.3
+
 
 @register_selector
 class LocalSelector(Selector):
@@ -43,8 +46,8 @@ class LocalSelector(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         own = LocalOptions(**options)
-        self.step, self.share, self.plans_per_step = own.step, own.share, own.plans_per_step
-        self._map = ImportanceMap(problem, scale=own.importance_scale)
+        self.step, self.plans_per_step = own.step, own.plans_per_step
+        self._map = ImportanceMap(problem)
         self._generator = np.random.default_rng(seed)
         self._best = np.zeros(len(problem.sites))
         self._best_reward = -np.inf
@@ -84,7 +87,7 @@ class LocalSelector(Selector):
         restore_generator(self._generator, state.values["generator"])
 
     def _changed(self) -> np.ndarray:
-        changed = self._generator.random(len(self._best)) < self.share
+        changed = self._generator.random(len(self._best)) < _SHARE
         changed[self._generator.integers(len(self._best))] = True
         noise = self.step * self._generator.standard_normal(len(self._best))
         return np.clip(self._best + changed * noise, -1, 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from decomposition import Budget, CandidateSet
 from decomposition.choose.reachable import cheapest_choices
-from rankrl.options.selectors import RandomOptions
+from rankrl.options.selectors import StepOptions
 from rankrl.plan_search.selectors.base import (
     Proposal,
     Selector,
@@ -90,16 +90,16 @@ class RandomSelector(Selector):
         problem: What to choose for.
         seed: Seed of the draws.
         episodes: Not used; every draw is independent.
-        **options: Those of `RandomOptions`.
+        **options: Those of `StepOptions`.
     """
 
     name = "random"
     description = "independent random plans that spend the budget"
-    own_options = RandomOptions
+    own_options = StepOptions
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.plans_per_step = RandomOptions(**options).plans_per_step
+        self.plans_per_step = StepOptions(**options).plans_per_step
         self._generator = np.random.default_rng(seed)
 
     def propose(self) -> list[Proposal]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rankrl.errors import StorageError
-from rankrl.options.selectors import TPEOptions
+from rankrl.options.selectors import StepOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
 from rankrl.plan_search.selectors.packages import import_package
@@ -34,7 +34,7 @@ class TPESelector(Selector):
         problem: What to choose for; it needs a budget.
         seed: Seed of the draws.
         episodes: Not used.
-        **options: Those of `TPEOptions`.
+        **options: Those of `StepOptions`.
 
     Raises:
         ConfigError: Optuna is not installed, or the problem has no budget.
@@ -42,16 +42,14 @@ class TPESelector(Selector):
 
     name = "tpe"
     description = "tree-structured Parzen estimators (Optuna) over the agent's actions"
-    own_options = TPEOptions
+    own_options = StepOptions
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         self._optuna = import_package("optuna", "tpe", "Optuna")
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
-        own = TPEOptions(**options)
-        self.plans_per_step = own.plans_per_step
-        self.startup_trials, self.multivariate = own.startup_trials, own.multivariate
-        self._map = ImportanceMap(problem, scale=own.importance_scale)
+        self.plans_per_step = StepOptions(**options).plans_per_step
+        self._map = ImportanceMap(problem)
         self._names = [f"importance_{name}" for name in problem.names]
         self._folder: Path | None = None
         self._study: Any = None
@@ -108,9 +106,7 @@ class TPESelector(Selector):
 
     def _sampler(self, number: int) -> Any:
         seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
-        return self._optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=self.startup_trials, multivariate=self.multivariate
-        )
+        return self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=10, multivariate=False)
 
     def _make_study(self) -> Any:
         """Make the study to ask, with the trials told so far."""

@@ -21,7 +21,7 @@ from rankrl.plan_search.selectors import list_selectors, selector_options
 from rankrl.plan_search.session import SearchSession
 
 Command = Callable[..., None]
-LOCAL = "local:step=0.4,share=0.5"
+LOCAL = "local:step=0.4,plans_per_step=1"
 
 
 def made_arguments(folder: Path) -> list[str]:
@@ -30,7 +30,7 @@ def made_arguments(folder: Path) -> list[str]:
         *QUICK[1:],
         *small_network(folder),
         "task=compare",
-        'compare.selectors=[random,greedy,"local:step=0.4,share=0.5",uniform]',
+        'compare.selectors=[random,greedy,"local:step=0.4,plans_per_step=1",uniform]',
         "compare.seeds=[3,4]",
         "decomposition=tucker",
         "budget.params=0.2",
@@ -102,7 +102,7 @@ def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
     written = (whole / "compare.md").read_text()
     assert f"| {LOCAL} | 2 |" in written
     assert "| Selector | 1 plan | 3 plans |" in written
-    assert (whole / "searches" / "local-step-0.4-share-0.5-3" / "plan.json").exists()
+    assert (whole / "searches" / "local-step-0.4-plans_per_step-1-3" / "plan.json").exists()
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_choices_in_a_users_folder_are_found(folder: Path) -> None:
-    arguments = ["experiment=mine", "selector=careful", "selector.optimism=2", "--config-dir", str(folder)]
+    arguments = ["experiment=mine", "selector=careful", "selector.candidates=2", "--config-dir", str(folder)]
     check_overrides(arguments)
     with composing(parsed_flags(arguments)):
         config = composed_config(parsed_flags(arguments).overrides)

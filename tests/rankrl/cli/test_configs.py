@@ -91,8 +91,8 @@ def test_a_reward_that_is_registered_later_can_be_chosen_too() -> None:
 def test_a_file_of_ones_own_holds_what_differs(tmp_path: Path) -> None:
     (tmp_path / "selector").mkdir()
     (tmp_path / "selector" / "careful.yaml").write_text("defaults: [bayes]\nstep: 0.1\n")
-    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "selector=careful", "selector.optimism=2")
-    assert found["selector"] == {**composed("selector=bayes")["selector"], "step": 0.1, "optimism": 2}
+    found = composed(f"hydra.searchpath=[file://{tmp_path}]", "selector=careful", "selector.candidates=2")
+    assert found["selector"] == {**composed("selector=bayes")["selector"], "step": 0.1, "candidates": 2}
 
 
 @pytest.mark.parametrize("group", ["selector", "pruner", "dataset"])

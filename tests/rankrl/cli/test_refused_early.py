@@ -118,7 +118,7 @@ def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
         ({"skip": ["0"], "params": 0.2}, "the least is 0."),
         ({"only": ["fc"]}, "only: no layer matches 'fc'; the layers are 0, 2."),
         ({"only": ["2"], "skip": ["2"]}, "the network has no layer that can be decomposed"),
-        ({"selector": "bayes", "selector_options": {"optimizm": 1}}, "Did you mean 'optimism'?"),
+        ({"selector": "bayes", "selector_options": {"candidats": 1}}, "Did you mean 'candidates'?"),
     ],
 )
 def test_a_search_from_python_is_refused_before_it_calibrates(

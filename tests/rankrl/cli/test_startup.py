@@ -37,7 +37,7 @@ ANSWERED = {
     "serch.episodes=3": (2, "Did you mean 'search.episodes'?"),
     "selector=ddgp": (2, "Did you mean 'ddpg'?"),
     "search.episodes=few": (2, "search.episodes must be a whole number"),
-    "selector=bayes selector.optimizm=1": (2, "Did you mean 'selector.optimism'?"),
+    "selector=bayes selector.candidats=1": (2, "Did you mean 'selector.candidates'?"),
     "task=pipline": (2, "Did you mean 'pipeline'?"),
     "-sc query=bash": (0, "selector=bayes"),
     "task=evaluate weights=. hydra.run.dir=run": (2, "weights=. is a folder; give weights=model.safetensors"),

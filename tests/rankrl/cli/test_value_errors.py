@@ -58,7 +58,7 @@ def test_values_are_refused_before_anything_is_made(
         # Nothing may be NaN or infinite.
         (("budget.params=nan",), "budget.params must be finite, got nan"),
         (("search.seconds=inf",), "search.seconds must be finite, got inf"),
-        (("selector.optimism=-inf",), "selector.optimism must be finite"),
+        (("selector.step=-inf",), "selector.step must be finite"),
         (("finetune.gradient_clip=inf",), "finetune.gradient_clip must be finite"),
         (("pruner.strengths={conv1: 2.0}",), "'+pruner.strengths={NAME: VALUE}'"),
         (("budget.macs=1e999",), "budget.macs must be finite"),
@@ -131,7 +131,7 @@ def test_types_are_those_of_what_takes_the_option(arguments: tuple[str, ...], ex
         (("selector=ddpg", "selector.noise=-1"), "selector.noise must be at least 0"),
         (("selector=ddpg", "selector.hidden=[0]"), "selector.hidden must hold numbers of units >= 1"),
         (("selector=local", "selector.step=-1"), "selector.step must be positive"),
-        (("selector=tpe", "selector.importance_scale=0"), "selector.importance_scale must be positive"),
+        (("selector=tpe", "selector.plans_per_step=0"), "selector.plans_per_step must be at least 1"),
         (("reward=weighted", "reward.compression=2"), "reward.compression must lie in [0, 1]"),
     ],
 )

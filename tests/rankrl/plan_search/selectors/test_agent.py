@@ -106,15 +106,15 @@ def test_the_seed_decides_and_another_differs(small_problem, name) -> None:
 
 
 def test_noise_decays_from_the_first_to_the_last_episode() -> None:
-    options = AgentOptions(warmup_episodes=2, noise=0.4, final_noise=0.1)
+    options = AgentOptions(warmup_episodes=2, noise=0.4)
     scales = [options.noise_at(episode, 12) for episode in range(12)]
     assert scales[:3] == pytest.approx([0.4] * 3)
-    assert scales[11] == pytest.approx(0.1)
+    assert scales[11] == pytest.approx(0.05)
     assert scales[2:] == sorted(scales[2:], reverse=True)
     assert len(set(scales[2:])) == 10
-    assert options.noise_at(40, 12) == pytest.approx(0.1)
-    assert AgentOptions(noise=0.0, final_noise=0.0).noise_at(3, 12) == 0.0
-    assert options.noise_at(3, 1) == pytest.approx(0.1)  # fewer episodes than the warm-up
+    assert options.noise_at(40, 12) == pytest.approx(0.05)
+    assert AgentOptions(noise=0.0).noise_at(3, 12) == 0.0
+    assert options.noise_at(3, 1) == pytest.approx(0.05)  # fewer episodes than the warm-up
 
 
 @pytest.mark.parametrize("feature", ["budget_left", "last_reward", "curve"])

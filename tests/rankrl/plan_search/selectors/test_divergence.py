@@ -49,8 +49,6 @@ def test_it_says_what_it_needs(small_problem) -> None:
     selector = create_selector("divergence", replace(small_problem, divergences=None))
     with pytest.raises(ConfigError, match=r"leave search.workers null"):
         selector.propose()
-    with pytest.raises(ConfigError, match=r"selector.batches must be at least 1"):
-        create_selector("divergence", small_problem, batches=0)
 
 
 def test_it_proposes_its_plan_once(small_problem) -> None:

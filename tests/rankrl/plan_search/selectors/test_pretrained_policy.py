@@ -145,8 +145,6 @@ def test_options_that_contradict_the_policy_are_refused(small_problem, small_net
     for name in ("sac", *BAYES):
         with pytest.raises(ConfigError, match=r"importance; leave selector.action"):
             make(name, small_problem, path, action="rank")
-        with pytest.raises(ConfigError, match=r"importance_scale=1.0 contradicts .* trained with 1.5"):
-            make(name, small_problem, path, importance_scale=1.0)
         with pytest.raises(ConfigError, match="budget"):
             make(name, free, path)
 

@@ -19,9 +19,9 @@ GREEDY = script.entry("greedy")
 
 
 def test_entries_are_selectors_with_options() -> None:
-    found = script.entry("bayes:policy=pretrained_refitted,step=0.2,refinements=1")
+    found = script.entry("bayes:policy=pretrained_refitted,step=0.2,candidates=1")
     assert found.selector == "bayes"
-    assert found.options == {"policy": "pretrained_refitted", "step": 0.2, "refinements": 1}
+    assert found.options == {"policy": "pretrained_refitted", "step": 0.2, "candidates": 1}
     assert script.seeds_of(found, [3, 4]) == [3, 4]
     assert script.seeds_of(GREEDY, [3, 4]) == [3]
     for text in ("bayesian", "bayes:stepp=1", "bayes:step", "bayes:step=-1"):
