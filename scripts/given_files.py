@@ -1,0 +1,133 @@
+"""Every file that `bench_files` can compress, by name or path.
+
+A path is a .onnx file. Its inputs are made by a `prepare_inputs.py` beside it, if that knows the file
+(`bench_onnx`), or lie in a .npz of its name, one array for each input, counted on the first axis; scores are
+then correlations with the original's outputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from bench_decomposition import load_network
+from bench_onnx import Case, cases
+from file_scores import Outputs, accuracy, correlation
+from made_inputs import MissingFileError
+from real_files import SOURCES, RealFile, Sample, packaged
+
+from rankrl.data import load_dataset
+from rankrl.onnx.export import export_onnx
+
+NETWORKS = ("resnet20", "resnet56", "resnet9")
+_PREPARED = ("pitch", "file-types", "music")
+_TIMES = 10
+"""Test images for each input that other files are judged by."""
+_BATCH = 50
+
+
+def names_of_files() -> list[str]:
+    """Return the names of the files that need no path."""
+    return [*SOURCES, *NETWORKS]
+
+
+def find_file(name: str, counts: tuple[int, int]) -> RealFile:
+    """Return a file with its inputs.
+
+    Args:
+        name: A name (`names_of_files`), or the path of a .onnx file.
+        counts: Inputs that methods see, and those that scores are measured on.
+
+    Raises:
+        MissingFileError: It is not to be had here.
+    """
+    if name in SOURCES:
+        return packaged(name, counts)
+    if name in NETWORKS:
+        return _network(name, counts)
+    path = Path(name)
+    if path.suffix != ".onnx" or not path.is_file():
+        raise MissingFileError(f"there is no such .onnx file; names are {', '.join(names_of_files())}")
+    script = path.parent / "prepare_inputs.py"
+    if path.stem in _PREPARED and script.is_file():
+        return _prepared(path, script, counts)
+    return _own(path, counts)
+
+
+def _own(path: Path, counts: tuple[int, int]) -> RealFile:
+    beside = path.with_suffix(".npz")
+    if not beside.is_file():
+        raise MissingFileError(f"there is no {beside.name} with inputs beside it")
+    with np.load(beside) as content:
+        model = onnx.load(path, load_external_data=False)
+        constants = {each.name for each in model.graph.initializer}
+        arrays = {each.name: content[each.name] for each in model.graph.input if each.name not in constants}
+    whole = Sample(arrays, [None] * len(next(iter(arrays.values()))))
+    fitted = min(counts[0], len(whole.known) // 2)
+    samples = whole.part(0, fitted), whole.part(fitted, fitted + counts[1])
+    return RealFile(path.stem, path, *samples, correlation, "correlation", correlation)
+
+
+def _prepared(path: Path, script: Path, counts: tuple[int, int]) -> RealFile:
+    spec = importlib.util.spec_from_file_location("prepare_inputs", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    case: Case = cases(module, [path.stem], max(counts[1], 2 * counts[0]))[path.stem]
+    name = onnx.load(path, load_external_data=False).graph.input[0].name
+    samples = [
+        Sample({name: each[:count]}, [None] * min(count, len(each)))
+        for each, count in ((case.fitted, counts[0]), (case.tested, len(case.tested)))
+    ]
+    known = case.score
+    if known is None:
+        return RealFile(path.stem, path, *samples, correlation, "correlation", correlation)
+
+    def score(outputs: Sequence[Outputs], _: Sequence[Any], originals: Sequence[Outputs]) -> float:
+        return known(np.concatenate([each[0] for each in outputs]))
+
+    return RealFile(path.stem, path, *samples, score, "right", correlation)
+
+
+def _network(name: str, counts: tuple[int, int]) -> RealFile:
+    """Return a network trained on CIFAR-10, exported, with images of the training set and of the test set."""
+    folder = os.environ.get("RANKRL_CHECKPOINTS")
+    if folder is None or "RANKRL_DATA" not in os.environ:
+        raise MissingFileError(
+            "set RANKRL_CHECKPOINTS and RANKRL_DATA to the folders of cifar10-NETWORK.th and of images"
+        )
+    checkpoint = next(iter(sorted(Path(folder).glob(f"cifar10-{name}.*"))), None)
+    if checkpoint is None:
+        raise MissingFileError(f"there is no cifar10-{name}.th or .safetensors in RANKRL_CHECKPOINTS")
+    data = load_dataset("cifar10", seed=0)
+
+    def sample(images: Any, count: int, step: int) -> Sample:
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (data.mean, data.std))
+        pixels = (images.x[:count].float() / 255 - mean) / std
+        return Sample({"input": pixels.numpy()}, images.y[:count].tolist(), step)
+
+    fitted = sample(data.train, counts[0], 1)
+    tested = sample(data.test.for_report(), _TIMES * counts[1], _BATCH)
+    return RealFile(name, _exported(name, checkpoint), fitted, tested, accuracy, "test accuracy", accuracy)
+
+
+@cache
+def _exported(name: str, checkpoint: Path) -> Path:
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / f"{name}.onnx"
+    _FOLDERS.append(folder)
+    export_onnx(load_network(checkpoint, name), path, (3, 32, 32), progress=False)
+    return path
+
+
+_FOLDERS: list[Any] = []
+"""Folders of exported files, which live as long as this process."""

@@ -1,0 +1,233 @@
+"""onnxruntime's static quantiser over one file, and how an expert would tune it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from file_scores import Outputs
+from onnx import version_converter
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType
+from onnxruntime.quantization.calibrate import create_calibrator
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from real_files import Feed, RealFile
+
+from rankrl.onnx.export.weight_range import sums_overflow
+from rankrl.onnx.runtimes import Session, open_session
+from rankrl.timing.latency import measure_latency
+
+COMPUTING = ("Conv", "MatMul", "Gemm")
+"""Nodes whose sensitivity decides what is left in floating point."""
+DROP = 0.005
+"""What tuning may cost of the score on the inputs that methods see."""
+_LEAST_OPSET = 13
+RANGES, _HISTOGRAMS, _COMPARED, _JUDGED = 64, 16, 8, 40
+"""Inputs for ranges by their ends, by histograms, for the sensitivity of nodes, and to judge what is made."""
+_METHODS = {
+    "minmax": (CalibrationMethod.MinMax, {}),
+    "percentile": (CalibrationMethod.Percentile, {"percentile": 99.99, "symmetric": False}),
+    "entropy": (CalibrationMethod.Entropy, {}),
+}
+
+
+class _Reader(CalibrationDataReader):
+    """Hands batches to a calibrator."""
+
+    def __init__(self, feeds: Iterable[Feed]) -> None:
+        self._feeds = iter(feeds)
+
+    def get_next(self) -> Any:
+        return next(self._feeds, None)
+
+
+class Quantiser:
+    """onnxruntime's static quantiser over one file; ranges are measured once for each way.
+
+    Weights are int8, one scale a channel; activations uint8.
+
+    Args:
+        file: The file and its inputs.
+        folder: For files in between.
+    """
+
+    def __init__(self, file: RealFile, folder: Path) -> None:
+        self.file, self.folder = file, folder
+        self._known: dict[str, Any] = {}
+
+    @cached_property
+    def plain(self) -> Path:
+        """The file in an operator set with a scale a channel, as onnxruntime advises to prepare it."""
+        model = onnx.load(self.file.path)
+        opset = next(each.version for each in model.opset_import if each.domain in ("", "ai.onnx"))
+        if opset < _LEAST_OPSET:
+            model = version_converter.convert_version(model, _LEAST_OPSET)
+            model.ir_version = max(model.ir_version, 7)
+        read, target = self.folder / "read.onnx", self.folder / "plain.onnx"
+        onnx.save(model, read)
+        quant_pre_process(read, target, skip_symbolic_shape=True)
+        prepared = onnx.load(target)
+        for index, node in enumerate(prepared.graph.node):
+            node.name = node.name or f"{node.op_type}_{index}"
+        onnx.save(prepared, target)
+        return target
+
+    @cached_property
+    def nodes(self) -> list[str]:
+        """Names of the nodes with sums of products."""
+        return [node.name for node in onnx.load(self.plain).graph.node if node.op_type in COMPUTING]
+
+    @cached_property
+    def convolutions(self) -> list[str]:
+        """Names of the convolutions."""
+        return [node.name for node in onnx.load(self.plain).graph.node if node.op_type == "Conv"]
+
+    def ranges(self, way: str) -> Any:
+        """Return the ranges of all tensors, by one of `_METHODS`."""
+        if way not in self._known:
+            method, options = _METHODS[way]
+            calibrator = create_calibrator(
+                self.plain,
+                list(_operators()),
+                augmented_model_path=str(self.folder / "augmented.onnx"),
+                calibrate_method=method,
+                extra_options=options,
+            )
+            count = RANGES if way == "minmax" else _HISTOGRAMS
+            for feed in islice(self.file.fitted.feeds, count):  # together they would not fit into memory
+                calibrator.collect_data(_Reader([feed]))
+            self._known[way] = calibrator.compute_data()
+        return self._known[way]
+
+    def write(
+        self, target: Path, *, only: Sequence[str] = (), without: Collection[str] = (), way: str = "minmax"
+    ) -> Path:
+        """Write the file in integers.
+
+        Args:
+            target: The file to write.
+            only: Names of nodes; all that can when empty.
+            without: Names of nodes that stay as they are.
+            way: How ranges are found.
+        """
+        quantiser = QDQQuantizer(
+            load_model_with_shape_infer(self.plain),
+            True,
+            sums_overflow(),
+            QuantType.QInt8,
+            QuantType.QUInt8,
+            self.ranges(way),
+            list(only),
+            list(without),
+            list(_operators()),
+            {},
+        )
+        quantiser.quantize_model()
+        quantiser.model.save_model_to_file(str(target), False)
+        return target
+
+
+def _operators() -> set[str]:
+    return {*QLinearOpsRegistry, *QDQRegistry}
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A file that was tried: its score on inputs that methods may see, and its time in milliseconds."""
+
+    score: float
+    time: float
+    path: Path
+    words: str
+
+
+class Tuning:
+    """Integers tuned as an expert would: ranges in three ways, and the most sensitive nodes left out.
+
+    Args:
+        quantiser: The quantiser of the file.
+    """
+
+    def __init__(self, quantiser: Quantiser) -> None:
+        self.quantiser, self.file = quantiser, quantiser.file
+        self.judged = self.file.fitted.part(0, _JUDGED)
+        self.originals = outputs_of(open_session(self.file.path, threads=1), self.judged.feeds)
+
+    def error(self, path: Path, count: int) -> float:
+        """Return how far the outputs are from the original's, relative to their spread (the mean square)."""
+        found = outputs_of(open_session(path, threads=1), islice(self.judged.feeds, count))
+        errors = []
+        for new, old in zip(zip(*found, strict=True), zip(*self.originals[:count], strict=True), strict=True):
+            if old[0].dtype.kind == "f":
+                spread = np.var(np.concatenate([each.ravel() for each in old]))
+                errors.append(
+                    np.mean([np.mean((a - b) ** 2) for a, b in zip(new, old, strict=True)]) / spread
+                )
+        return float(np.mean(errors))
+
+    def score(self, path: Path) -> float:
+        """Return the score on the inputs that methods see."""
+        found = outputs_of(open_session(path, threads=1), self.judged.feeds)
+        return self.file.tuned(found, self.judged.known, self.originals)
+
+    def write(self, target: Path) -> str:
+        """Write the fastest file that loses at most `DROP`, or else that with the best score."""
+        quantiser, scratch = self.quantiser, self.quantiser.folder / "tried.onnx"
+        ways = {way: self.error(quantiser.write(scratch, way=way), _JUDGED) for way in _METHODS}
+        way = min(ways, key=lambda each: ways[each])
+        sensitivity = {
+            node: self.error(quantiser.write(scratch, only=[node], way=way), _COMPARED)
+            for node in quantiser.nodes
+        }
+        order = sorted(sensitivity, key=lambda node: -sensitivity[node])
+        least = self.file.tuned(self.originals, self.judged.known, self.originals) - DROP
+        attempts = [
+            self._fewest(only, [node for node in order if not only or node in only], way, least, words)
+            for only, words in (((), "all"), (tuple(quantiser.convolutions), "convolutions"))
+            if only or words == "all"
+        ]
+        keeping = [each for each in attempts if each.score >= least]
+        best = min(keeping, key=lambda each: each.time) if keeping else max(attempts, key=lambda e: e.score)
+        target.write_bytes(best.path.read_bytes())
+        return f"{best.words}, {way}"
+
+    def _fewest(
+        self, only: Sequence[str], order: Sequence[str], way: str, least: float, words: str
+    ) -> _Attempt:
+        """Leave out as few of the most sensitive nodes as keep the score, by bisection."""
+        tried: dict[int, _Attempt] = {}
+
+        def attempt(count: int) -> _Attempt:
+            if count not in tried:
+                path = self.quantiser.folder / f"{words}-{count}.onnx"
+                self.quantiser.write(path, only=only, without=order[:count], way=way)
+                time = _milliseconds(path, next(self.judged.feeds))
+                tried[count] = _Attempt(
+                    self.score(path), time, path, f"{words} but {count}" if count else words
+                )
+            return tried[count]
+
+        low, high = 0, max(1, len(order) // 2)
+        if attempt(low).score < least <= attempt(high).score:
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if attempt(middle).score >= least else (middle, high)
+        keeping = [count for count, each in tried.items() if each.score >= least]
+        return tried[min(keeping)] if keeping else max(tried.values(), key=lambda each: each.score)
+
+
+def outputs_of(session: Session, feeds: Iterable[Feed]) -> list[Outputs]:
+    """Return the outputs of every batch."""
+    return [session.run(feed) for feed in feeds]
+
+
+def _milliseconds(path: Path, feed: Feed) -> float:
+    return measure_latency(path, batch=1, runs=10, inputs=feed).median_ms
