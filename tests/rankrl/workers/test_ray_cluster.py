@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from call_options import layer_options
 from torch import nn
 
 import rankrl
@@ -171,7 +170,7 @@ def test_search_from_python_gives_its_workers_processors_and_gpus(
         params=0.9,
         selector="random",
         progress=False,
-        decomposition=layer_options(candidates=2),
+        decomposition=rankrl.DecompositionOptions(format="tucker", precisions=("float32",), candidates=2),
         search=rankrl.SearchOptions(episodes=2, workers=1, cluster="ray", worker_cpus=2, worker_gpus=0.5),
     )
     assert {row.score for row in found.rows} == {21.0}
