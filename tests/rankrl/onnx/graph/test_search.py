@@ -40,7 +40,10 @@ LITTLE: dict[str, Any] = {
 def run(folder: Path, /, target: str = "small.onnx", **options: Any) -> Compression:
     onnx.save(convolutions(), folder / "net.onnx")
     return rankrl.compress(
-        folder / "net.onnx", images(100), folder / target, **grouped(**{**LITTLE, **options})
+        folder / "net.onnx",
+        images(100),
+        folder / target,
+        **grouped(**{**LITTLE, "finalists": 1, **options}),
     )
 
 
