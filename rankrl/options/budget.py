@@ -43,30 +43,30 @@ class BudgetOptions:
         return {"params": self.params, "macs": self.macs, "bytes": self.bytes}
 
 
-def check_budgets(given: Mapping[str, float | None]) -> None:
+def check_budgets(fractions: Mapping[str, float | None]) -> None:
     """Refuse fractions that are none, and more than two budgets.
 
     Args:
-        given: Fractions to keep by what is counted; None sets no budget.
+        fractions: Fractions to keep by what is counted; None sets no budget.
 
     Raises:
         ConfigError: One is outside (0, 1], or more than two are set.
     """
-    for name, value in given.items():
+    for name, value in fractions.items():
         if value is not None and not 0 < value <= 1:
             raise ConfigError(
                 f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
             )
-    check_number_of_budgets(given)
+    check_number_of_budgets(fractions)
 
 
-def check_number_of_budgets(given: Mapping[str, float | None]) -> None:
+def check_number_of_budgets(fractions: Mapping[str, float | None]) -> None:
     """Refuse more than two budgets.
 
     Raises:
         ConfigError: More than two are set.
     """
-    asked = [f"budget.{name}={value}" for name, value in given.items() if value is not None]
+    asked = [f"budget.{name}={value}" for name, value in fractions.items() if value is not None]
     if len(asked) > 2:
         raise ConfigError(
             f"{', '.join(asked[:-1])} and {asked[-1]} are all set; a search keeps at most two budgets: set "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """What every dataset has beside its own options (`rankrl.data.load_dataset`)."""
+    """What every dataset has, whatever its own options (`rankrl.data.load_dataset`)."""
 
     heldout: int | None = None
     train_images: int | None = None

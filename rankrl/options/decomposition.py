@@ -101,7 +101,7 @@ class DecompositionOptions(FittingOptions):
 
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
-    """Return the precisions that lower what budgets in time and in bytes measure, beside float32."""
+    """Return the precisions that lower what budgets in time and in bytes measure, after float32."""
     finer = {"int8": budget.latency, "int8_weights": budget.bytes}
     return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
 

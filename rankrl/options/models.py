@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What every network has beside its own options.
+    """What every network has, whatever its own options.
 
     Attributes:
         checkpoint: Weights to start from (.th, .pt, .ckpt or .safetensors), a state_dict or a trainer's file

@@ -46,7 +46,7 @@ class CriterionOptions(BlockOptions):
 
 @dataclass(frozen=True)
 class NetworkSteps:
-    """How the network learns beside its masks.
+    """How the network learns while its masks do.
 
     Attributes:
         batch_size: Images in a step.

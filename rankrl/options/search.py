@@ -47,9 +47,9 @@ class SearchOptions(ScoringOptions):
             for what reaches it, as applying the plan does, which is what a plan becomes and takes several
             times as long (`decomposition.candidates.quick_refit`). None for `refitted` where plans are ranks
             and roundings of a data set's network, else `corrected`.
-        finalists: How many of the best plans are applied, refit and all, and scored again, beside greedy's
-            plan; the best of them is chosen. 1 takes the plan with the best reward. With budget.latency they
-            are the best plans that keep the time when they are exported and timed. None for 1 with
+        finalists: How many of the best plans are applied, refit and all, and scored again, with greedy's
+            plan; the best of them is returned. 1 takes the plan with the best reward. With budget.latency
+            they are the best plans that keep the time when they are exported and timed. None for 1 with
             statistics of `refitted`, else 5.
         workers: Processes that fit layers and score plans; None works in this one. They share out the layers,
             then the plans of a step (selector.plans_per_step) or the images of a plan.

@@ -66,7 +66,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What task=inspect shows beside every layer's shape, cost and feasible ranks.
+    """What task=inspect shows with every layer's shape, cost and feasible ranks.
 
     Attributes:
         errors: Fit every layer at a few ranks on the calibration images and show what they cost and lose.
@@ -82,9 +82,9 @@ class CompareOptions:
     Selectors that are not random run once. finetune.epochs=0 leaves out fine-tuning.
 
     Attributes:
-        selectors: Their names. Each has its own defaults; the one that `selector` names has the options
-            given. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may enter
-            several times: [bayes, "bayes:policy=pretrained_refitted"].
+        selectors: Their names. Each has its own defaults; the one that `selector` names has those of the
+            configuration. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may
+            enter several times: [bayes, "bayes:policy=pretrained_refitted"].
         seeds: The seeds that each runs with.
     """
 

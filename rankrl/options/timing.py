@@ -11,6 +11,8 @@ from rankrl.errors import ConfigError
 
 DEFAULT_RUNTIME = "onnxruntime"
 """The runtime that budgets and choices go by; its Python package quantises too."""
+RUNTIMES = (DEFAULT_RUNTIME, "onnxruntime_cuda", "openvino")
+"""The runtimes that can be chosen."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class OptimizerOptions:
             suits the network: for sgd 0.1 for the CIFAR ResNets, 0.01 for lenet5 and 0.05 for conv4; for
             torchvision's and your own 0.1 with batch normalisation, 0.01 without. 1e-3 for onnx_adam, 1e-2
             for onnx_adagrad.
-        options: What the optimizer takes beside its rate, where it is not to have its own default. For
+        options: Its options other than the rate, where they are not to have their defaults. For
             training from scratch sgd has momentum 0.9, nesterov, and weight_decay 5e-4.
     """
 

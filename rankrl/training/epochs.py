@@ -88,7 +88,7 @@ class Epochs(ABC):
     Args:
         recipe: How to train.
         precision: Device and precision.
-        teacher: The network to learn from beside the labels, or None.
+        teacher: The network to learn from as well as from the labels, or None.
         products: Factorised layers whose contracted weights decay.
         batch_size: Inputs in a step.
         steps: Steps in an epoch.

@@ -13,7 +13,7 @@ from rankrl.training.schedule import list_schedules
 
 @dataclass(frozen=True)
 class TrainingRecipe(RecipeOptions):
-    """How to train, from scratch or from given weights.
+    """How to train, from scratch or from trained weights.
 
     The defaults suit the fine-tuning of a compressed network; training from scratch wants more epochs and
     usually SGD: `TrainingRecipe(epochs=200, lr=0.1, optimizer="sgd", optimizer_options={"momentum": 0.9,
@@ -25,7 +25,7 @@ class TrainingRecipe(RecipeOptions):
             epoch included, rather than the last.
         lr: Highest learning rate of the schedule, positive.
         optimizer: A name of `optim.list_optimizers()`.
-        optimizer_options: Its options beside the learning rate, such as momentum or weight decay.
+        optimizer_options: Its options other than the learning rate, such as momentum or weight decay.
         decay_vectors: Whether weight decay (`weight_decay`, `norm_coefficient`) also applies to biases and
             batch-normalisation parameters.
         seed: Seed of everything random: order, augmentation, dropout.

@@ -1,4 +1,4 @@
-"""The optimizer's step of fine-tuning as an ONNX graph, beside the network's own file."""
+"""The optimizer's step of fine-tuning as an ONNX graph in a file of its own."""
 
 from __future__ import annotations
 

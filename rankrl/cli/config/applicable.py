@@ -1,4 +1,4 @@
-"""Options without effect: what is given on the command line, and would be ignored, is refused.
+"""Options without effect: what the command line sets, and would be ignored, is refused.
 
 One table says when an option does nothing; its default may stand, only who sets it expects something of it.
 """
@@ -39,17 +39,17 @@ class Rule:
         return name == self.option
 
 
-def check_applicable(config: Config, given: Sequence[str]) -> None:
-    """Refuse options that were given and have no effect.
+def check_applicable(config: Config, names: Sequence[str]) -> None:
+    """Refuse options that are set and have no effect.
 
     Args:
         config: The composed configuration as plain values.
-        given: Full names of the options that the command line sets, and of the groups that it chooses.
+        names: Full names of the options that the command line sets, and of the groups that it chooses.
 
     Raises:
         ConfigError: Naming the option, its value, why it has no effect and what to do.
     """
-    for name in given:
+    for name in names:
         value = _value(config, name)
         for rule in RULES:
             if value not in (None, False) and rule.concerns(name) and rule.idle(config):
@@ -62,10 +62,10 @@ def check_applicable(config: Config, given: Sequence[str]) -> None:
 
 
 def _value(config: Config, name: str) -> Any:
-    found: Any = config
+    value: Any = config
     for part in name.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _other_task(*tasks: str) -> Callable[[Config], bool]:
@@ -77,8 +77,8 @@ def _one_format(config: Config) -> bool:
 
 
 def _cannot_split(config: Config) -> bool:
-    chosen = config["decomposition"]
-    names = chosen["formats"] or [chosen["format"]]
+    options = config["decomposition"]
+    names = options["formats"] or [options["format"]]
     known = formats()
     return any(not known.get(name, True) for name in names)
 
@@ -174,7 +174,7 @@ RULES = (
     Rule(
         "train.",
         lambda config: config["task"] != "train" and bool(config["model"].get("checkpoint")),
-        "model.checkpoint is given, so no dense network is trained",
+        "model.checkpoint is set, so no dense network is trained",
         "leave one of the two out",
     ),
     _section("budget", "chooses no plan, which a budget would limit", *_SEARCHING),
@@ -241,12 +241,12 @@ RULES = (
         "decomposition.formats",
         _one_format,
         "every layer takes the one format of decomposition.format",
-        "choose decomposition=auto beside it",
+        "choose decomposition=auto with it",
     ),
     Rule(
         "decomposition.tensorised",
         _cannot_split,
-        "a format that is chosen cannot split channel counts",
+        "one of the formats cannot split channel counts",
         "leave it out, or choose decomposition=tensor_ring or decomposition=tensor_train",
     ),
     Rule(

@@ -106,7 +106,7 @@ def composed_config(overrides: Sequence[str] = (), *, with_hydra: bool = False) 
 
     Args:
         overrides: The command line's.
-        with_hydra: Whether Hydra's own options are wanted, too.
+        with_hydra: Whether Hydra's own options are included.
     """
     composing_now = _composing.get()
     if composing_now is not None:

@@ -17,11 +17,11 @@ def explanations(*owners: object) -> dict[str, str]:
     Args:
         owners: Functions and classes; of a class its bases count too. The first that explains a name wins.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for owner in owners:
-        for text in _documentation(owner):
-            found = {**dict(_entries(text)), **found}
-    return found
+        for documentation in _documentation(owner):
+            texts = {**dict(_entries(documentation)), **texts}
+    return texts
 
 
 def summary(owner: object) -> str:

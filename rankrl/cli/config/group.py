@@ -24,7 +24,7 @@ class Group:
         types: Returns the types of the options, and whether a choice takes others too.
         defaults: Returns the options with their defaults; `inspect.Parameter.empty` where there is none.
         key: The option that names the choice.
-        nested: Whether its options lie in a mapping `options`, and are given as they are needed.
+        nested: Whether its options lie in a mapping `options`, which holds those that are set.
         ours: The names that come with rankrl, whose options never change.
     """
 

@@ -60,10 +60,10 @@ def _dataset_defaults(name: str) -> dict[str, Any]:
 
 
 def _selector_about(name: str) -> str:
-    chosen = selector_class(name)
+    selector = selector_class(name)
     if name in list_heuristics():
-        return _sentences(chosen.description, summary(get_heuristic(name).choose), "One plan")
-    return _sentences(summary(chosen) or chosen.description)
+        return _sentences(selector.description, summary(get_heuristic(name).choose), "One plan")
+    return _sentences(summary(selector) or selector.description)
 
 
 def _tracking_defaults(name: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
         group_of = option.partition(".")[0]
         choice = "the command"
         if group_of in TABLES:
-            choice = f"{group_of}={composed_config(_chosen(overrides))[group_of][TABLES[group_of].key]}"
+            choice = f"{group_of}={composed_config(_made_choices(overrides))[group_of][TABLES[group_of].key]}"
         return f"{choice} needs {option}=VALUE. `rankrl --help` lists all options."
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:
@@ -50,17 +50,17 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
         removed = removal(name)
         if removed is not None:
             return removed
-        known_options = _known_options(_chosen(overrides))
+        known_options = _known_options(_made_choices(overrides))
         if name in known_options:  # a mapping, and it is its keys that are new
             return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
         mapping = name.rpartition(".")[0]
         if mapping in known_options and not any(each.startswith(f"{mapping}.") for each in known_options):
             return f"{mapping} gets new entries with a plus in front: +{name}=VALUE"
         return (
-            f"the option {name!r} is unknown.{_nearest(name, known_options, _chosen(overrides))} "
+            f"the option {name!r} is unknown.{_nearest(name, known_options, _made_choices(overrides))} "
             "`rankrl --help` lists all options."
         )
-    config: Any = OmegaConf.to_container(composed_config(_chosen(overrides)))
+    config: Any = OmegaConf.to_container(composed_config(_made_choices(overrides)))
     for override in overrides:
         for value in override_values(override):
             check_value(override.key_or_group, parsed_overrides([value])[0].value(), config)
@@ -71,19 +71,19 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
     return f"{message}. `rankrl --cfg job` shows the options and their values."
 
 
-def _nearest(name: str, options: Collection[str], chosen: Sequence[str]) -> str:
+def _nearest(name: str, options: Collection[str], choices: Sequence[str]) -> str:
     """Return " Did you mean ...?" for the nearest option: of the group, of its other choices, of all.
 
     Args:
         name: What was written.
-        options: All options with the choices of groups that were made.
-        chosen: These choices, as overrides.
+        options: All options with these choices of groups.
+        choices: Those that were made, as overrides.
     """
     group, _, option = name.partition(".")
     near = _nearest_within(group, option, options)
     if near is not None:
         return f" Did you mean {near!r}?"
-    choice = next((each.partition("=")[2] for each in chosen if each.startswith(f"{group}=")), "")
+    choice = next((each.partition("=")[2] for each in choices if each.startswith(f"{group}=")), "")
     if group in TABLES and choice in TABLES[group].known() and TABLES[group].types(choice)[1]:
         return f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
     others = _options_of_choices(group)
@@ -101,18 +101,18 @@ def _nearest_within(group: str, option: str, options: Collection[str]) -> str | 
     return f"{group}.{near[0]}" if near else None
 
 
-def _chosen(overrides: Sequence[Override]) -> list[str]:
+def _made_choices(overrides: Sequence[Override]) -> list[str]:
     """Return those overrides that choose a group, with the first value of each sweep."""
     return [line for line in next(tried_overrides(overrides)) if line.partition("=")[0] in group_names()]
 
 
 def _options_of_choices(group: str) -> dict[str, str]:
     """Return all options that a group has with one choice or another, and the choice."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for choice in offered_choices(group):
         for name in _dotted(_node(group, choice), f"{group}."):
-            found.setdefault(name, f"{group}={choice}")
-    return found
+            options.setdefault(name, f"{group}={choice}")
+    return options
 
 
 def _node(group: str, choice: str) -> DictConfig:
@@ -123,10 +123,10 @@ def _node(group: str, choice: str) -> DictConfig:
     return typing.cast(DictConfig, composed_config([f"{group}={choice}"])[group])
 
 
-def _known_options(chosen: Sequence[str]) -> dict[str, None]:
+def _known_options(choices: Sequence[str]) -> dict[str, None]:
     """Return all options with these choices of groups, dotted."""
     try:
-        return dict.fromkeys(_dotted(composed_config(chosen), ""))
+        return dict.fromkeys(_dotted(composed_config(choices), ""))
     except (HydraException, OmegaConfBaseException, ValueError):  # the choices are what is wrong
         return dict.fromkeys(_dotted(composed_config(), ""))
 

@@ -1,4 +1,4 @@
-"""Files that options name: looked for before anything is imported or read, and what lies beside them."""
+"""Files that options name, looked for before anything is imported or read, and the runs that they are of."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def check_input_files(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Naming the option and, for a folder that has it, the file in it.
     """
-    given = {**config, _CHECKPOINT: config["model"].get("checkpoint")}
+    values = {**config, _CHECKPOINT: config["model"].get("checkpoint")}
     for option, (noun, name) in _FILES.items():
-        if not given[option]:
+        if not values[option]:
             continue
-        path = Path(given[option])
+        path = Path(values[option])
         try:
             if path.is_dir():
                 advice = f"{option}={path / name}" if (path / name).is_file() else f"a file, such as {name}"
@@ -53,24 +53,24 @@ def check_input_files(config: Mapping[str, Any]) -> None:
 
 
 def network_of_weights(arguments: Sequence[str]) -> list[str]:
-    """Return the options of the network and the dataset that the run of `weights=` had, but for those given.
+    """Return the options of the network and the dataset that the run of `weights=` had, but for those set.
 
-    The run's record lies beside the file. Its dense network, given or trained there, is the checkpoint.
+    The run's record lies in the file's folder. Its dense network, loaded or trained there, is the checkpoint.
 
     Args:
         arguments: The command line; of a group that it chooses nothing is taken.
     """
-    given = {each.key_or_group: each for each in parsed_overrides(parsed_flags(arguments).overrides)}
-    weights = given.get("weights")
-    if weights is None or weights.is_sweep_override() or not weights.value() or "experiment" in given:
+    set_here = {each.key_or_group: each for each in parsed_overrides(parsed_flags(arguments).overrides)}
+    weights = set_here.get("weights")
+    if weights is None or weights.is_sweep_override() or not weights.value() or "experiment" in set_here:
         return []
-    chosen = [group for group in _OF_NETWORK if group not in given]
+    groups = [group for group in _OF_NETWORK if group not in set_here]
     folder = RunFolder(Path(str(weights.value())).parent)
     try:
         record = json.loads(folder.record.read_text(encoding="utf-8"))
         overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
-        found = [each for group in chosen for each in _of_group(group, overrides, config, folder)]
-        return [text for option, text in found if option not in given]
+        recorded = [each for group in groups for each in _of_group(group, overrides, config, folder)]
+        return [text for option, text in recorded if option not in set_here]
     except (
         OSError,
         ValueError,

@@ -70,11 +70,11 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     )
     setting = search_goal(config).setting(candidates)
     if config.task == "compare":
-        chosen = [(each.selector, each.options) for each in compared_selectors(config)]
+        selectors = [(each.selector, each.options) for each in compared_selectors(config)]
     else:
-        chosen = [selector(config)]
-    for name, given in chosen:
-        check_selector(name, given, setting)
+        selectors = [selector(config)]
+    for name, options in selectors:
+        check_selector(name, options, setting)
     if finetuning:
         finetuning_recipe(config)
     training_recipe(config, None)
@@ -100,9 +100,9 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
     Raises:
         ConfigError: The name or an option is unknown, of another type or out of range.
     """
-    name, given = _named(config.selector)
-    check_selector(name, given)
-    return name, given
+    name, options = _named(config.selector)
+    check_selector(name, options)
+    return name, options
 
 
 def scoring(config: AppConfig, data: ImageData, dense: nn.Module) -> ImageScoring:
@@ -113,10 +113,10 @@ def scoring(config: AppConfig, data: ImageData, dense: nn.Module) -> ImageScorin
 
 def pruning(config: AppConfig) -> PruningOptions:
     """Return how channels are chosen and how many are kept."""
-    name, given = _named(config.pruner)
+    name, values = _named(config.pruner)
     budget = config.budget
-    chosen = pruning_options(name, given, params=budget.params, macs=budget.macs, seed=config.seed)
-    return dataclasses.replace(chosen, sequential=config.decomposition.sequential)
+    options = pruning_options(name, values, params=budget.params, macs=budget.macs, seed=config.seed)
+    return dataclasses.replace(options, sequential=config.decomposition.sequential)
 
 
 def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
@@ -220,10 +220,10 @@ def _recipe(
             f"the learning rate of {optim.name} is null, and none is known that suits it here; set a number, "
             f"such as {group}.lr=0.01"
         )
-    given = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(RecipeOptions)}
+    values = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(RecipeOptions)}
     if recipe.restore_best is None:
-        given["restore_best"] = heldout_is_new
-    return TrainingRecipe(**given, lr=lr, optimizer=optim.name, optimizer_options=optim.options, seed=seed)
+        values["restore_best"] = heldout_is_new
+    return TrainingRecipe(**values, lr=lr, optimizer=optim.name, optimizer_options=optim.options, seed=seed)
 
 
 def _named(group: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

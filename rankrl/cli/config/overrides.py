@@ -119,8 +119,8 @@ def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) ->
                 )
         return []
     swept = OmegaConf.select(hydra, "sweeper.params") or {}
-    found = parsed_overrides([f"{key}={value}" for key, value in swept.items()])
-    for override in found:
+    sweeps = parsed_overrides([f"{key}={value}" for key, value in swept.items()])
+    for override in sweeps:
         for value in override_values(override):
             _check_override(*parsed_overrides([value]))
-    return found
+    return sweeps

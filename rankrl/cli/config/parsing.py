@@ -57,7 +57,7 @@ def first_values(overrides: Sequence[str]) -> list[str]:
 
 
 def tried_overrides(overrides: Sequence[Override]) -> Iterator[list[str]]:
-    """Yield the overrides with the first value of every sweep, then with each further value of each sweep."""
+    """Yield the overrides with the first value of every sweep, then with each other value of each sweep."""
     values = [override_values(override) for override in overrides]
     first = [each[0] for each in values]
     yield first
@@ -72,11 +72,11 @@ def override_values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [line]
     key = line.partition("=")[0]
-    found: Any = override.value()
-    if isinstance(found, Glob):
-        return [f"{key}={name}" for name in found.filter(offered_choices(override.key_or_group))] or [line]
+    sweep: Any = override.value()
+    if isinstance(sweep, Glob):
+        return [f"{key}={name}" for name in sweep.filter(offered_choices(override.key_or_group))] or [line]
     if not override.is_discrete_sweep():  # an interval, which some sweepers understand
-        return [f"{key}={found.start}"] if isinstance(found, IntervalSweep) else [line]
+        return [f"{key}={sweep.start}"] if isinstance(sweep, IntervalSweep) else [line]
     try:
         values = list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
     except OmegaConfBaseException as error:

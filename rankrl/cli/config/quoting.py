@@ -95,7 +95,7 @@ def _parts(argument: str) -> tuple[str, str]:
 
 def _in_quotes(value: str) -> str:
     """Return text in Hydra's quotes, where backslashes mean something before a quote alone."""
-    text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    text = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), value)
     return f"'{text}'"
 
 

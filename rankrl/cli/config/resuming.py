@@ -1,4 +1,4 @@
-"""A run that `resume=RUN` goes on with: its options, and which of those given now it can take."""
+"""A run that `resume=RUN` goes on with: its options, and which new ones it can take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rankrl.runs.run_lock import check_free
 def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with those of the run that `resume=RUN` names in front.
 
-    The run goes on in its own folder, with its own configuration; options given now come last and win.
+    The run goes on in its own folder, with its own configuration; new options come last and win.
 
     Raises:
         ConfigError: `RUN` is no folder of a rankrl run, or `hydra.run.dir` names another one.
@@ -36,13 +36,13 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
         ) from error
     if of_sweep or {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
-            f"resume={folder} goes on with one run; a sweep goes on when its command is given again with "
+            f"resume={folder} goes on with one run; a sweep goes on when its command is run again with "
             "hydra.sweep.dir=FOLDER: finished jobs are skipped"
         )
     arguments = _without_run_folder(arguments, folder)
     before = _recorded_overrides(folder)
-    given = {argument.partition("=")[0] for argument in arguments}
-    kept = [override for override in before if override.partition("=")[0] not in given]
+    new = {argument.partition("=")[0] for argument in arguments}
+    kept = [override for override in before if override.partition("=")[0] not in new]
     resume, run_folder = (quoted(key, str(folder)) for key in ("resume", "hydra.run.dir"))
     return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
 
@@ -132,8 +132,8 @@ def check_resumed(arguments: Sequence[str]) -> Path | None:
 
 def _resumed_folder(arguments: Sequence[str]) -> Path | None:
     """Return the folder that `resume=RUN` names, as it was written or quoted, or None."""
-    given = next((each for each in arguments if each.startswith("resume=")), None)
-    name = None if given is None else given.removeprefix("resume=")
+    argument = next((each for each in arguments if each.startswith("resume=")), None)
+    name = None if argument is None else argument.removeprefix("resume=")
     if name in (None, "", "null"):
         return None
-    return Path(str(parsed_overrides([str(given)])[0].value()))
+    return Path(str(parsed_overrides([str(argument)])[0].value()))

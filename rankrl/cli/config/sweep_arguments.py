@@ -20,12 +20,12 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         ConfigError: An override cannot be parsed.
     """
     parsed = parsed_flags(arguments)
-    given = {override.key_or_group: override for override in parsed_overrides(parsed.overrides)}
-    if not (parsed.multirun or "experiment" in given):
+    overrides = {override.key_or_group: override for override in parsed_overrides(parsed.overrides)}
+    if not (parsed.multirun or "experiment" in overrides):
         return list(arguments)
-    options = {name: each for name, each in given.items() if not name.startswith(("hydra.", "hydra/"))}
+    options = {name: each for name, each in overrides.items() if not name.startswith(("hydra.", "hydra/"))}
     shared = ",".join(f"'{name}'" for name, each in options.items() if not each.is_sweep_override())
     added = [f"hydra.job.config.override_dirname.exclude_keys=[{shared}]"]
-    if _SUBDIRECTORY not in given and any(each.is_sweep_override() for each in options.values()):
+    if _SUBDIRECTORY not in overrides and any(each.is_sweep_override() for each in options.values()):
         added.append(f"{_SUBDIRECTORY}=${{hydra:job.override_dirname}}")
     return [*added, *arguments]

@@ -31,11 +31,10 @@ from rankrl.options.trackers import TRACKERS
 def _group(
     name: str,
     noun: str,
-    table: Mapping[str, type],
+    table: Mapping[str, type | None],
     *,
-    further: Callable[[], Collection[str]] | None = None,
+    names: Callable[[], Collection[str]] | None = None,
     hand_on: Collection[str] = (),
-    with_defaults: bool = True,
     key: str = "name",
     nested: bool = False,
 ) -> Group:
@@ -44,28 +43,30 @@ def _group(
     Args:
         name: The group.
         noun: What a choice is, in messages and of its registry.
-        table: The dataclass of options of each choice of ours.
-        further: Returns the names registered by now; those of the registry when omitted.
+        table: The dataclass of options of each choice of ours; None where the configuration holds those that
+            are set alone, and the registry knows them.
+        names: Returns the names registered by now; those of the registry when omitted.
         hand_on: Choices that take other options, too.
-        with_defaults: Whether the configuration holds the options with their defaults.
         key: The option that names the choice.
         nested: Whether the options lie in a mapping `options`.
     """
 
     def types(choice: str) -> tuple[OptionTypes, bool]:
-        if choice not in table:
+        options = table.get(choice)
+        if options is None:
             return _registered(name).types(choice)
-        hints = typing.get_type_hints(table[choice])
-        return {each.name: hints[each.name] for each in option_fields(table[choice])}, choice in hand_on
+        hints = typing.get_type_hints(options)
+        return {each.name: hints[each.name] for each in option_fields(options)}, choice in hand_on
 
     def defaults(choice: str) -> dict[str, Any]:
         if choice not in table:
             return _registered(name).defaults(choice)
-        return _defaults(table[choice]) if with_defaults else {}
+        options = table[choice]
+        return {} if options is None else _defaults(options)
 
     return Group(
         noun,
-        lambda: sorted({*table, *(registered(noun) if further is None else further())}),
+        lambda: sorted({*table, *(registered(noun) if names is None else names())}),
         lambda choice: _registered(name).about(choice),
         lambda choice: _registered(name).owners(choice),
         types,
@@ -103,12 +104,12 @@ TABLES = {
         "selector",
         "selector",
         SELECTORS,
-        further=lambda: [*registered("selector"), *registered("heuristic")],
+        names=lambda: [*registered("selector"), *registered("heuristic")],
     ),
     "reward": _group("reward", "reward", REWARDS),
-    "pruner": _group("pruner", "pruner", PRUNERS, further=registered_pruners),
+    "pruner": _group("pruner", "pruner", PRUNERS, names=registered_pruners),
     "optim": _group(
-        "optim", "optimizer", OPTIMIZERS, further=registered_optimizers, with_defaults=False, nested=True
+        "optim", "optimizer", dict.fromkeys(OPTIMIZERS), names=registered_optimizers, nested=True
     ),
     "tracking": _group("tracking", "tracker", TRACKERS, nested=True),
 }

@@ -57,7 +57,7 @@ _ALL = (
     Task("compare", "several selectors on the same evaluator, over several seeds"),
     Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint or weights=PATH"),
     Task("export", "write the compressed network weights=PATH as a verified ONNX file"),
-    Task("finetune", "train the compressed network weights=PATH further, the dense one as teacher"),
+    Task("finetune", "fine-tune the compressed network weights=PATH, the dense one as teacher"),
     Task(
         "inspect",
         "list the layers: shape, cost and feasible ranks, or why not; errors if asked",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from decomposition.registry import registered
 from rankrl.cli.config.group import Group
 from rankrl.cli.config.removed import removal
 from rankrl.cli.config.schema import AppConfig, Choice
@@ -20,6 +21,7 @@ from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
 from rankrl.options.decomposition import AUTO
 from rankrl.options.fields import option_fields
+from rankrl.options.timing import RUNTIMES
 
 
 def check_values(config: Mapping[str, Any]) -> None:
@@ -37,8 +39,10 @@ def check_values(config: Mapping[str, Any]) -> None:
             f"there is no task {config['task']!r}; choose from {', '.join(TASKS)}."
             f"{did_you_mean(config['task'], TASKS)}"
         )
-    _check_formats(config["decomposition"])
+    _check_names(config)
     for group, prefix, name, options in _owned(config):
+        if not options:
+            continue
         owner = TABLES[group]
         types, takes_others = owner.types(name)
         others = {key: Any for key in options if key not in types} if takes_others else {}
@@ -51,14 +55,23 @@ def check_values(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must not be negative, got {seed}; any whole number from 0 on will do")
 
 
-def _check_formats(chosen: Mapping[str, Any]) -> None:
-    several = chosen["format"] == AUTO and chosen["formats"] is not None
-    option = "decomposition.formats" if several else "decomposition.format"
-    for name in chosen["formats"] if several else [chosen["format"]]:
-        if name not in formats():
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Refuse formats and runtimes that there are not."""
+    choice = config["decomposition"]
+    if choice["format"] == AUTO and choice["formats"] is not None:
+        _check_known("decomposition.formats", "tensor format", choice["formats"], formats())
+    else:
+        _check_known("decomposition.format", "tensor format", [choice["format"]], formats())
+    runtimes = sorted({*RUNTIMES, *registered("runtime")})
+    _check_known("export.runtimes", "runtime", config["export"]["runtimes"], runtimes)
+
+
+def _check_known(option: str, noun: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
             raise ConfigError(
-                f"{option}: there is no tensor format {name!r}; choose from {', '.join(formats())}."
-                f"{did_you_mean(name, formats())}"
+                f"{option}: there is no {noun} {name!r}; choose from {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
             )
 
 
@@ -73,47 +86,47 @@ def check_value(name: str, value: Any, config: Mapping[str, Any] | None = None) 
     Raises:
         ConfigError: Naming the option, the value and what is allowed.
     """
-    wanted = _schema_type(name)
-    if wanted is None and config is not None:
-        wanted = _owned_types(config).get(name)
-    if wanted is None or wanted == Choice or (isinstance(value, str) and "${" in value):
+    hint = _schema_type(name)
+    if hint is None and config is not None:
+        hint = _owned_type(name, config)
+    if hint is None or hint == Choice or (isinstance(value, str) and "${" in value):
         return
-    if dataclasses.is_dataclass(wanted):
-        _check_section(name, value, wanted)
+    if dataclasses.is_dataclass(hint):
+        _check_section(name, value, hint)
     else:
-        check_option(name, value, wanted)
+        check_option(name, value, hint)
 
 
 def _schema_type(name: str) -> Any:
     """Return the annotation of an option of the schema, or None."""
-    wanted: Any = AppConfig
+    hint: Any = AppConfig
     for part in name.split("."):
-        hints = typing.get_type_hints(wanted) if dataclasses.is_dataclass(wanted) else {}
-        wanted = hints.get(part)
-    return wanted
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        hint = hints.get(part)
+    return hint
 
 
-def _owned_types(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the annotations of the options that the schema leaves open, by full name."""
-    found: dict[str, Any] = {}
+def _owned_type(option: str, config: Mapping[str, Any]) -> Any:
+    """Return the annotation of an option that the schema leaves open, or None."""
     for group, prefix, name, _ in _owned(config):
-        found |= {f"{prefix}.{key}": each for key, each in TABLES[group].types(name)[0].items()}
-    return found
+        if option.startswith(f"{prefix}."):
+            return TABLES[group].types(name)[0].get(option.removeprefix(f"{prefix}."))
+    return None
 
 
 def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
     hints = typing.get_type_hints(section)
-    for key, wanted in ((each.name, hints[each.name]) for each in option_fields(section)):
+    for key, hint in ((each.name, hints[each.name]) for each in option_fields(section)):
         name = f"{prefix}{key}"
         if key not in values:
             raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
-        if dataclasses.is_dataclass(wanted):
-            _check_section(name, values[key], wanted)
-            _check_typed(typing.cast(type, wanted), values[key], f"{name}.")
-        elif wanted == Choice:  # its entries have an owner
-            check_option(name, {} if isinstance(values[key], Mapping) else values[key], wanted)
+        if dataclasses.is_dataclass(hint):
+            _check_section(name, values[key], hint)
+            _check_typed(typing.cast(type, hint), values[key], f"{name}.")
+        elif hint == Choice:  # its entries have an owner
+            check_option(name, {} if isinstance(values[key], Mapping) else values[key], hint)
         else:
-            check_option(name, values[key], wanted)
+            check_option(name, values[key], hint)
     for key in values.keys() - {each.name for each in option_fields(section)}:
         name = f"{prefix}{key}"
         raise ConfigError(removal(name) or f"the option {name!r} is unknown; docs/configuration.md lists all")

@@ -33,7 +33,7 @@ IDLE = [
         ("task=search", "export.runtimes=[openvino]"),
         r"runtimes=\['openvino'\] .* task=search writes no ONNX file",
     ),
-    ("train.", ("model.checkpoint=a.th", "train.epochs=3"), r"epochs=3 .* model\.checkpoint is given"),
+    ("train.", ("model.checkpoint=a.th", "train.epochs=3"), r"epochs=3 .* model\.checkpoint is set"),
     ("budget.", ("task=evaluate", "budget.params=0.4"), r"budget\.params=0\.4 has no effect: task=evaluate"),
     ("budget.bytes", ("task=prune", "budget.bytes=0.3"), r"bytes=0\.3 .* set budget\.params or budget\.macs"),
     (

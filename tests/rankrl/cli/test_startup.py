@@ -14,6 +14,8 @@ from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.config.tables import TABLES, formats
 from rankrl.cli.config.tasks import TASKS
+from rankrl.onnx.runtimes import list_runtimes
+from rankrl.options.timing import RUNTIMES
 
 HEAVY = ("torch", "sklearn", "scipy", "stable_baselines3", "torchvision", "onnx", "onnxruntime", "matplotlib")
 COMMANDS = """
@@ -38,6 +40,7 @@ ANSWERED = {
     "selector=ddgp": (2, "Did you mean 'ddpg'?"),
     "search.episodes=few": (2, "search.episodes must be a whole number"),
     "selector=bayes selector.candidats=1": (2, "Did you mean 'selector.candidates'?"),
+    "export.runtimes=[opnvino]": (2, "Did you mean 'openvino'?"),
     "task=pipline": (2, "Did you mean 'pipeline'?"),
     "-sc query=bash": (0, "selector=bayes"),
     "task=evaluate weights=. hydra.run.dir=run": (2, "weights=. is a folder; give weights=model.safetensors"),
@@ -136,6 +139,10 @@ def test_the_tables_say_what_the_implementations_do(group: str) -> None:
     for choice in ours.known():
         assert ours.types(choice) == live.types(choice), choice
         assert ours.options(choice) == live.options(choice), choice
+
+
+def test_the_tables_name_every_runtime() -> None:
+    assert sorted(RUNTIMES) == list_runtimes()
 
 
 def test_the_tables_say_which_formats_can_split_channel_counts() -> None:
