@@ -11,6 +11,7 @@ import pytest
 from command_line import BUDGET, QUICK, call, workplace
 from matplotlib.figure import Figure
 
+from rankrl.report import comparison_page, write
 from rankrl.runs.run_folder import RunFolder
 
 
@@ -24,8 +25,8 @@ def _own_folders(tmp_path: Path) -> Iterator[None]:
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave figures of reports empty: they take half of a small run. The session's fixtures draw theirs."""
     monkeypatch.setattr("rankrl.report.html_page.inline_svg", lambda *_: "<svg></svg>")
-    for module in ("write", "comparison_page"):
-        monkeypatch.setattr(f"rankrl.report.{module}.save_figure", _no_figure)
+    for module in (comparison_page, write):
+        monkeypatch.setattr(module, "save_figure", _no_figure)
 
 
 def _no_figure(_: Figure, path: Path) -> None:
