@@ -15,15 +15,16 @@ import decomposition as tensors
 from decomposition import CompressionPlan, load_compressed
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
-from decomposition.network.inputs import split
+from decomposition.network.inputs import input_shape_of, split
 from decomposition.network.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
 from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file_in
 from rankrl.files import storage_errors, write_atomically
-from rankrl.module_compression import FineTuner, FineTuning, compress_module, module_session
+from rankrl.module_compression import FineTuner, FineTuning, compress_module
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.networks.own_module import ScoredModule
 from rankrl.onnx.graph.axis_suggestions import Axes
 from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT
@@ -35,9 +36,10 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.score_evaluator import Score
+from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress
 from rankrl.renamed import renamed_arguments
-from rankrl.request import Request
+from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_lock import locked
 from rankrl.training import Loss
@@ -299,7 +301,17 @@ def search(
             batches = [
                 part for batch in checked_batches(inputs, module) for part in split(batch, CALIBRATION_BATCH)
             ]
-            session = module_session(module, batches, score, request.candidates(), request)
+            own = ScoredModule(
+                module,
+                input_shape_of(batches[0]),
+                batches,
+                judge=score,
+                options=options,
+                seed=seed,
+                progress=progress,
+            )
+            check_reachable(own, request.candidates(), request.goal)
+            session = opened_session(own, request.candidates(), request)
         with session:
             return session.search(
                 selector,

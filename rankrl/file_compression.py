@@ -15,34 +15,27 @@ from decomposition.cache import digest
 from decomposition.plan.layer_plan import LayerPlan
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
+from rankrl.finish import finish
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.onnx.graph.axis_suggestions import Axes
-from rankrl.onnx.graph.costs import network_costs, plan_costs
-from rankrl.onnx.graph.file import check_contracted, write_graph
 from rankrl.onnx.graph.half import check_without_integers, without_integers
 from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT
-from rankrl.onnx.graph.network import OnnxNetwork, open_session
 from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.prepared_file import Inputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
-from rankrl.onnx.protobuf import to_proto
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.session import SearchSession, check_reachable
-from rankrl.report import LayerRow
-from rankrl.request import Request
-from rankrl.result import Compression, missed_latency, run_numbers, write_run
+from rankrl.request import Request, opened_session
+from rankrl.result import Compression, run_numbers, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder
-from rankrl.timing.graph_files import compared_with_original, relative_time
+from rankrl.timing.graph_files import relative_time
 from rankrl.timing.positions import faster_positions
-from rankrl.verify.agreement import agreement_score
 from rankrl.verify.as_read import check_as_read
-from rankrl.verify.collapse import collapse
-from rankrl.verify.measure import layer_row
 
 log = logging.getLogger(__name__)
 
@@ -128,46 +121,37 @@ class FileSearch:
         request.check()
         check_options(request)
         searches = request.selector not in list_heuristics()
-        given = source.read(request, scored=source.heldout if searches and source.score is None else 0.0)
-        check_as_read(given)
-        candidates = _of_file(request.candidates(), given)
-        network = _network(given, request)
+        file = source.read(request, scored=source.heldout if searches and source.score is None else 0.0)
+        check_as_read(file)
+        candidates = _of_file(request.candidates(), file)
+        network = _network(file, source, request)
         check_reachable(network, candidates, request.goal)
-        timing = replace(request.timing, batch=given.network.axes.size(network.feed))
-        begun = cls(source, replace(request, goal=replace(request.goal, timing=timing)), network, candidates)
+        request = replace(request, goal=replace(request.goal, timing=network.timing))
+        begun = cls(source, request, network, candidates)
         return begun if request.goal.budget.latency is None else begun._rewritten(request.goal.budget.latency)
 
     def session(self) -> SearchSession:
         """Calibrate and return the session; nothing is fitted yet."""
-        request, split = self.request, self.network.given.split
-        library = self.network.library(self.candidates, cache=request.fits, seed=request.seed)
-        # A rule's plan is one, so that no input chooses it.
-        scored, single = split.scored or split.heldout, split.scored or split.calibration
-        given, source = self.network.given, self.source
-        scoring = OnnxScoring(given.network, given.sites, scored, source.score, source.term, single)
-        limit = self.candidates.candidates
-        return SearchSession(
-            self.network, library, scoring, request.goal, candidates=limit, progress=request.progress
-        )
+        return opened_session(self.network, self.candidates, self.request)
 
     def _rewritten(self, latency: float) -> FileSearch:
         """Return the same with the network rewritten where that alone is faster, and ranks that suit it."""
         request, network = self.request, self.network
-        given, timing = network.given, request.timing
-        candidates = _of_file(request.timed_candidates(), given)
+        file, timing = network.file, request.timing
+        candidates = _of_file(request.timed_candidates(), file)
         in_time_alone = not any(request.goal.budget.counted.values())
         if in_time_alone:
-            faster = faster_positions(given.network, given.sites, network.feed, timing)
-            given = given.with_several_positions(faster)
+            faster = faster_positions(file.network, file.sites, network.feed, timing)
+            file = file.with_several_positions(faster)
             if faster:
-                check_as_read(given)
-        if given.network is given.original:
+                check_as_read(file)
+        if file.network is file.original:
             return replace(self, candidates=candidates)
-        share = relative_time(given.original, given.network, network.feed, timing)
+        share = relative_time(file.original, file.network, network.feed, timing)
         kept = in_time_alone and share <= latency
         if kept:
             log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", share)
-        network = replace(network, given=given, time_of_original=share)
+        network = replace(network, file=file, time_of_original=share)
         return replace(self, network=network, candidates=candidates, kept=kept)
 
 
@@ -195,7 +179,7 @@ def compress_file(
     _check_target(target, source.path)
     begun = FileSearch.of(source, request)
     if begun.kept:
-        return _finished(source, begun.request, begun.network, _as_it_is(begun.network.given), target, {})
+        return _finished(begun.network, begun.request, _as_it_is(begun.network.file), target, {})
     with (session := begun.session()):
         result = session.search(
             request.selector,
@@ -207,7 +191,7 @@ def compress_file(
     if result.stopped_by == "interrupt":
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
     sensitivities = session.library.sensitivities
-    return _finished(source, begun.request, begun.network, result.plan, target, sensitivities, result)
+    return _finished(begun.network, begun.request, result.plan, target, sensitivities, result)
 
 
 def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
@@ -237,7 +221,7 @@ def compress_file_in(source: FileSource, folder: Path | None, request: Request, 
     os.replace(result.path, run.onnx)
     result.plan.save(run.plan)
     result = replace(result, path=run.onnx)
-    write_run(run, result, request, source.path.stem, run_numbers(result, {}))
+    write_run(run, result, request, source.path.stem, run_numbers(result))
     return result
 
 
@@ -255,17 +239,17 @@ def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, reque
         RankrlError: As `rankrl.compress`.
     """
     _check_target(target, source.path)
-    given = source.read(request)
+    file = source.read(request)
     several = plan.metadata.get(METADATA, {})
-    given = given.with_several_positions(from_metadata(several, given.network, given.sites))
-    check_plan(plan, given.sites, given.network.source)
-    if given.network.half:
-        check_without_integers(plan, given.network.source)
-    check_as_read(given)
+    file = file.with_several_positions(from_metadata(several, file.network, file.sites))
+    check_plan(plan, file.sites, file.network.source)
+    if file.network.half:
+        check_without_integers(plan, file.network.source)
+    check_as_read(file)
     sensitivities: Mapping[str, torch.Tensor] = {}
     if request.decomposition.weigh_outputs:
-        sensitivities = measured_sensitivities(given, folder=request.fits, seed=request.seed)
-    return _finished(source, request, _network(given, request), plan, target, sensitivities)
+        sensitivities = measured_sensitivities(file, folder=request.fits, seed=request.seed)
+    return _finished(_network(file, source, request), request, plan, target, sensitivities)
 
 
 def check_options(request: Request) -> None:
@@ -287,93 +271,41 @@ def _check_target(target: Path, path: Path) -> None:
         raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
 
 
-def _of_file(candidates: CandidateOptions, given: PreparedFile) -> CandidateOptions:
+def _of_file(candidates: CandidateOptions, file: PreparedFile) -> CandidateOptions:
     """Return the candidates without what a file in half precision cannot hold."""
-    if not given.network.half:
+    if not file.network.half:
         return candidates
-    return replace(candidates, precisions=without_integers(candidates.precisions, given.network.source))
+    return replace(candidates, precisions=without_integers(candidates.precisions, file.network.source))
 
 
-def _network(given: PreparedFile, request: Request) -> GraphNetwork:
-    """Return the network as searches see it."""
-    timing = request.timing
-    feed = given.feed(timing.batch)
-    return GraphNetwork(given, feed, request.decomposition.final_fit(), timing.reduce_range, request.seed)
+def _network(file: PreparedFile, source: FileSource, request: Request) -> GraphNetwork:
+    """Return the network as searches see it; times are taken of batches that the file can take."""
+    feed = file.feed(request.timing.batch)
+    timing = replace(request.timing, batch=file.network.axes.size(feed))
+    options = request.decomposition
+    return GraphNetwork(file, feed, timing, options, source.score, source.term, request.seed)
 
 
-def _as_it_is(given: PreparedFile) -> CompressionPlan:
+def _as_it_is(file: PreparedFile) -> CompressionPlan:
     """Return the plan that leaves every node as it is."""
     reason = "the budget is kept without"
-    layers = tuple(LayerPlan(site.name, reason=site.spec.refusal or reason) for site in given.sites)
-    return CompressionPlan(layers, fingerprint([site.spec for site in given.sites]), given.shape, "rewriting")
+    layers = tuple(LayerPlan(site.name, reason=site.spec.refusal or reason) for site in file.sites)
+    return CompressionPlan(layers, fingerprint([site.spec for site in file.sites]), file.shape, "rewriting")
 
 
 def _finished(
-    source: FileSource,
+    network: GraphNetwork,
     request: Request,
-    rewritten: GraphNetwork,
     plan: CompressionPlan,
     target: Path,
     sensitivities: Mapping[str, torch.Tensor],
     search: SearchResult | None = None,
 ) -> Compression:
     """Carry out a plan, write the file and compare it with the original."""
-    given, feed = rewritten.given, rewritten.feed
-    timing = replace(request.timing, batch=given.network.axes.size(feed))
-    network, split, score = given.original.as_in_file(), given.split, source.score
-    batches = [*split.calibration, *split.scored]  # those that plans were scored on have done their work
-    if given.several:
-        plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(given.several)})
-    graph = rewritten.refitted(plan, batches, sensitivities)
-    verified = check_contracted(graph, split.heldout[:2], network.source)
-    write_graph(graph, target, batches, {"plan": plan.to_json()}, reduce_range=timing.reduce_range)
-    compressed = open_session(OnnxNetwork.load(target).model, str(target))
-    scoring = OnnxScoring(network, given.sites, split.heldout, score)
-    outputs = scoring.agreement(compressed)
-    worth, baseline = agreement_score(outputs), 1.0
-    if score is not None:
-        worth = scoring.of_session(compressed, "the compressed network")
-        baseline = scoring.of_session(open_session(network.model, network.source), "the original network")
-    heldout = sum(map(split.axes.size, split.heldout))
-    collapsed = collapse(outputs, scoring.constant_agreement(), heldout)
-    if collapsed is not None:
-        log.error(collapsed)
-    before, after = dict(given.original_totals), plan_costs(given.totals, given.sites, plan)
-    if given.original.half:  # what the search counts is float32
-        for costs, each in ((before, network), (after, OnnxNetwork.load(target))):
-            costs["bytes"] = network_costs(each, given.original_sites)["bytes"]
-    times = compared_with_original(network, target, feed, timing)
-    missed = None if search is None else search.missed
-    return Compression(
-        path=target,
-        plan=plan,
-        before={**before, "file_bytes": to_proto(network.model).ByteSize()},
-        after={**after, "file_bytes": target.stat().st_size},
-        outputs=tuple(outputs),
-        score=worth,
-        baseline_score=baseline,
-        verified=verified,
-        latency=times,
-        layers=tuple(_rows(given, plan, graph.errors)),
-        heldout=heldout,
-        rewritten=given.rewritten,
-        search=search,
-        missed=missed or missed_latency(request.goal.budget.latency, times),
-        collapsed=collapsed,
-    )
-
-
-def _rows(given: PreparedFile, plan: CompressionPlan, errors: Mapping[str, float]) -> list[LayerRow]:
-    """Return the report's row of every node."""
-    specs = {site.name: site.spec for site in given.sites if site.spec.params}
-    before = {site.name: site.spec for site in given.original_sites}
-    rows = [
-        layer_row(layer, before[layer.name], specs[layer.name], error=errors.get(layer.name))
-        for layer in plan
-        if layer.name in specs
-    ]
-    rewritten = given.rewritten
-    return [
-        replace(row, reason=f"computes {rewritten[row.name]}") if row.name in rewritten else row
-        for row in rows
-    ]
+    if network.file.several:
+        plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(network.file.several)})
+    compressed = network.finished(plan, sensitivities)
+    result = finish(network, plan, compressed, target, search=search, latency=request.goal.budget.latency)
+    if result.collapsed is not None:
+        log.error(result.collapsed)
+    return result

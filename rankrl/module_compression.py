@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import nn
 
 from decomposition import (
     Inputs,
-    count_macs,
-    count_parameters,
     plain_attention,
     plain_transposed,
     plain_weights,
@@ -23,29 +21,23 @@ from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped
-from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.data.sample import Sample, read_samples
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
+from rankrl.finish import finish
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
-from rankrl.networks.candidates import CandidateOptions
-from rankrl.networks.module import ModuleNetwork
-from rankrl.onnx.export import export_onnx, verify_onnx
-from rankrl.onnx.export.verification import BATCH_SIZES
-from rankrl.plan_search.scores.score_evaluator import Score, scored
-from rankrl.plan_search.scores.scoring import FunctionScoring
-from rankrl.plan_search.session import SearchSession, check_reachable
+from rankrl.networks.own_module import OwnModule
+from rankrl.plan_search.scores.score_evaluator import Score
+from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress, progress_bar
-from rankrl.request import Request
-from rankrl.result import ModuleCompression, missed_latency, run_numbers, write_run
+from rankrl.request import Request, opened_session
+from rankrl.result import ModuleCompression, run_numbers, write_run
 from rankrl.runs.network_digest import network_digest
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.general import steps_of_an_epoch
 from rankrl.verify.agreement import agreement_score
-from rankrl.verify.file_export import export_file
-from rankrl.verify.measure import layer_rows
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 from rankrl.verify.rewritten import check_rewritten
 
@@ -144,19 +136,26 @@ def compress_module(
         check_loss(fitted.labels, tuner.loss)
     check_rewritten(model, dense, held.inputs)
     measure = HeldoutScore(dense, held)
-    judge: Score = measure if score is None else score
     run.prepare()
     run.claim(record, (), resume=True)
-    shape = input_shape_of(fitted.inputs)
-    baseline = export_onnx(
-        dense, run.state / "dense.onnx", shape, channel_block=timing.channel_block, progress=False
-    ).path
-    verify_onnx(dense, baseline, split(held.inputs, max(BATCH_SIZES))[0])
-    device = model_device(dense)
-    batches = [mapped(lambda x: x.to(device), each) for each in split(fitted.inputs, CALIBRATION_BATCH)]
-    session = module_session(dense, batches, judge, candidates, request)
-    with session:
-        found = session.search(
+    batches = calibration_batches(fitted.inputs, dense)
+    network = OwnModule(
+        dense,
+        input_shape_of(batches[0]),
+        batches,
+        judge=measure if score is None else score,
+        options=request.decomposition,
+        seed=request.seed,
+        progress=request.progress,
+        heldout=measure,
+        files=OwnInputs(dense, fitted, held, timing.batch),
+        timing=timing,
+        folder=run.state,
+    )
+    _ = network.baseline  # a network that cannot be exported is refused before anything takes time
+    check_reachable(network, candidates, request.goal)
+    with opened_session(network, candidates, request) as session:
+        search = session.search(
             request.selector,
             request.selector_options,
             seed=request.seed,
@@ -164,101 +163,38 @@ def compress_module(
             anew_for_other_scores=True,
             on_set_aside=run.remove_results,
         )
-    if found.stopped_by == "interrupt":
+    if search.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
-    compressed = session.applied(found.plan)
-    rows = layer_rows(found.plan, dense, compressed)
-    tuned: nn.Module = compressed
+    compressed = network.applied(search.plan)
+    tuned: nn.Module | None = None
     epochs: Sequence[EpochRow] = ()
     if tuner.how is not None:
-        tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, judge, request.progress)
-    run.remove_results()  # of the same call before: never files of two beside each other
-    found.plan.save(run.plan)
-    save_compressed(tuned, found.plan, run.model, dense=dense)
-
-    inputs = OwnInputs(dense, fitted, held, timing.batch)
-    section, times = export_file(
-        tuned,
-        baseline,
-        inputs,
-        run.onnx,
-        opset=None,
-        channel_block=timing.channel_block,
-        reduce_range=timing.reduce_range,
-        timing=timing.timing,
-        metadata={"plan": found.plan.to_json()},
-        scratch=run.state,
-    )
-    missed = found.missed or missed_latency(request.goal.budget.latency, times)
-    networks = dict.fromkeys((compressed, tuned))
-    score_of = {each: scored(judge, each, "the compressed network") for each in networks}
-    before = {"params": count_parameters(dense), "macs": count_macs(dense, shape)}
-    after = {"params": count_parameters(tuned), "macs": count_macs(tuned, shape)}
+        tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, network.judge, request.progress)
+    last = compressed if tuned is None else tuned
+    run.remove_results()  # of the same call before: files of two never stand side by side
+    search.plan.save(run.plan)
+    save_compressed(last, search.plan, run.model, dense=dense)
+    latency = request.goal.budget.latency
+    finished = finish(network, search.plan, compressed, run.onnx, tuned=tuned, search=search, latency=latency)
     result = ModuleCompression(
-        path=run.onnx,
-        plan=found.plan,
-        before={**before, "bytes": FLOAT_BYTES * before["params"], "file_bytes": baseline.stat().st_size},
-        after={
-            **after,
-            "bytes": session.problem.cost(found.row.key).bytes,
-            "file_bytes": run.onnx.stat().st_size,
-        },
-        outputs=tuple(inputs.agreement(baseline, run.onnx)),
-        score=score_of[tuned],
-        baseline_score=scored(judge, dense, "the dense network"),
-        verified=section["max_abs_difference"],
-        latency=times,
-        layers=tuple(rows),
-        heldout=len(held),
-        model=tuned.eval(),
+        **{each.name: getattr(finished, each.name) for each in fields(finished)},
+        model=last.eval(),
         dense=dense,
         folder=run.path,
-        search=found,
-        compressed_score=score_of[compressed],
         epochs=tuple(epochs),
-        test=None if tested is None else _tested(dense, tuned, tested),
-        missed=missed,
-        collapsed=measure.collapsed(tuned),
+        test=None if tested is None else _tested(dense, last, tested),
     )
-    numbers = run_numbers(result, section)
-    if tuned is not compressed:
+    numbers = run_numbers(result)
+    if tuned is not None:
         numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
     write_run(run, result, request, type(model).__name__, numbers)
     return result
 
 
-def module_session(
-    model: nn.Module,
-    inputs: Sequence[Inputs],
-    score: Score,
-    candidates: CandidateOptions,
-    request: Request,
-) -> SearchSession:
-    """Return the session of a search over a user's own network.
-
-    Args:
-        model: The dense network.
-        inputs: Batches of calibration inputs, at least one.
-        score: From a network to a number, higher is better.
-        candidates: What may become of its layers.
-        request: What else is asked for.
-
-    Raises:
-        ConfigError: The network has nothing to search over.
-        DecompositionError: No plan can reach a budget, or no layer can be decomposed.
-    """
-    network = ModuleNetwork.on_inputs(
-        model, inputs, request.decomposition, seed=request.seed, progress=request.progress
-    )
-    check_reachable(network, candidates, request.goal)
-    return SearchSession(
-        network,
-        network.library(candidates, cache=request.fits, seed=request.seed),
-        FunctionScoring(model, score, inputs),
-        request.goal,
-        candidates=candidates.candidates,
-        progress=request.progress,
-    )
+def calibration_batches(inputs: Inputs, model: nn.Module) -> list[Inputs]:
+    """Return inputs in batches on a network's device."""
+    device = model_device(model)
+    return [mapped(lambda x: x.to(device), batch) for batch in split(inputs, CALIBRATION_BATCH)]
 
 
 def _tuned(

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError
+from rankrl.networks.base import SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.selectors import check_selector
+from rankrl.plan_search.session import SearchSession
 from rankrl.progress import Progress
 from rankrl.runs.run_folder import COMPRESS
 from rankrl.timing import fast_multiple
@@ -100,3 +102,21 @@ class Request:
             "selector options": {name: repr(value) for name, value in self.selector_options.items()},
             "seed": self.seed,
         }
+
+
+def opened_session(
+    network: SearchableNetwork, candidates: CandidateOptions, request: Request
+) -> SearchSession:
+    """Calibrate a network's layers and return the session of a search; nothing is fitted yet.
+
+    Args:
+        network: The network.
+        candidates: What may become of its layers.
+        request: What else is asked for.
+
+    Raises:
+        DecompositionError: No layer can be compressed.
+    """
+    library = network.library(candidates, cache=request.fits, seed=request.seed)
+    limit = candidates.candidates
+    return SearchSession(network, library, request.goal, candidates=limit, progress=request.progress)

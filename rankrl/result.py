@@ -23,18 +23,34 @@ from rankrl.verify.agreement import OutputAgreement, agreement_score
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Compression:
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a compressed network costs, and how good it is.
+
+    Attributes:
+        before: `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original.
+        after: The same of the compressed network.
+        baseline_score: The score of the original, as `score`.
+        compressed_score: The score before fine-tuning.
+        score: The user's score of the compressed network, the accuracy of a data set's classifier on its test
+            images, or the agreement of the outputs with the original's (1 at most).
+    """
+
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    baseline_score: float
+    compressed_score: float
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression(Measurement):
     """A compressed network as an ONNX file and what is known of it.
 
     Attributes:
         path: The file.
         plan: What became of every layer.
-        before: `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original.
-        after: The same of the compressed network.
         outputs: How far each output agrees with the original's on the held-out inputs.
-        score: The user's score of the compressed network, or the agreement of its outputs (1 at most).
-        baseline_score: The same of the original.
         verified: Largest difference between the file and the network that it was made from; of a graph,
             relative to the largest number at the outputs.
         latency: Its time beside the original's.
@@ -44,15 +60,12 @@ class Compression:
         search: The record of the search for the plan; None where there was none.
         missed: What to tell a reader if the budget in time is missed, else None.
         collapsed: What to tell a reader if it answers no better than a constant, else None.
+        numbers: What else the section `onnx` of metrics.json says of the file.
     """
 
     path: Path
     plan: CompressionPlan
-    before: Mapping[str, int]
-    after: Mapping[str, int]
     outputs: tuple[OutputAgreement, ...]
-    score: float
-    baseline_score: float
     verified: float
     latency: LatencyComparison
     layers: tuple[LayerRow, ...] = field(repr=False)
@@ -61,6 +74,7 @@ class Compression:
     search: SearchResult | None = field(default=None, repr=False)
     missed: str | None = None
     collapsed: str | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def errors(self) -> dict[str, float]:
@@ -83,7 +97,6 @@ class ModuleCompression(Compression):
             so. `decomposition.load_compressed(original, folder / "model.safetensors")` loads `model`.
         folder: Holds `plan.json`, `model.safetensors`, `model.onnx`, `metrics.json`, `episodes.csv` and
             `report.html`; None where the file alone was asked for.
-        compressed_score: The score before fine-tuning.
         epochs: The epochs of fine-tuning by a recipe.
         test: Score of the original (`baseline`) and of the compressed network (`compressed`) on the test
             inputs, if there are any.
@@ -92,7 +105,6 @@ class ModuleCompression(Compression):
     model: nn.Module
     dense: nn.Module
     folder: Path | None
-    compressed_score: float
     epochs: tuple[EpochRow, ...] = ()
     test: Mapping[str, float] | None = None
 
@@ -151,12 +163,11 @@ def summary(result: Compression) -> dict[str, Any]:
     }
 
 
-def run_numbers(result: Compression, onnx: Mapping[str, Any]) -> dict[str, Any]:
+def run_numbers(result: Compression) -> dict[str, Any]:
     """Return what the metrics.json of a call from Python says of a compressed network.
 
     Args:
         result: The network; of one that was fine-tuned, `agreement` is that of the last one.
-        onnx: What else is known of the file.
     """
     numbers = summary(result)
     if isinstance(result, ModuleCompression):
@@ -170,7 +181,7 @@ def run_numbers(result: Compression, onnx: Mapping[str, Any]) -> dict[str, Any]:
         numbers["epochs"] = [asdict(row) for row in result.epochs]
     else:
         numbers["rewritten"], numbers["heldout_inputs"] = dict(result.rewritten), result.heldout
-    numbers["onnx"] = {**numbers["onnx"], **onnx}
+    numbers["onnx"] = {**numbers["onnx"], **result.numbers}
     if result.search is not None:
         numbers["search"] = search_numbers(result.search)
     numbers["warnings"] = [text for text in (result.missed, result.collapsed) if text is not None]

@@ -22,10 +22,8 @@ import dataclasses
 import sys
 import tempfile
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,19 +31,19 @@ import torch.nn.functional as F
 from timed_runs import run_rows
 from torch import nn
 
-from decomposition import DecompositionError, apply_plan
+from decomposition import CompressionPlan, DecompositionError, FitLibrary, apply_plan
 from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.networks.candidates import CandidateOptions
-from rankrl.networks.module import ModuleNetwork
+from rankrl.networks.image_module import ImageModule
 from rankrl.options.budget import BudgetOptions
+from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import SearchOptions
-from rankrl.options.timing import ExportOptions, LatencyOptions
+from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
-from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.session import SearchSession
 from rankrl.report.markdown import shown_command, write_section
@@ -54,13 +52,7 @@ from rankrl.runs.run_folder import cache_folder
 from rankrl.timing import fast_multiple
 from rankrl.training import TrainingRecipe
 from rankrl.training.networks import run_training
-from rankrl.verify.measure import (
-    cost_ratios,
-    export_dense,
-    export_numbers,
-    int8_numbers,
-    network_numbers,
-)
+from rankrl.verify.measure import cost_ratios, export_dense, int8_numbers, network_numbers
 
 LARGE = 224
 _SHARES = (0.35, 0.65)
@@ -229,21 +221,18 @@ def row(
     kinds = cell.formats + "+channels" * bool(cell.channels) + "+blocks" * cell.blocks
     head = f"| {name} | {kinds} | {cell.precisions} | {ranks} | {cell.latency} "
     with tempfile.TemporaryDirectory() as scratch:
-        session = _session(model, data, cell, chosen)
+        session = _session(model, data, cell, chosen, Path(scratch))
         try:
             with session:
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
         except (DecompositionError, RankrlError) as error:
             return f"{head}| {error} | | | | | | | | | |"
-        network = session.applied(plan)
-        export_options = ExportOptions(**_timing(data, chosen))
-        baseline = export_dense(model, data, Path(scratch), export_options)
+        searched = session.network
+        network = searched.applied(plan, session.library)
 
-        def exported() -> tuple[dict[str, Any], float]:
-            path = Path(scratch) / "model.onnx"
-            return export_numbers(
-                network, baseline, data, path, export_options, metadata={}, scratch=Path(scratch)
-            )
+        def exported() -> tuple[dict, float]:
+            file = searched.write(network, Path(scratch) / "model.onnx", {})
+            return dict(file.numbers), file.latency.ratio
 
         found, ratio = exported()
         first, tuned = found["accuracy"], ""
@@ -269,7 +258,10 @@ def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argpar
     """Return how far the sums of layers' times are off for random plans, which are exported and timed."""
     multiple = chosen.multiples[0] if chosen.multiples else fast_multiple()
     cell = Cell(chosen.formats[0], chosen.precisions[-1], multiple, (), False, 1.0)
-    with _session(model, data, cell, chosen) as session:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _session(model, data, cell, chosen, Path(scratch)) as session,
+    ):
         sites, budget, timed = session.problem.sites, session.problem.budget, session.latency
         assert budget is not None
         assert timed is not None
@@ -281,11 +273,21 @@ def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argpar
     return f"| {name} | {chosen.predictions} | {np.mean(off):.1%} | {np.median(off):.1%} | {max(off):.1%} |"
 
 
+class TimedModule(ImageModule):
+    """A classifier whose layers are refitted to data where its weights are worth it."""
+
+    def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
+        """Return the compressed network."""
+        # Random weights are not worth a refit to data; the time does not depend on them.
+        return apply_plan(self.model, plan, None if _is_large(self.data) else self.images)
+
+
 def _session(
     model: nn.Module,
     data: ImageData,
     cell: Cell,
     chosen: argparse.Namespace,
+    scratch: Path,
 ) -> SearchSession:
     """Return the session of a search within a budget in time."""
     images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
@@ -299,17 +301,23 @@ def _session(
         blocks=cell.blocks,
     )
     cache = cache_folder()
-    timed = LatencyOptions(**_timing(data, chosen), folder=cache / "latencies")
-    # Random weights are not worth a refit to data; the time does not depend on them.
-    refit_to = None if _is_large(data) else images
-    network = ModuleNetwork(
-        model, data.input_shape, images.split(32), apply=partial(apply_plan, model, calibration=refit_to)
+    timing = ExportOptions(**_timing(data, chosen), folder=cache / "latencies")
+    network = TimedModule(
+        model,
+        data.input_shape,
+        images.split(32),
+        data=data,
+        images=images,
+        scores=EvaluatorOptions(augmented=True),
+        scored_images=1000,
+        options=DecompositionOptions(),
+        export=timing,
+        folder=scratch,
     )
     return SearchSession(
         network,
         network.library(candidates, cache=cache / "fits", seed=0),
-        ImageScoring(model, data, EvaluatorOptions(augmented=True), images=1000),
-        SearchGoal(BudgetOptions(latency=cell.latency), SearchOptions(episodes=1), timed),
+        SearchGoal(BudgetOptions(latency=cell.latency), SearchOptions(episodes=1), timing),
         candidates=candidates.candidates,
     )
 

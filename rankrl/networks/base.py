@@ -1,8 +1,9 @@
-"""What a search, a budget and a report know of a network, be it a PyTorch module or an ONNX graph."""
+"""What budgets, searches and reports know of a network, be it a PyTorch module or an ONNX graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +13,15 @@ from decomposition.network.input_specs import InputShape
 from decomposition.network.rewriting import Rewrite
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.scores.scoring import Scoring
+from rankrl.report import LayerRow
+from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import NetworkTimer
+from rankrl.verify.agreement import OutputAgreement
 
 
-class Network(Protocol):
-    """A network with the inputs that it is calibrated on."""
+class PricedNetwork(Protocol):
+    """A network with the inputs that it is calibrated on: all that a budget asks for."""
 
     @property
     def specs(self) -> Sequence[LayerSpec]:
@@ -76,10 +81,81 @@ class Network(Protocol):
             library: The fits of its layers.
         """
 
+
+class SearchableNetwork(PricedNetwork, Protocol):
+    """A network whose plans can be scored: all that a search asks for."""
+
+    @property
+    def scoring(self) -> Scoring:
+        """What plans, and the networks that they become, are scored by."""
+
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> Any:
-        """Return the compressed network, refit and all, as scores of this kind of network take it.
+        """Return the compressed network, refit and all, as `scoring` takes it.
 
         Args:
             plan: What becomes of the layers.
             library: What the plan was chosen from.
         """
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A compressed network's ONNX file, verified and timed.
+
+    Attributes:
+        verified: Largest difference between the file and the network that it was made from; of a graph,
+            relative to the largest number at the outputs.
+        latency: Its time beside the original's.
+        outputs: How far each output agrees with the original's on held-out inputs; empty where labels say
+            how good it is.
+        numbers: What else the section `onnx` of metrics.json says of it.
+    """
+
+    verified: float
+    latency: LatencyComparison
+    outputs: tuple[OutputAgreement, ...] = ()
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Network(SearchableNetwork, Protocol):
+    """A network that is compressed to a file: all that the end of the road asks for."""
+
+    @property
+    def compared_inputs(self) -> int:
+        """How many inputs `score` looks at."""
+
+    @property
+    def rewritten(self) -> Mapping[str, str]:
+        """What became of layers before anything was compressed, by name, where a report should say so."""
+
+    def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
+        """Write a compressed network as an ONNX file, verify it, and time it beside the original's.
+
+        Args:
+            compressed: What `applied` returned, fine-tuned or not.
+            path: The file to write; it takes its name only after it was verified.
+            metadata: Text to store in the file.
+
+        Raises:
+            ExportError: The network cannot be written, or the file computes something else.
+        """
+
+    def costs_before(self) -> dict[str, int]:
+        """Return `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original."""
+
+    def costs_after(self, plan: CompressionPlan, compressed: Any) -> dict[str, int]:
+        """Return `params`, `macs` and `bytes` of a compressed network."""
+
+    def score(self, compressed: Any | None) -> float:
+        """Return how good a compressed network is on inputs that it was not fitted to; None: the original."""
+
+    def collapsed(self, compressed: Any, score: float) -> str | None:
+        """Return what to tell a reader if a compressed network answers no better than a constant.
+
+        Args:
+            compressed: The network.
+            score: What `score` says of it.
+        """
+
+    def rows(self, plan: CompressionPlan, compressed: Any) -> Sequence[LayerRow]:
+        """Return the report's row of every layer."""

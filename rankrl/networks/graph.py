@@ -1,35 +1,71 @@
-"""A network in an ONNX file as searches see it."""
+"""A network in an ONNX file, as budgets, searches and reports see it."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
+import onnxruntime
 import torch
 
-from decomposition import CompressionPlan, FitLibrary, FitOptions, LayerSpec
+from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.cache import Cache, digest
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
-from decomposition.operations.base import FINAL
 from decomposition.operations.quantise import computes_in_integers
+from rankrl.networks.base import WrittenFile
 from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.graph.capture import collect_moments
-from rankrl.onnx.graph.file import write_graph
+from rankrl.onnx.graph.costs import network_costs, plan_costs
+from rankrl.onnx.graph.file import check_contracted, write_graph
 from rankrl.onnx.graph.integers import without_integers
-from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
 from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import METHOD, collect_sensitivities
 from rankrl.onnx.graph.site import SiteModules
+from rankrl.onnx.protobuf import to_proto
+from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.graph_files import GraphFiles
+from rankrl.report import LayerRow
+from rankrl.timing.graph_files import GraphFiles, compared_with_original
 from rankrl.timing.network_timer import NetworkTimer
+from rankrl.verify.agreement import OutputAgreement, agreement_score
+from rankrl.verify.collapse import collapse
+from rankrl.verify.layer_rows import layer_row
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenGraph:
+    """A graph with its plan carried out: in floating point, and as it stands in a file.
+
+    Attributes:
+        graph: The graph before anything is rounded.
+        network: What is written of it.
+        scoring: What it is compared with the original by.
+    """
+
+    graph: CompressedGraph
+    network: OnnxNetwork
+    scoring: OnnxScoring
+
+    @cached_property
+    def session(self) -> onnxruntime.InferenceSession:
+        """The network, open."""
+        return open_session(self.network.model, self.network.source)
+
+    @cached_property
+    def outputs(self) -> tuple[OutputAgreement, ...]:
+        """How far its outputs agree with the original's on held-out inputs."""
+        return tuple(self.scoring.agreement(self.session))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +73,22 @@ class GraphNetwork:
     """A network in an ONNX file with its inputs; a `rankrl.networks.base.Network`.
 
     Attributes:
-        given: The network and its inputs.
+        file: The network and its inputs.
         feed: The batch that is timed.
-        final_fit: How much work each fit may do when a plan is carried out.
-        reduce_range: As in `quantise_onnx`.
+        timing: How time is measured.
+        options: How plans are carried out.
+        judge: The user's score of an open session, or None for the agreement with the original.
+        term: What plans are scored by without one (`OnnxScoring.term`).
         seed: Seed of the patches that a plan is carried out on.
         time_of_original: Time of the network / that of the file, where it was rewritten.
     """
 
-    given: PreparedFile
+    file: PreparedFile
     feed: Feed = field(repr=False)
-    final_fit: FitOptions = FINAL
-    reduce_range: bool | None = None
+    timing: LatencyOptions
+    options: DecompositionOptions
+    judge: SessionScore | None = None
+    term: FileTerm = OnnxScoring.term
     seed: int = 0
     time_of_original: float = 1.0
 
@@ -58,77 +98,164 @@ class GraphNetwork:
     @property
     def specs(self) -> list[LayerSpec]:
         """Every node with a weight in forward order."""
-        return [site.spec for site in self.given.sites]
+        return [site.spec for site in self.file.sites]
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of the first input for one input of the network."""
-        return self.given.shape
+        return self.file.shape
 
     @property
     def costs(self) -> Mapping[str, int]:
         """`params`, `macs` and `bytes` of the network (`network_costs`)."""
-        return self.given.totals
+        return self.file.totals
 
     @property
     def caveat(self) -> str | None:
         """Which nodes hold weights but are no operators of ONNX."""
-        return self.given.foreign
+        return self.file.foreign
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return fractions of the file's costs as fractions of what it was rewritten to."""
-        return self.given.fractions(kept)
+        return self.file.fractions(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every node; see `Network`."""
-        specs = [site.spec for site in self.given.usable]
+        """Return what lists the candidates of every node; see `PricedNetwork`."""
+        specs = [site.spec for site in self.file.usable]
         return CandidateLister(specs, candidates.formats, precisions=candidates.precisions)
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate the nodes and return the library of their fits; see `Network`."""
-        return fit_library(self.given, candidates, folder=cache, seed=seed)
+        return fit_library(self.file, candidates, folder=cache, seed=seed)
 
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return what measures times of the graph, whose nodes hold fits while it is timed."""
         assert library is not None
-        options = replace(options, batch=self.given.network.axes.size(self.feed))
-        files = GraphFiles(self.given, self.feed, library)
+        options = replace(options, batch=self.file.network.axes.size(self.feed))
+        files = GraphFiles(self.file, self.feed, library)
         return NetworkTimer(files, self.specs, self.input_shape, options)
 
-    def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> OnnxNetwork:
-        """Return the network that a plan becomes, as it is written."""
-        batches = self.given.split.calibration
-        graph = self.refitted(plan, batches, library.sensitivities)
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / "compressed.onnx"
-            write_graph(graph, path, batches, reduce_range=self.reduce_range)
-            return OnnxNetwork.load(path)
+    @property
+    def scoring(self) -> OnnxScoring:
+        """The inputs that are set apart for it, or the held-out ones where nothing is searched."""
+        split = self.file.split
+        # A rule's plan is one, so that no input chooses it.
+        scored, single = split.scored or split.heldout, split.scored or split.calibration
+        return OnnxScoring(self.file.network, self.file.sites, scored, self.judge, self.term, single)
 
-    def refitted(
+    def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
+        """Return the network that a plan becomes, as it is written."""
+        return self.written(plan, self.file.split.calibration, library.sensitivities)
+
+    def finished(self, plan: CompressionPlan, sensitivities: Mapping[str, torch.Tensor]) -> WrittenGraph:
+        """Return the same fitted to the inputs that plans were scored on, too: they have done their work."""
+        split = self.file.split
+        return self.written(plan, [*split.calibration, *split.scored], sensitivities)
+
+    def written(
         self, plan: CompressionPlan, batches: Sequence[Feed], sensitivities: Mapping[str, torch.Tensor]
-    ) -> CompressedGraph:
-        """Return the graph under a plan, its nodes fitted one after the other (`refitted_graph`).
+    ) -> WrittenGraph:
+        """Return the network that a plan becomes, its nodes fitted one after the other (`refitted_graph`).
 
         Args:
             plan: What becomes of the nodes.
-            batches: Inputs that they are fitted on.
+            batches: Inputs that they are fitted on, and that set ranges of activations.
             sensitivities: G (out, out) of the nodes' outputs, by name.
         """
-        with progress_bar("refit nodes", total=len(self.given.sites)) as bar:
-            return refitted_graph(
-                self.given.network,
-                self.given.sites,
+        with progress_bar("refit nodes", total=len(self.file.sites)) as bar:
+            graph = refitted_graph(
+                self.file.network,
+                self.file.sites,
                 plan,
                 batches,
                 sensitivities=sensitivities,
-                options=self.final_fit,
+                options=self.options.final_fit(),
                 seed=self.seed,
                 progress=lambda _: bar.advance(),
             )
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "compressed.onnx"
+            write_graph(graph, path, batches, reduce_range=self.timing.reduce_range)
+            return WrittenGraph(graph, OnnxNetwork.load(path), self._compared)
+
+    def write(self, compressed: WrittenGraph, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
+        """Write a compressed network, checked against its contracted weights, and time it; see `Network`."""
+        original = self._original
+        verified = check_contracted(compressed.graph, self.file.split.heldout[:2], original.source)
+        model = compressed.network.model.clone()
+        model.metadata_props.update(metadata)
+        write_checked(model, path, "the compressed network")
+        times = compared_with_original(original, path, self.feed, self.timing)
+        return WrittenFile(verified, times, compressed.outputs)
+
+    def costs_before(self) -> dict[str, int]:
+        """Return what the file costs."""
+        costs = dict(self.file.original_totals)
+        if self.file.original.half:  # what searches count is float32
+            costs["bytes"] = network_costs(self._original, self.file.original_sites)["bytes"]
+        return {**costs, "file_bytes": to_proto(self._original.model).ByteSize()}
+
+    def costs_after(self, plan: CompressionPlan, compressed: WrittenGraph) -> dict[str, int]:
+        """Return what a compressed network costs."""
+        costs = plan_costs(self.file.totals, self.file.sites, plan)
+        if self.file.original.half:
+            costs["bytes"] = network_costs(compressed.network, self.file.original_sites)["bytes"]
+        return costs
+
+    def score(self, compressed: WrittenGraph | None) -> float:
+        """Return the user's score, or the agreement of the outputs with the original's."""
+        if self.judge is None:
+            return 1.0 if compressed is None else agreement_score(compressed.outputs)
+        if compressed is not None:
+            return self._compared.of_session(compressed.session, "the compressed network")
+        original = self._original
+        return self._compared.of_session(
+            open_session(original.model, original.source), "the original network"
+        )
+
+    def collapsed(self, compressed: WrittenGraph, score: float) -> str | None:
+        """Return what the held-out inputs show; see `Network`."""
+        del score
+        return collapse(compressed.outputs, self._compared.constant_agreement(), self.compared_inputs)
+
+    @property
+    def rewritten(self) -> dict[str, str]:
+        """What became of nodes before anything was compressed."""
+        return self.file.rewritten
+
+    def rows(self, plan: CompressionPlan, compressed: WrittenGraph) -> list[LayerRow]:
+        """Return the report's row of every node."""
+        errors, rewritten = compressed.graph.errors, self.rewritten
+        specs = {site.name: site.spec for site in self.file.sites if site.spec.params}
+        before = {site.name: site.spec for site in self.file.original_sites}
+        rows = [
+            layer_row(layer, before[layer.name], specs[layer.name], error=errors.get(layer.name))
+            for layer in plan
+            if layer.name in specs
+        ]
+        return [
+            replace(row, reason=f"computes {rewritten[row.name]}") if row.name in rewritten else row
+            for row in rows
+        ]
+
+    @property
+    def compared_inputs(self) -> int:
+        """How many inputs `score` looks at: the held-out ones."""
+        return sum(map(self.file.split.axes.size, self.file.split.heldout))
+
+    @cached_property
+    def _original(self) -> OnnxNetwork:
+        """The network as the file has it, in its own precision."""
+        return self.file.original.as_in_file()
+
+    @cached_property
+    def _compared(self) -> OnnxScoring:
+        """What results are compared with the original by."""
+        return OnnxScoring(self._original, self.file.sites, self.file.split.heldout, self.judge)
 
 
 def fit_library(
-    given: PreparedFile,
+    file: PreparedFile,
     candidates: CandidateOptions,
     *,
     folder: Path | None = None,
@@ -137,7 +264,7 @@ def fit_library(
     """Calibrate the nodes and return the library of their fits; nothing is fitted yet.
 
     Args:
-        given: The network and its inputs.
+        file: The network and its inputs.
         candidates: What may become of its nodes.
         folder: Where fits and sensitivities are kept for later runs, or None.
         seed: Seed of patches and perturbations.
@@ -145,11 +272,9 @@ def fit_library(
     Raises:
         OnnxGraphError: No node can be compressed; the message gives the reasons.
     """
-    usable, batches = given.usable, given.split.calibration
-    moments = collect_moments(given.network, usable, batches, seed=seed)
-    sensitivities = (
-        measured_sensitivities(given, folder=folder, seed=seed) if candidates.weigh_outputs else {}
-    )
+    usable, batches = file.usable, file.split.calibration
+    moments = collect_moments(file.network, usable, batches, seed=seed)
+    sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
     return FitLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],
@@ -158,7 +283,7 @@ def fit_library(
         sensitivities=sensitivities,
         precisions=candidates.precisions,
         unrounded=(
-            without_integers(given.network, usable, batches[0])
+            without_integers(file.network, usable, batches[0])
             if computes_in_integers(candidates.precisions)
             else [site.name for site in usable if site.spread]
         ),
@@ -169,16 +294,16 @@ def fit_library(
 
 
 def measured_sensitivities(
-    given: PreparedFile, *, folder: Path | None = None, seed: int = 0
+    file: PreparedFile, *, folder: Path | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`).
 
     Args:
-        given: The network and its inputs.
+        file: The network and its inputs.
         folder: Where they are kept for later runs on the same network and inputs, or None.
         seed: Seed of the perturbations.
     """
-    usable, batches, network = given.usable, given.split.calibration, given.network
+    usable, batches, network = file.usable, file.split.calibration, file.network
 
     def measured() -> dict[str, torch.Tensor]:
         with progress_bar("perturb nodes", total=len(usable)) as bar:

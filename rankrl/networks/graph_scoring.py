@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnxruntime
@@ -50,17 +50,17 @@ class ScoringGraph:
 
     Args:
         network: The network.
-        found: Its nodes.
+        nodes: Its nodes.
         library: The fits of its nodes.
         sites: The candidates of its nodes.
     """
 
     def __init__(
-        self, network: OnnxNetwork, found: Sequence[Site], library: FitLibrary, sites: Sequence[CandidateSet]
+        self, network: OnnxNetwork, nodes: Sequence[Site], library: FitLibrary, sites: Sequence[CandidateSet]
     ) -> None:
         self.source, self.library, self.sites = network.source, library, tuple(sites)
         model = network.graph_model()
-        self._nodes = {site.name: site for site in found}
+        self._nodes = {site.name: site for site in nodes}
         self._open = {site.name: open_constants(model, self._nodes[site.name]) for site in self.sites}
         self._model = to_proto(without_unused(model))
         self._constants = {each.name: each for each in self._model.graph.initializer}
@@ -112,7 +112,7 @@ class OnnxScoring:
 
     Attributes:
         network: The network.
-        found: Its nodes.
+        nodes: Its nodes.
         feeds: Batches of inputs that nothing is fitted to.
         single: Batches on which single nodes are looked at (`OnnxPlanEvaluator.divergences`); none that
             results are compared on.
@@ -123,7 +123,7 @@ class OnnxScoring:
     """
 
     network: OnnxNetwork
-    found: Sequence[Site]
+    nodes: Sequence[Site]
     feeds: Sequence[Feed]
     score: SessionScore | None = None
     term: FileTerm = "soft_agreement"
@@ -153,11 +153,9 @@ class OnnxScoring:
         del cluster
         return nullcontext(OnnxPlanEvaluator(self, library, problem))
 
-    def of_networks(self) -> Callable[[OnnxNetwork], float]:
-        """Return what scores compressed networks as they are written."""
-        return lambda network: self.of_session(
-            open_session(network.model, network.source), "the compressed network"
-        )
+    def of_networks(self) -> Callable[[Any], float]:
+        """Return what scores compressed networks as they are written (`WrittenGraph`)."""
+        return lambda written: self.of_session(written.session, "the compressed network")
 
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
         """Return the score of an open network.
@@ -173,10 +171,10 @@ class OnnxScoring:
         if self.score is not None:
             return checked_score(self.score(session), what)
         outputs = self.agreement(session)
-        found = agreement_score(outputs)
+        score = agreement_score(outputs)
         if self.term == "soft_agreement":
-            found = float(np.mean([1 - each.error for each in outputs]))
-        return checked_score(found, what)
+            score = float(np.mean([1 - output.error for output in outputs]))
+        return checked_score(score, what)
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
         """Compare the outputs of an open network with those of the original."""
@@ -215,7 +213,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
     def __init__(self, scoring: OnnxScoring, library: FitLibrary, problem: SearchProblem) -> None:
         super().__init__(problem)
         self.scoring = scoring
-        self.graph = ScoringGraph(scoring.network, scoring.found, library, problem.sites)
+        self.graph = ScoringGraph(scoring.network, scoring.nodes, library, problem.sites)
 
     @cached_property
     def fingerprint(self) -> str:

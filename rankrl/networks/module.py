@@ -1,96 +1,49 @@
-"""A PyTorch module as searches see it."""
+"""A PyTorch module as budgets see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from decomposition import (
-    CompressionPlan,
-    FitLibrary,
-    Inputs,
-    LayerSpec,
-    apply_plan,
-    count_macs,
-    count_parameters,
-    inspect_layers,
-)
+from decomposition import FitLibrary, Inputs, LayerSpec, count_macs, count_parameters, inspect_layers
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import input_shape_of
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data import Preprocessing
 from rankrl.networks.blocks import block_removals
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.channels import channel_narrowings
-from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.progress import Progress
 from rankrl.timing.module_files import ModuleFiles
 from rankrl.timing.network_timer import NetworkTimer
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleNetwork:
-    """A PyTorch module, and the inputs that it is calibrated on; a `rankrl.networks.base.Network`.
+    """A PyTorch module, and the inputs that it is calibrated on; a `rankrl.networks.base.PricedNetwork`.
 
     Attributes:
         model: The dense network.
         input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
         inputs: Batches of calibration inputs; none where nothing is fitted.
-        apply: From a plan to the compressed network.
         preprocessing: What the network's images go through, for files that do it themselves.
     """
 
     model: nn.Module
     input_shape: InputShape
     inputs: Sequence[Inputs] = field(default=(), repr=False)
-    apply: Callable[[CompressionPlan], nn.Module] | None = None
     preprocessing: Preprocessing | None = None
 
     time_of_original = 1.0
     caveat = None
-
-    @classmethod
-    def on_inputs(
-        cls,
-        model: nn.Module,
-        inputs: Sequence[Inputs],
-        options: DecompositionOptions,
-        *,
-        seed: int,
-        progress: Progress = None,
-    ) -> ModuleNetwork:
-        """Return a user's own network, which plans are applied to on the inputs that it is calibrated on.
-
-        Args:
-            model: The dense network.
-            inputs: Batches of calibration inputs, at least one.
-            options: How plans are applied.
-            seed: Seed of everything random.
-            progress: As for `SearchSession`.
-        """
-
-        def applied(plan: CompressionPlan) -> nn.Module:
-            return apply_plan(
-                model,
-                plan,
-                inputs,
-                sequential=options.sequential,
-                weigh_outputs=options.weigh_outputs,
-                options=options.final_fit(),
-                seed=seed,
-                progress=progress,
-            )
-
-        return cls(model, input_shape_of(inputs[0]), inputs, applied)
+    rewritten: ClassVar[Mapping[str, str]] = {}
 
     @cached_property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -114,7 +67,7 @@ class ModuleNetwork:
         return dict(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every layer; see `Network`.
+        """Return what lists the candidates of every layer; see `PricedNetwork`.
 
         Raises:
             ConfigError: A fraction of `candidates.channels` is out of range, or no channel or block can be
@@ -132,7 +85,7 @@ class ModuleNetwork:
         )
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
-        """Calibrate and return the library of fits; see `Network`.
+        """Calibrate and return the library of fits; see `PricedNetwork`.
 
         Raises:
             ConfigError: As for `lister`.
@@ -159,11 +112,6 @@ class ModuleNetwork:
         preprocessing = self.preprocessing if options.preprocess else None
         files = ModuleFiles(self.model, self.input_shape, options.batch, options.channel_block, preprocessing)
         return NetworkTimer(files, self.specs, self.input_shape, options)
-
-    def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
-        """Return the compressed module; it is calibrated anew, layer by layer."""
-        assert self.apply is not None
-        return self.apply(plan)
 
     def _removable(self, candidates: CandidateOptions) -> dict[str, Any]:
         """Return which channels and blocks may go, as `FitLibrary` takes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,22 +18,25 @@ from decomposition import (
     FitLibrary,
     LatencyTable,
     LayerPlan,
+    allocate,
     plan_from_choices,
 )
 from decomposition.cache import Cache, digest
 from decomposition.choose.reachable import least_fraction
-from rankrl.networks.base import Network
+from rankrl.networks.base import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.latency_trials import first_trials
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing.correction import Trial, corrected, correction
 from rankrl.timing.latency import SMALLEST_CHANGE
 
 log = logging.getLogger(__name__)
 
+_SHARES = (0.15, 0.35, 0.6, 0.85)
+"""Where plans are tried on the way from the fastest plan to the dense network."""
 _ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
@@ -90,7 +93,7 @@ class LatencyBudget:
 
     def __init__(
         self,
-        network: Network,
+        network: PricedNetwork,
         sites: Sequence[CandidateSet],
         fraction: float,
         options: LatencyOptions,
@@ -276,6 +279,32 @@ class LatencyBudget:
             library=library,
             preparation=network.preparation,
         )
+
+
+def first_trials(
+    table: LatencyTable,
+    sites: Sequence[CandidateSet],
+    measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
+) -> list[Trial]:
+    """Time the best and random plans of several budgets.
+
+    Args:
+        table: The measured layers.
+        sites: Their candidates.
+        measured: Time of the network under some choices, as a fraction of the dense one's.
+    """
+    attached = table.attach(sites)
+    least = least_fraction(attached, table.budget(1.0, sites))
+    generator = np.random.default_rng(0)
+    plans = []
+    for share in _SHARES:
+        budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
+        plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
+    trials = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]
+    for plan in plans:
+        candidates = [site.candidates[index] for site, index in zip(attached, plan, strict=True)]
+        trials.append(Trial.of(table, sites, candidates, measured(attached, plan)))
+    return trials
 
 
 def _none_of(plans: int) -> str:

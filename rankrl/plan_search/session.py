@@ -13,7 +13,7 @@ from typing import Any, Self
 from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
 from rankrl.errors import ConfigError
-from rankrl.networks.base import Network
+from rankrl.networks.base import PricedNetwork, SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
@@ -22,7 +22,6 @@ from rankrl.plan_search.run import SearchResult, run_search, with_row
 from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.scores.rewards import Reward, create_reward
-from rankrl.plan_search.scores.scoring import Scoring
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.progress import Progress, progress_bar
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def problem_of(
-    network: Network,
+    network: PricedNetwork,
     sites: Sequence[CandidateSet],
     goal: SearchGoal,
     library: FitLibrary | None = None,
@@ -62,7 +61,7 @@ def problem_of(
     )
 
 
-def check_reachable(network: Network, candidates: CandidateOptions, goal: SearchGoal) -> None:
+def check_reachable(network: PricedNetwork, candidates: CandidateOptions, goal: SearchGoal) -> None:
     """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
 
     Ranks are not rounded up to multiples here, nor are layers left out that integers do not suit, so a budget
@@ -101,7 +100,6 @@ class SearchSession:
     Args:
         network: The dense network.
         library: The fits of its layers.
-        scoring: What plans are scored by.
         goal: Budget, reward, limits.
         candidates: Candidate ranks a layer and format at most.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
@@ -125,16 +123,16 @@ class SearchSession:
 
     def __init__(
         self,
-        network: Network,
+        network: SearchableNetwork,
         library: FitLibrary,
-        scoring: Scoring,
         goal: SearchGoal,
         *,
         candidates: int,
         progress: Progress = None,
     ) -> None:
         self.progress = progress
-        self.network, self.library, self.scoring, self.goal = network, library, scoring, goal
+        self.network, self.library, self.goal = network, library, goal
+        self.scoring = network.scoring
         self.candidates = candidates
         self._network_score: Callable[[Any], float] | None = None
         self._cluster: WorkerCluster | None = None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition import (
-    CompressionPlan,
-    Factorise,
-    FactorisedLayer,
-    Inputs,
-    LayerPlan,
-    LayerSpec,
-    Quantise,
-    count_macs,
-    count_parameters,
-    factorised_layers,
-    inspect_layers,
-    without_rounding,
-)
+from decomposition import CompressionPlan, Inputs, count_macs, count_parameters, without_rounding
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
@@ -36,11 +21,10 @@ from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quantise_onnx, verify_onnx
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
-from rankrl.report import LayerRow
 from rankrl.timing import compare_latency
 from rankrl.training import report_accuracy
 from rankrl.training.networks import images_for_ranges, range_images
-from rankrl.verify.file_export import FileInputs, export_file
+from rankrl.verify.file_export import FileInputs
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +65,7 @@ def test_accuracy(network: nn.Module, data: ImageData) -> float:
 
 
 def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: ExportOptions) -> Path:
-    """Export the dense network, for `export_numbers`, and return the file.
+    """Export the dense network, and return the file.
 
     Done before a search, it refuses a network that no file could be written of before anything takes time.
 
@@ -97,53 +81,6 @@ def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: Expor
         preprocessing=_inside(options, data),
         channel_block=options.channel_block,
     ).path
-
-
-def export_numbers(
-    network: nn.Module,
-    baseline: Path,
-    data: ImageData,
-    path: Path,
-    options: ExportOptions,
-    *,
-    metadata: Mapping[str, str],
-    scratch: Path,
-) -> tuple[dict[str, Any], float]:
-    """Export a network, verify the file on real images, and time it beside the dense network.
-
-    The file takes its name only after it was verified. Its metadata says under `preprocessing` what it takes.
-
-    Args:
-        network: The network to export.
-        baseline: ONNX file of the dense network it came from.
-        data: The dataset.
-        path: The ONNX file to write.
-        options: Opset, preprocessing and timing.
-        metadata: Text to store in the file.
-        scratch: Folder for files that are needed for timing only, or have yet to be verified.
-
-    Returns:
-        The section `onnx` of metrics.json, and the latency ratio dense / compressed.
-
-    Raises:
-        ExportError: The network cannot be exported, or the file does not compute what the network does; it
-            stays in the scratch folder then.
-    """
-    inputs = ImageInputs(data, options)
-    notes = {"preprocessing": json.dumps(data.preprocessing.to_dict()), **metadata}
-    section, latency = export_file(
-        network,
-        baseline,
-        inputs,
-        path,
-        opset=options.opset,
-        channel_block=options.channel_block,
-        reduce_range=options.reduce_range,
-        timing=options.timing,
-        metadata=notes,
-        scratch=scratch,
-    )
-    return section, latency.ratio
 
 
 class ImageInputs(FileInputs):
@@ -307,54 +244,3 @@ def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPla
     """Return the plan with what the network's images go through in its metadata, as `preprocessing`."""
     noted = {**plan.metadata, "preprocessing": data.preprocessing.to_dict()}
     return dataclasses.replace(plan, metadata=noted)
-
-
-def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | None = None) -> list[LayerRow]:
-    """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
-    dense = plan.prepared(dense)
-    pruned = {spec.name: spec for spec in plan.specs(dense)}
-    fitted = {} if network is None else factorised_layers(network)
-    by_name = {spec.name: spec for spec in inspect_layers(dense, plan.input_shape)}
-    pruning = bool(plan.group_kinds)
-    rows = []
-    for layer in plan:
-        spec = by_name[layer.name]
-        rest = pruned.get(layer.name)
-        error = _error(layer, fitted.get(layer.name), pruning=pruning)
-        row = layer_row(layer, spec, rest or spec, error=error)
-        channels = (0 if rest is None else rest.out_channels, spec.out_channels) if pruning else None
-        rows.append(replace(row, channels=channels))
-    return rows
-
-
-def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: float | None) -> LayerRow:
-    """Return the report's row of one layer.
-
-    Args:
-        layer: Its entry in the plan.
-        spec: What it is in the dense network.
-        rest: What its own operations are applied to: with what group operations removed gone.
-        error: Its relative error, or None.
-    """
-    chosen, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
-    removed = next((str(each) for each in layer.operations if each.removes), None)
-    return LayerRow(
-        name=layer.name,
-        shape=spec.weight_shape,
-        ranks=() if chosen is None else chosen.ranks,
-        params_before=spec.params,
-        params_after=cost.params,
-        macs_before=spec.macs,
-        macs_after=cost.macs,
-        error=error,
-        reason=layer.reason or removed or "",
-        format="" if chosen is None else chosen.format,
-        precision="" if rounding is None else str(rounding),
-    )
-
-
-def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -> float | None:
-    """Return the relative error of a layer's fit, 0 for a dense one; a removal of channels has none."""
-    if not layer.layer_operations:
-        return None if pruning else 0.0
-    return None if module is None else module.error

@@ -46,7 +46,7 @@ def runtime_numbers(
     of and not timed; `path` itself stays as it is, verified in onnxruntime.
 
     Args:
-        network: The exported network in PyTorch, as `export_numbers` left it.
+        network: The exported network in PyTorch, its ranges set.
         baseline: ONNX file of the dense network.
         path: ONNX file of the exported network.
         data: The dataset.

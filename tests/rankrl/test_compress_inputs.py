@@ -211,7 +211,7 @@ def test_data_that_cannot_work_is_refused_first(
     def export(*_: object, **__: object) -> None:
         raise AssertionError("a file was written")
 
-    monkeypatch.setattr("rankrl.module_compression.export_onnx", export)
+    monkeypatch.setattr("rankrl.networks.own_module.export_onnx", export)
     with pytest.raises(error, match=message):
         rankrl.compress(
             **grouped(

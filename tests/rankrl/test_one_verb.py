@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,39 +111,25 @@ def test_what_means_nothing_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def warned_of(call: Callable[[], Any], text: str) -> Any:
-    """Return what a call does that warns of old names."""
-    with pytest.warns(DeprecationWarning, match="write ") as warnings:
-        result = call()
-    assert any(text in str(warning.message) for warning in warnings)
-    return result
-
-
 def test_names_of_the_last_version_work_and_warn(file: Path, tmp_path: Path) -> None:
     inputs = IMAGES.numpy()
-    quick: Any = {"candidates": 3, "timing": QUICK["timing"], "decomposition": "tucker", "params": 0.6}
-    old = warned_of(
-        lambda: rankrl.compress_onnx(file, inputs, tmp_path / "old.onnx", **quick),
-        "rankrl.compress(path, inputs, target",
-    )
-    new = warned_of(
-        lambda: rankrl.compress(file, inputs, tmp_path / "new.onnx", **quick),
-        "decomposition=rankrl.DecompositionOptions(candidates=3",
-    )
+    quick = {"candidates": 3, "timing": QUICK["timing"], "decomposition": "tucker", "params": 0.6}
+    with pytest.warns(DeprecationWarning, match=r"rankrl\.compress\(path, inputs, target"):
+        old = rankrl.compress_onnx(file, inputs, tmp_path / "old.onnx", **quick)
+    with pytest.warns(DeprecationWarning, match=r"decomposition=rankrl\.DecompositionOptions\(candidates=3"):
+        new = rankrl.compress(file, inputs, tmp_path / "new.onnx", **quick)
     assert old.plan == new.plan
-    timing = QUICK["timing"]
-    again = warned_of(
-        lambda: rankrl.apply_onnx_plan(file, inputs, tmp_path / "again.onnx", old.plan, timing=timing),
-        "rankrl.apply_plan(path, plan, inputs, target)",
-    )
+    with pytest.warns(DeprecationWarning, match=r"rankrl\.apply_plan\(path, plan, inputs, target\)"):
+        again = rankrl.apply_onnx_plan(
+            file, inputs, tmp_path / "again.onnx", old.plan, timing=QUICK["timing"]
+        )
     assert again.after == old.after
-    module: dict[str, Any] = {"model": network(), "data": IMAGES, "folder": tmp_path / "run", **QUICK}
-    result = warned_of(
-        lambda: rankrl.compress(**module, params=0.6, multiple=1), "DecompositionOptions(rank_multiple=1"
-    )
-    assert result.path == tmp_path / "run" / "model.onnx"
-    search: Any = {"score": lambda _: 0.0, "selector": "random", "episodes": 2, "params": 0.6}
-    warned_of(
-        lambda: rankrl.search(network(), calibration=IMAGES, **search),
-        "search=rankrl.SearchOptions(episodes=2)",
-    )
+    with pytest.warns(DeprecationWarning, match=r"DecompositionOptions\(rank_multiple=1"):
+        module = rankrl.compress(
+            model=network(), data=IMAGES, folder=tmp_path / "run", params=0.6, multiple=1, **QUICK
+        )
+    assert module.path == tmp_path / "run" / "model.onnx"
+    with pytest.warns(DeprecationWarning, match=r"search=rankrl\.SearchOptions\(episodes=2\)"):
+        rankrl.search(
+            network(), calibration=IMAGES, score=lambda _: 0.0, selector="random", episodes=2, params=0.6
+        )

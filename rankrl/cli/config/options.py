@@ -19,10 +19,9 @@ from rankrl.options.search import SearchOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
 from rankrl.plan_search.goal import SearchGoal
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions
-from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
 from rankrl.pruners.options import PruningOptions, pruning_options
+from rankrl.request import Request
 from rankrl.runs.run_folder import cache_folder
 from rankrl.timing import fast_multiple
 from rankrl.training import TrainingRecipe
@@ -105,10 +104,9 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def scoring(config: AppConfig, data: ImageData, dense: nn.Module) -> ImageScoring:
-    """Return what plans are scored by."""
-    search = search_options(config)
-    return ImageScoring(dense, data, EvaluatorOptions.of(search, config.seed), search.images)
+def request(config: AppConfig) -> Request:
+    """Return what a run asks for, as a call from Python would."""
+    return Request(search_goal(config), config.decomposition, *selector(config), config.seed, cache_folder())
 
 
 def pruning(config: AppConfig) -> PruningOptions:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from decomposition import CompressionPlan, save_compressed
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
+from rankrl.cli.tasks import ending, steps
 from rankrl.cli.tasks.compressed import check_plan, method_of
 from rankrl.errors import ConfigError
 from rankrl.runs.run_folder import RunFolder
-from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, with_preprocessing
+from rankrl.verify.layer_rows import layer_rows
+from rankrl.verify.measure import cost_ratios, network_numbers, with_preprocessing
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
@@ -21,7 +22,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     check_plan(config, data, plan)
     plan = with_preprocessing(plan, data)
     dense = steps.dense_network(config, data, folder)
-    compressed = steps.applied_plan(config, data, plan, dense, steps.calibration(config, data, dense))
+    compressed = steps.searched_network(config, data, dense, folder).applied(plan)
     save_compressed(compressed, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
@@ -33,5 +34,5 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         "ratios": ratios,
     }
     rows = layer_rows(plan, dense, compressed)
-    steps.check_collapse(folder, metrics, data)
-    steps.finish(folder, metrics, seed=config.seed, layers=rows)
+    ending.check_collapse(folder, metrics, data)
+    ending.finish(folder, metrics, seed=config.seed, layers=rows)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
+from rankrl.cli.tasks import ending, steps
 from rankrl.files import write_json
 from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
 from rankrl.report import collect_setup
@@ -33,8 +33,8 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     steps.check_budget(config, data)
     recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
     dense = steps.dense_network(config, data, folder)
-    images = steps.calibration(config, data, dense)
-    with steps.search_session(config, data, dense, images) as session:
+    network = steps.searched_network(config, data, dense, folder)
+    with steps.search_session(config, network) as session:
         results = search_all(session, entered, folder.searches, folder.warn)
     with_preprocessing(winner(results).plan, data).save(folder.plan)
     final = FinalTest(data, dense, session.applied, recipe, folder.state / "plans")
@@ -52,16 +52,16 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         "compare": _numbers(rows),
     }
     metrics["dense_int8"] = rival_numbers(dense, data, options.export_options(config), folder.state)
-    steps.add_notes(metrics, folder)
+    ending.add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
-    steps.track_result(folder, metrics)
+    ending.track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
     console.print(_table(rows))
     if rival_note(metrics):
         console.print(f"{rival_note(metrics)}.", soft_wrap=True)
-    steps.print_end(console, metrics, page)
+    ending.print_end(console, metrics, page)
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
+from rankrl.cli.tasks import ending, steps
 from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.errors import ConfigError
 from rankrl.runs.run_folder import RunFolder
@@ -29,4 +29,4 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
     else:
         dense = build_network(config.model, data, seed=config.seed)
         metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
-    steps.finish(folder, metrics, seed=config.seed)
+    ending.finish(folder, metrics, seed=config.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decomposition import save_compressed
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
+from rankrl.cli.tasks import ending, steps
 from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
 from rankrl.errors import ConfigError
 from rankrl.runs.run_folder import RunFolder
@@ -38,5 +38,5 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     }
     known = config.model.get("checkpoint")
     before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
-    steps.check_collapse(folder, metrics, data, before)
-    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)
+    ending.check_collapse(folder, metrics, data, before)
+    ending.finish(folder, metrics, seed=config.seed, epochs=epochs)

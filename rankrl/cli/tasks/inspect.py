@@ -28,7 +28,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
     specs = skipping(inspect_layers(network, data.input_shape), candidates.skip, candidates.only)
-    fitted = _fitted(config, data, network, specs) if config.inspect.errors else None
+    fitted = _fitted(config, data, network, specs, folder) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.format}")
     table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
@@ -58,18 +58,17 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
 
 
 def _fitted(
-    config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec]
+    config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec], folder: RunFolder
 ) -> Mapping[str, CandidateSet]:
     """Return a few fitted candidates of every layer that can be decomposed."""
-    images = steps.calibration(config, data, network)
-    library = steps.candidate_fits(config, steps.searched_network(config, data, network, images))
-    candidates = {}
+    library = steps.candidate_fits(config, steps.searched_network(config, data, network, folder))
+    sites = {}
     with progress_bar("fit layers", len(library.specs)) as bar:
         for spec in specs:
             if spec.refusal is None:
-                candidates[spec.name] = library.candidates(spec.name, limit=_FITTED_RANKS)
+                sites[spec.name] = library.candidates(spec.name, limit=_FITTED_RANKS)
                 bar.advance()
-    return candidates
+    return sites
 
 
 def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:

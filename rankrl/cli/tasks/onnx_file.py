@@ -12,7 +12,7 @@ from rich.table import Table
 from decomposition import CompressionPlan, list_heuristics
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
+from rankrl.cli.tasks import ending
 from rankrl.cli.tasks.compressed import method_of
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.file_compression import FileSource, apply_to_file, compress_file
@@ -22,7 +22,7 @@ from rankrl.options.datasets import InputsOptions
 from rankrl.plan_search.run import search_numbers
 from rankrl.request import Request
 from rankrl.result import Compression, summary
-from rankrl.runs.run_folder import RunFolder, cache_folder
+from rankrl.runs.run_folder import RunFolder
 from rankrl.wording import counted
 
 INPUTS = "inputs"
@@ -116,12 +116,12 @@ def _source(config: AppConfig) -> FileSource:
 
 def _request(config: AppConfig) -> Request:
     """Return what is asked for; of several formats those that can be written as plain nodes."""
-    layers = config.decomposition
+    request = options.request(config)
+    layers = request.decomposition
     formats = tuple(name for name in layers.choices if name in writable_formats())
     if formats and formats != layers.choices:
         layers = replace(layers, formats=formats)
-    selector = options.selector(config)
-    return Request(options.search_goal(config), layers, *selector, config.seed, cache_folder())
+    return replace(request, decomposition=layers)
 
 
 def _report(
@@ -152,7 +152,7 @@ def _report(
             f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
         )
     Console().print(_outputs(result))
-    steps.finish(folder, metrics, seed=config.seed, layers=result.layers)
+    ending.finish(folder, metrics, seed=config.seed, layers=result.layers)
 
 
 def _files(config: AppConfig) -> tuple[Path, Path]:

@@ -19,6 +19,7 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.files import write_json
 from rankrl.plan_search.pretraining.episodes import TaskEpisodes, read_episodes
 from rankrl.plan_search.pretraining.tasks import FittedNetwork, TaskFit, play_tasks, pretrained, task_fits
+from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title
 
@@ -38,10 +39,10 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
     episodes = [
         task
         for one in networks
-        for network in _fitted(one, data, folder)
+        for network, scoring in _fitted(one, data, folder)
         for task in play_tasks(
             network,
-            options.scoring(config, data, network.model),
+            scoring,
             config.pretrain,
             kept,
             seed=config.seed,
@@ -100,17 +101,13 @@ def _networks(config: AppConfig) -> list[AppConfig]:
     ]
 
 
-def _fitted(config: AppConfig, data: ImageData, folder: RunFolder) -> Iterator[FittedNetwork]:
+def _fitted(
+    config: AppConfig, data: ImageData, folder: RunFolder
+) -> Iterator[tuple[FittedNetwork, ImageScoring]]:
     dense = build_network(config.model, data, seed=config.seed)
-    images = steps.calibration(config, data, dense)
-    network = steps.searched_network(config, data, dense, images)
-    yield FittedNetwork(
-        model_title(config.model, dense),
-        dense,
-        steps.candidate_fits(config, network),
-        options.candidate_options(config).candidates,
-        data,
-    )
+    network = steps.searched_network(config, data, dense, folder)
+    limit, title = options.candidate_options(config).candidates, model_title(config.model, dense)
+    yield FittedNetwork(title, dense, steps.candidate_fits(config, network), limit, data), network.scoring
 
 
 def _added(run: Path) -> list[TaskEpisodes]:

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from decomposition import CompressionPlan, FitLibrary, apply_plan
+from decomposition import FitLibrary
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import RunStoppedError
-from rankrl.files import write_json
 from rankrl.models import checkpoint_heldout, save_checkpoint
+from rankrl.networks.image_module import ImageModule
 from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.report import (
-    LayerRow,
-    collect_setup,
-    conclusion,
-    heldout_note,
-    runtimes_table,
-    summary_table,
-    write_report,
-)
-from rankrl.runs.run_folder import RunFolder, cache_folder
-from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
+from rankrl.request import opened_session
+from rankrl.runs.run_folder import RunFolder
+from rankrl.training import EpochRow, TrainingRecipe, TrainingResult
 from rankrl.training.networks import (
     build_network,
     guessing_warning,
@@ -44,8 +34,6 @@ from rankrl.training.networks import (
     model_title,
     run_training,
 )
-from rankrl.training.training_step import write_training_step
-from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.measure import with_preprocessing
 from rankrl.wording import counted
 
@@ -107,56 +95,53 @@ def dense_training(
     return result
 
 
-def calibration(config: AppConfig, data: ImageData, network: nn.Module) -> Tensor:
-    """Return the images that the network's layers are fitted on."""
+def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> ImageModule:
+    """Return the dense network as searches and reports see it, with the images that it is calibrated on."""
     images = calibration_images(data, config.calibration.images, seed=config.seed)
-    return in_layout(images, accepted_layout(network, images[:2]))
-
-
-def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor) -> ModuleNetwork:
-    """Return the dense network as searches see it, calibrated on `images`."""
-    return ModuleNetwork(
+    images = in_layout(images, accepted_layout(dense, images[:2]))
+    search = options.search_options(config)
+    return ImageModule(
         dense,
         data.input_shape,
         images.split(CALIBRATION_BATCH),
-        apply=lambda plan: applied_plan(config, data, plan, dense, images),
-        preprocessing=data.preprocessing,
+        data.preprocessing,
+        data=data,
+        images=images,
+        scores=EvaluatorOptions.of(search, config.seed),
+        scored_images=search.images,
+        options=config.decomposition,
+        export=options.export_options(config),
+        folder=folder.state,
+        seed=config.seed,
     )
 
 
-def candidate_fits(config: AppConfig, network: ModuleNetwork) -> FitLibrary:
+def candidate_fits(config: AppConfig, network: ImageModule) -> FitLibrary:
     """Return the library of fits; nothing is fitted yet."""
-    return network.library(options.candidate_options(config), cache=cache_folder() / "fits", seed=config.seed)
-
-
-def search_session(config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor) -> SearchSession:
-    """Return the session that the configuration's searches share."""
-    network = searched_network(config, data, dense, images)
-    return SearchSession(
-        network,
-        candidate_fits(config, network),
-        options.scoring(config, data, dense),
-        options.search_goal(config),
-        candidates=options.candidate_options(config).candidates,
+    return network.library(
+        options.candidate_options(config), cache=options.request(config).fits, seed=config.seed
     )
+
+
+def search_session(config: AppConfig, network: ImageModule) -> SearchSession:
+    """Return the session that the configuration's searches share."""
+    return opened_session(network, options.candidate_options(config), options.request(config))
 
 
 def chosen_plan(
-    config: AppConfig, data: ImageData, dense: nn.Module, images: Tensor, folder: RunFolder
+    config: AppConfig, network: ImageModule, folder: RunFolder
 ) -> tuple[SearchProblem, SearchResult]:
     """Search for a plan and write it, with what the network's images go through.
 
     Returns:
-        What was searched over and what was found.
+        What was searched over, and the search.
 
     Raises:
         RunStoppedError: If the user stopped the search.
     """
-    selector, selector_options = options.selector(config)
-    with search_session(config, data, dense, images) as session:
+    with search_session(config, network) as session:
         result = session.search(
-            selector,
-            selector_options,
+            *options.selector(config),
             seed=config.seed,
             folder=folder.path,
             on_episode=folder.tracking.episode,
@@ -165,26 +150,9 @@ def chosen_plan(
         raise RunStoppedError(folder.path)
     if result.missed is not None:
         folder.miss(result.missed)
-    plan = with_preprocessing(result.plan, data)
+    plan = with_preprocessing(result.plan, network.data)
     plan.save(folder.plan)
     return session.problem, dataclasses.replace(result, plan=plan)
-
-
-def applied_plan(
-    config: AppConfig, data: ImageData, plan: CompressionPlan, dense: nn.Module, images: Tensor
-) -> nn.Module:
-    """Return the compressed network."""
-    log.info("applying the plan, layer by layer")
-    return apply_plan(
-        dense,
-        plan,
-        images,
-        sequential=config.decomposition.sequential,
-        weigh_outputs=config.decomposition.weigh_outputs,
-        options=config.decomposition.final_fit(),
-        seed=config.seed,
-        statistics=calibration_images(data, len(images), seed=config.seed, augmented=True),
-    )
 
 
 def finetuned(
@@ -258,35 +226,6 @@ def _trained(
     return result
 
 
-def check_collapse(
-    folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
-) -> None:
-    """Note if the accuracy of the last network among the metrics has fallen to that of guessing.
-
-    Args:
-        folder: The run's folder.
-        metrics: Its numbers.
-        data: The dataset.
-        baseline: Accuracy of the network before; that among the metrics when omitted.
-    """
-    last = metrics.get("finetuned") or metrics["compressed"]
-    before = metrics["baseline"]["accuracy"] if baseline is None else baseline
-    share = guessing_share(data.heldout.y)
-    text = accuracy_collapse(last["accuracy"], before, share, len(data.test))
-    if text is not None:
-        log.error(text)
-        folder.collapse(text)
-
-
-def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
-    """Write the optimizer's step as ONNX if the configuration asks for it."""
-    if config.export.training:
-        epochs = max(1, config.finetune.epochs)  # a step does not depend on how many would follow
-        finetune = dataclasses.replace(config.finetune, epochs=epochs)
-        recipe = options.finetuning_recipe(dataclasses.replace(config, finetune=finetune))
-        write_training_step(network, recipe, folder.optimizer_step)
-
-
 def head(
     config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, str | None] | None = None
 ) -> dict[str, Any]:
@@ -315,64 +254,3 @@ def head(
 def searched(config: AppConfig) -> dict[str, str | None]:
     """Return what a search of this run compresses a network with: the format and the selector."""
     return {"decomposition": config.decomposition.format, "selector": config.selector["name"]}
-
-
-def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an ONNX file is to hold beside the graph and its preprocessing.
-
-    How long the search took is left out: the file of a resumed run is that of an undisturbed one.
-    """
-    numbers = {key: value for key, value in metrics.items() if key != "preprocessing"}
-    if "search" in numbers:
-        numbers["search"] = {key: value for key, value in numbers["search"].items() if key != "seconds"}
-    return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
-
-
-def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
-    """Hand the results among the metrics to the trackers."""
-    given = ("seed", "preprocessing")
-    folder.tracking.result({key: value for key, value in metrics.items() if key not in given})
-
-
-def finish(
-    folder: RunFolder,
-    metrics: dict[str, Any],
-    *,
-    seed: int,
-    layers: Sequence[LayerRow] = (),
-    epochs: Sequence[EpochRow] = (),
-) -> None:
-    """Write the report and, last, metrics.json, which marks the run as finished; print the final table."""
-    if epochs:
-        metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
-    add_notes(metrics, folder)
-    setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
-    page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
-    track_result(folder, metrics)
-    write_json(folder.metrics, metrics)
-    console = Console()
-    for table in (summary_table(metrics), runtimes_table(metrics)):
-        if table.row_count:
-            console.print(table)
-    print_end(console, metrics, page)
-
-
-def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
-    """Add what the steps of the run noted: its trainings and warnings."""
-    if folder.notes.trainings:
-        metrics["trainings"] = folder.notes.trainings
-    metrics["warnings"] = folder.notes.warnings
-
-
-def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
-    """Print below the final table what its reader must know, and where the report is."""
-    if any(metrics.get(key) for key in ("search", "epochs")) and heldout_note(metrics):
-        console.print(heldout_note(metrics), soft_wrap=True, markup=False, highlight=False)
-    for warning in metrics["warnings"]:
-        console.print(
-            f"warning: {warning}", style="bold yellow", soft_wrap=True, markup=False, highlight=False
-        )
-    sentence = conclusion(metrics)
-    if sentence:
-        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"report: {page}", soft_wrap=True)

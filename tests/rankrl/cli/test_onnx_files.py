@@ -98,7 +98,7 @@ def test_a_ruined_network_is_warned_of(rankrl: Callable[..., None], monkeypatch:
 def test_a_collapsed_network_has_an_exit_code_of_its_own(
     rankrl: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rankrl.file_compression.collapse", lambda *_: "nothing is left of it. Look")
+    monkeypatch.setattr("rankrl.networks.graph.collapse", lambda *_: "nothing is left of it. Look")
     with pytest.raises(SystemExit) as left:
         rankrl(*FILES, *LITTLE, "budget.params=0.7")
     assert left.value.code == COLLAPSED == 4

@@ -313,7 +313,7 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.cli.tasks.steps.apply_plan", kill)
+        patch.setattr("rankrl.networks.image_module.apply_plan", kill)
         with pytest.raises(Killed):
             run("broken", BUDGET)
     broken = tmp_path / "broken"
@@ -336,7 +336,7 @@ def test_run_that_dies_while_reporting_does_not_look_finished(
     def kill(*_: Any, **__: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr("rankrl.cli.tasks.steps.write_report", kill)
+    monkeypatch.setattr("rankrl.cli.tasks.ending.write_report", kill)
     with pytest.raises(Killed):
         run("broken", "task=train", *small_network(tmp_path)[:2], "dataset.train_images=64")
     assert not (tmp_path / "broken" / "metrics.json").exists()
@@ -352,7 +352,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankrl.cli.tasks.steps.apply_plan", interrupt)
+    monkeypatch.setattr("rankrl.networks.image_module.apply_plan", interrupt)
     with pytest.raises(SystemExit) as stopped:
         run("stopped", "task=apply", dense, f"plan={whole_run / 'plan.json'}")
     assert stopped.value.code == 130

@@ -31,7 +31,7 @@ from rankrl.models.resnet import CifarResNet
 from rankrl.operations import RemoveBlock, removed_blocks
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.pruners.prune import PrunedNetwork, check_target, prune_network
-from rankrl.verify.measure import layer_rows
+from rankrl.verify.layer_rows import layer_rows
 
 
 def options(**given: object) -> PruningOptions:

@@ -14,8 +14,7 @@ from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.latency_trials import first_trials
+from rankrl.plan_search.latency_budget import LatencyBudget, first_trials
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.timing.correction import Trial, corrected, correction
 

@@ -1,0 +1,204 @@
+"""The end of a task: a compressed network's files, its numbers and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from decomposition import CompressionPlan, save_compressed
+from decomposition.network.surgery import copied
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.tasks import steps
+from rankrl.data import ImageData
+from rankrl.files import write_json
+from rankrl.finish import finish as measured_file
+from rankrl.networks.image_module import ImageModule
+from rankrl.report import (
+    LayerRow,
+    collect_setup,
+    conclusion,
+    heldout_note,
+    runtimes_table,
+    summary_table,
+    write_report,
+)
+from rankrl.result import Measurement
+from rankrl.runs.run_folder import RunFolder
+from rankrl.training import EpochRow, guessing_share
+from rankrl.training.training_step import write_training_step
+from rankrl.verify.collapse import accuracy_collapse
+from rankrl.verify.measure import cost_ratios, int8_numbers
+from rankrl.verify.runtimes import runtime_numbers
+
+log = logging.getLogger(__name__)
+
+
+def finish_compressed(
+    config: AppConfig,
+    network: ImageModule,
+    plan: CompressionPlan,
+    compressed: nn.Module,
+    metrics: dict[str, Any],
+    folder: RunFolder,
+    *,
+    after_removal: bool = False,
+) -> None:
+    """Fine-tune a compressed network, write it in both forms, measure and report it: the end of a run.
+
+    Args:
+        config: The configuration.
+        network: What was compressed.
+        plan: What became of its layers.
+        compressed: The compressed network, which stays as it is.
+        metrics: What is known so far; the rest is added.
+        folder: The run's folder.
+        after_removal: Whether channels or blocks were removed, and nothing was decomposed.
+    """
+    data = network.data
+    tuned = copied(compressed)
+    epochs = steps.finetuned(config, data, tuned, network.model, folder, after_removal=after_removal)
+    save_compressed(tuned, plan, folder.model, dense=network.model)
+    search = metrics.pop("search", None)
+
+    def notes(plan: CompressionPlan, measured: Measurement) -> dict[str, str]:
+        metrics.update(_measured(measured), **({} if search is None else {"search": search}))
+        return file_metadata(plan, metrics)
+
+    result = measured_file(network, plan, compressed, folder.onnx, tuned=tuned, notes=notes)
+    metrics["onnx"] = dict(result.numbers)
+    exported_step(config, tuned, folder)
+    metrics["dense_int8"] = int8_numbers(network.baseline, data, network.export, folder.state)
+    metrics["runtimes"] = runtimes(network, tuned, metrics["onnx"], folder)
+    ratios = cost_ratios(metrics["baseline"], metrics["compressed"])
+    metrics["ratios"] = {**ratios, "latency": result.latency.ratio}
+    if result.collapsed is not None:
+        log.error(result.collapsed)
+        folder.collapse(result.collapsed)
+    finish(folder, metrics, seed=config.seed, layers=result.layers, epochs=epochs)
+
+
+def runtimes(
+    network: ImageModule, compressed: nn.Module, known: Mapping[str, Any], folder: RunFolder
+) -> dict[str, dict[str, Any]] | None:
+    """Return the section `runtimes` of metrics.json for a file that was written; `known` is its `onnx`."""
+    return runtime_numbers(
+        compressed,
+        network.baseline,
+        folder.onnx,
+        network.data,
+        network.export,
+        known=known,
+        scratch=folder.state,
+    )
+
+
+def _measured(measured: Measurement) -> dict[str, dict[str, Any]]:
+    """Return what metrics.json says of the networks of a run, by stage."""
+    return {
+        "baseline": _numbers(measured.baseline_score, measured.before),
+        "compressed": _numbers(measured.compressed_score, measured.after),
+        "finetuned": {"accuracy": measured.score},
+    }
+
+
+def _numbers(accuracy: float, costs: Mapping[str, int]) -> dict[str, Any]:
+    return {"accuracy": accuracy, "params": costs["params"], "macs": costs["macs"]}
+
+
+def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
+    """Write the optimizer's step as ONNX if the configuration asks for it."""
+    if config.export.training:
+        epochs = max(1, config.finetune.epochs)  # a step does not depend on how many would follow
+        finetune = dataclasses.replace(config.finetune, epochs=epochs)
+        recipe = options.finetuning_recipe(dataclasses.replace(config, finetune=finetune))
+        write_training_step(network, recipe, folder.optimizer_step)
+
+
+def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an ONNX file is to hold beside the graph and its preprocessing.
+
+    How long the search took is left out: the file of a resumed run is that of an undisturbed one.
+    """
+    numbers = {key: value for key, value in metrics.items() if key != "preprocessing"}
+    if "search" in numbers:
+        numbers["search"] = {key: value for key, value in numbers["search"].items() if key != "seconds"}
+    return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
+
+
+def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
+    """Hand the results among the metrics to the trackers."""
+    given = ("seed", "preprocessing")
+    folder.tracking.result({key: value for key, value in metrics.items() if key not in given})
+
+
+def finish(
+    folder: RunFolder,
+    metrics: dict[str, Any],
+    *,
+    seed: int,
+    layers: Sequence[LayerRow] = (),
+    epochs: Sequence[EpochRow] = (),
+) -> None:
+    """Write the report and, last, metrics.json, which marks the run as finished; print the final table."""
+    if epochs:
+        metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
+    add_notes(metrics, folder)
+    setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
+    page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
+    track_result(folder, metrics)
+    write_json(folder.metrics, metrics)
+    console = Console()
+    for table in (summary_table(metrics), runtimes_table(metrics)):
+        if table.row_count:
+            console.print(table)
+    print_end(console, metrics, page)
+
+
+def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
+    """Add what the steps of the run noted: its trainings and warnings."""
+    if folder.notes.trainings:
+        metrics["trainings"] = folder.notes.trainings
+    metrics["warnings"] = folder.notes.warnings
+
+
+def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
+    """Print below the final table what its reader must know, and where the report is."""
+    if any(metrics.get(key) for key in ("search", "epochs")) and heldout_note(metrics):
+        console.print(heldout_note(metrics), soft_wrap=True, markup=False, highlight=False)
+    for warning in metrics["warnings"]:
+        console.print(
+            f"warning: {warning}", style="bold yellow", soft_wrap=True, markup=False, highlight=False
+        )
+    sentence = conclusion(metrics)
+    if sentence:
+        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+def check_collapse(
+    folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
+) -> None:
+    """Note if the accuracy of the last network among the metrics has fallen to that of guessing.
+
+    Args:
+        folder: The run's folder.
+        metrics: Its numbers.
+        data: The dataset.
+        baseline: Accuracy of the network before; that among the metrics when omitted.
+    """
+    last = metrics.get("finetuned") or metrics["compressed"]
+    before = metrics["baseline"]["accuracy"] if baseline is None else baseline
+    share = guessing_share(data.heldout.y)
+    text = accuracy_collapse(last["accuracy"], before, share, len(data.test))
+    if text is not None:
+        log.error(text)
+        folder.collapse(text)

@@ -1,0 +1,79 @@
+"""The end of every road: from a compressed network to its file and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from decomposition import CompressionPlan
+from rankrl.networks.base import Network
+from rankrl.plan_search.run import SearchResult
+from rankrl.result import Compression, Measurement, missed_latency
+
+Notes = Callable[[CompressionPlan, Measurement], Mapping[str, str]]
+"""From a plan and what the network costs and is worth to the text that its file holds beside the graph."""
+
+
+def _plan_alone(plan: CompressionPlan, measurement: Measurement) -> Mapping[str, str]:
+    del measurement
+    return {"plan": plan.to_json()}
+
+
+def finish(
+    network: Network,
+    plan: CompressionPlan,
+    compressed: Any,
+    path: Path,
+    *,
+    tuned: Any = None,
+    search: SearchResult | None = None,
+    latency: float | None = None,
+    notes: Notes = _plan_alone,
+) -> Compression:
+    """Measure a compressed network and write it as a file, verified and timed.
+
+    Args:
+        network: What was compressed: a module, a data set's classifier or an ONNX graph.
+        plan: What became of its layers.
+        compressed: The compressed network (`SearchableNetwork.applied`).
+        path: The file to write.
+        tuned: The compressed network after fine-tuning; None where there was none.
+        search: Where the plan is from.
+        latency: Fraction of the original's time to keep at most, or None.
+        notes: The text that the file holds beside the graph.
+
+    Raises:
+        ExportError: The network cannot be exported, quantised or timed, or its file computes something else.
+        NonFiniteError: A score is NaN or infinite.
+    """
+    last = compressed if tuned is None else tuned
+    baseline_score, compressed_score = network.score(None), network.score(compressed)
+    measured = Measurement(
+        before=network.costs_before(),
+        after=network.costs_after(plan, last),
+        baseline_score=baseline_score,
+        compressed_score=compressed_score,
+        score=compressed_score if tuned is None else network.score(tuned),
+    )
+    file = network.write(last, path, notes(plan, measured))
+    missed = None if search is None else search.missed
+    return Compression(
+        before=measured.before,
+        after={**measured.after, "file_bytes": path.stat().st_size},
+        baseline_score=measured.baseline_score,
+        compressed_score=measured.compressed_score,
+        score=measured.score,
+        path=path,
+        plan=plan,
+        outputs=file.outputs,
+        verified=file.verified,
+        latency=file.latency,
+        layers=tuple(network.rows(plan, compressed)),
+        heldout=network.compared_inputs,
+        rewritten=network.rewritten,
+        search=search,
+        missed=missed or missed_latency(latency, file.latency),
+        collapsed=network.collapsed(last, measured.score),
+        numbers=file.numbers,
+    )

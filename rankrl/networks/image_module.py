@@ -1,0 +1,138 @@
+"""A classifier of a data set's images, as searches and reports see it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from decomposition import CompressionPlan, FitLibrary, apply_plan, count_macs, count_parameters
+from rankrl.data import ImageData
+from rankrl.data.calibration import calibration_images
+from rankrl.networks.base import WrittenFile
+from rankrl.networks.module import ModuleNetwork
+from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.timing import ExportOptions
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
+from rankrl.plan_search.scores.scoring import ImageScoring
+from rankrl.report import LayerRow
+from rankrl.training.chance import guessing_share
+from rankrl.verify.collapse import accuracy_collapse
+from rankrl.verify.file_export import export_file
+from rankrl.verify.layer_rows import layer_rows, stored_bytes
+from rankrl.verify.measure import ImageInputs, export_dense, test_accuracy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageModule(ModuleNetwork):
+    """A classifier of a data set's images; a `rankrl.networks.base.Network`.
+
+    Plans are scored on images held out of the training set; test images choose nothing and are read for the
+    report alone.
+
+    Attributes:
+        data: The data set.
+        images: Training images that layers are fitted on, normalised, shape (N, channels, height, width).
+        scores: What plans are scored by, and how.
+        scored_images: Held-out images that plans are scored on at most.
+        options: How plans are carried out.
+        export: How the network is exported and timed.
+        folder: Folder for the dense network's file, and for files that are of no use later.
+        seed: Seed of everything random.
+    """
+
+    data: ImageData
+    images: Tensor
+    scores: EvaluatorOptions
+    scored_images: int
+    options: DecompositionOptions
+    export: ExportOptions
+    folder: Path
+    seed: int = 0
+
+    @property
+    def scoring(self) -> ImageScoring:
+        """Held-out images."""
+        return ImageScoring(self.model, self.data, self.scores, self.scored_images)
+
+    def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
+        """Return the compressed network, calibrated anew layer by layer."""
+        log.info("applying the plan, layer by layer")
+        return apply_plan(
+            self.model,
+            plan,
+            self.images,
+            sequential=self.options.sequential,
+            weigh_outputs=self.options.weigh_outputs,
+            options=self.options.final_fit(),
+            seed=self.seed,
+            statistics=calibration_images(self.data, len(self.images), seed=self.seed, augmented=True),
+        )
+
+    @cached_property
+    def baseline(self) -> Path:
+        """ONNX file of the dense network."""
+        return export_dense(self.model, self.data, self.folder, self.export)
+
+    @cached_property
+    def accuracy(self) -> float:
+        """Accuracy of the dense network on the test images."""
+        return test_accuracy(self.model, self.data)
+
+    def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
+        """Export a compressed network, verify the file on held-out images and time it; see `Network`.
+
+        The file's metadata says under `preprocessing` what it takes.
+        """
+        options = self.export
+        numbers, times = export_file(
+            compressed,
+            self.baseline,
+            ImageInputs(self.data, options),
+            path,
+            opset=options.opset,
+            channel_block=options.channel_block,
+            reduce_range=options.reduce_range,
+            timing=options.timing,
+            metadata={"preprocessing": json.dumps(self.data.preprocessing.to_dict()), **metadata},
+            scratch=self.folder,
+        )
+        return WrittenFile(numbers["max_abs_difference"], times, numbers=numbers)
+
+    @property
+    def compared_inputs(self) -> int:
+        """How many inputs `score` looks at: the test images."""
+        return len(self.data.test)
+
+    def costs_before(self) -> dict[str, int]:
+        """Return what the dense network costs."""
+        return {**self.costs, "file_bytes": self.baseline.stat().st_size}
+
+    def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
+        """Return what a compressed network costs."""
+        return {
+            "params": count_parameters(compressed),
+            "macs": count_macs(compressed, self.input_shape),
+            "bytes": stored_bytes(plan, self.model, compressed),
+        }
+
+    def score(self, compressed: nn.Module | None) -> float:
+        """Return the accuracy on the test images, for the report."""
+        return self.accuracy if compressed is None else test_accuracy(compressed, self.data)
+
+    def collapsed(self, compressed: nn.Module, score: float) -> str | None:
+        """Return what the test images show; see `Network`."""
+        del compressed
+        share = guessing_share(self.data.heldout.y)
+        return accuracy_collapse(score, self.accuracy, share, len(self.data.test))
+
+    def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
+        """Return the report's row of every layer."""
+        return layer_rows(plan, self.model, compressed)

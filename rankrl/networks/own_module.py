@@ -1,0 +1,138 @@
+"""A user's own PyTorch module with his own inputs, as searches and reports see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+
+from decomposition import CompressionPlan, FitLibrary, apply_plan, count_macs, count_parameters
+from decomposition.network.inputs import split
+from rankrl.networks.base import WrittenFile
+from rankrl.networks.module import ModuleNetwork
+from rankrl.onnx.export import export_onnx, verify_onnx
+from rankrl.onnx.export.verification import BATCH_SIZES
+from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.scores.score_evaluator import Score, scored
+from rankrl.plan_search.scores.scoring import FunctionScoring
+from rankrl.progress import Progress
+from rankrl.report import LayerRow
+from rankrl.verify.file_export import export_file
+from rankrl.verify.layer_rows import layer_rows, stored_bytes
+from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoredModule(ModuleNetwork):
+    """A module whose plans a function scores; a `rankrl.networks.base.SearchableNetwork`.
+
+    Attributes:
+        judge: From a network to a number, higher is better.
+        options: How plans are carried out.
+        seed: Seed of everything random.
+        progress: As for `rankrl.compress`.
+    """
+
+    judge: Score
+    options: DecompositionOptions
+    seed: int = 0
+    progress: Progress = field(default=None, repr=False)
+
+    @property
+    def scoring(self) -> FunctionScoring:
+        """The function."""
+        return FunctionScoring(self.model, self.judge, self.inputs)
+
+    def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
+        """Return the compressed module, calibrated anew layer by layer."""
+        options = self.options
+        return apply_plan(
+            self.model,
+            plan,
+            self.inputs,
+            sequential=options.sequential,
+            weigh_outputs=options.weigh_outputs,
+            options=options.final_fit(),
+            seed=self.seed,
+            progress=self.progress,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OwnModule(ScoredModule):
+    """A module that is compressed to a file; a `rankrl.networks.base.Network`.
+
+    Attributes:
+        heldout: How good a network is on the held-out inputs.
+        files: What its files are made, verified and timed with.
+        timing: How it is exported and timed.
+        folder: Folder for the dense network's file, and for files that are of no use later.
+    """
+
+    heldout: HeldoutScore
+    files: OwnInputs
+    timing: LatencyOptions
+    folder: Path
+
+    @cached_property
+    def baseline(self) -> Path:
+        """ONNX file of the dense network, compared with it on held-out inputs."""
+        path = self.folder / "dense.onnx"
+        block = self.timing.channel_block
+        export_onnx(self.model, path, self.input_shape, channel_block=block, progress=False)
+        verify_onnx(self.model, path, split(self.heldout.sample.inputs, max(BATCH_SIZES))[0])
+        return path
+
+    def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
+        """Export a compressed network, verify the file on real inputs and time it; see `Network`."""
+        timing = self.timing
+        numbers, times = export_file(
+            compressed,
+            self.baseline,
+            self.files,
+            path,
+            opset=None,
+            channel_block=timing.channel_block,
+            reduce_range=timing.reduce_range,
+            timing=timing.timing,
+            metadata=metadata,
+            scratch=self.folder,
+        )
+        outputs = tuple(self.files.agreement(self.baseline, path))
+        return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers)
+
+    @property
+    def compared_inputs(self) -> int:
+        """How many inputs `score` looks at: the held-out ones."""
+        return len(self.heldout.sample)
+
+    def costs_before(self) -> dict[str, int]:
+        """Return what the dense network costs."""
+        return {**self.costs, "file_bytes": self.baseline.stat().st_size}
+
+    def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
+        """Return what a compressed network costs."""
+        return {
+            "params": count_parameters(compressed),
+            "macs": count_macs(compressed, self.input_shape),
+            "bytes": stored_bytes(plan, self.model, compressed),
+        }
+
+    def score(self, compressed: nn.Module | None) -> float:
+        """Return what the function says of a compressed network, or of the dense one."""
+        if compressed is None:
+            return scored(self.judge, self.model, "the dense network")
+        return scored(self.judge, compressed, "the compressed network")
+
+    def collapsed(self, compressed: nn.Module, score: float) -> str | None:
+        """Return what the held-out inputs show; see `Network`."""
+        del score
+        return self.heldout.collapsed(compressed)
+
+    def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
+        """Return the report's row of every layer."""
+        return layer_rows(plan, self.model, compressed)
